@@ -1,12 +1,17 @@
 """Writes docs/models.md: which models of timm, transformers, torchvision and open_clip attnrx adopts, on which axes.
 
-python benchmarks/models.py [PAGE [OUTCOMES]]
+python benchmarks/models.py [PAGE [OUTCOMES]] [--measure]
 
 Every architecture is created on the meta device, without weights, and read by its family. Of those that no family
 reads, the MLPs of one of every kind (its class, and the first letters of its name) are found, the smallest; the
 others of its kind count as this one. The proof on random images, which `attnrx.load` makes of every model, is not
 made here. A library that is not installed is left out. What was found is kept in the file OUTCOMES, one line of JSON
 for every kind, which another call continues.
+
+With --measure the smallest architecture of every row is created with random weights, and the page has four more
+columns: how far the copy is from the library's model, whether the closed form of its MACs is a count of them, whether a
+smaller model is the same after it is saved and loaded, and whether it has an ONNX file. This takes minutes per row;
+--measure with OUTCOMES goes on where it was interrupted.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import importlib
 import inspect
 import json
 import re
+import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +32,16 @@ from typing import Any
 import torch
 from torch import nn
 
+import attnrx as rx
 from attnrx.support.errors import AttnrxError
-from attnrx.vit.models import LIBRARIES
+from attnrx.support.modules import random_images, tensors_of
+from attnrx.support.shapes import ImageBatch
+from attnrx.vit.costs import count_product_macs
+from attnrx.vit.models import LIBRARIES, family_of, working_copy
+from attnrx.vit.models.boundary.working_copy import answer
 from attnrx.vit.models.families import trunks_of
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.observation_hooks import counted_by_spec
 from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.users.units import UnitsFamily, separate_pairs
 
@@ -38,6 +50,18 @@ AXES = ("qk", "vo", "hidden", "tokens")
 # The tasks of transformers whose classes are listed beside those with a reader, and further classes.
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
 OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
+# Columns of --measure.
+COPY, MACS, RELOADED, ONNX = MEASURES = ("copy", "MACs", "reloads", "ONNX")
+RULES = {"qk": "qk=total_rank:0.75", "vo": "vo=total_rank:0.75", "hidden": "hidden=total_rank:0.75"}
+NOISE = 0.02  # that is added to random weights: libraries start biases at zero, which would hide mistakes
+MEASURED = """## What was measured
+
+The smallest architecture of every row was created with random weights (`--measure`). `copy` is the largest difference
+of the outputs in attnrx's layers from the library's, relative to the standard deviation of the outputs. `MACs`: the
+closed form equals a count of matrix products, for this model and a smaller one; else their ratio. The smaller model
+has three quarters of `qk`, `vo` and `hidden`. `reloads`: it has the same outputs after it is saved and loaded, bit for
+bit. `ONNX`: it has a file with its outputs, or the reason why not.
+"""
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes the tables below: it creates every architecture without weights and reads it.
@@ -144,6 +168,8 @@ class Architecture:
     outline: nn.Module
     make: Callable[[], nn.Module]
     where: str = ""
+    size: int = 0
+    """The parameters of the model, where its outline is left out."""
 
 
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
@@ -195,28 +221,131 @@ def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
     return (("hidden",), "") if pairs else ((), "it has no MLP whose units are separate")
 
 
-def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> list[tuple[int, Outcome]]:
+def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[tuple[Architecture, Outcome]]:
     """Returns the outcome of every architecture; of those without a reader by the smallest of their kind."""
-    found: list[tuple[int, Outcome]] = []
-    unread: dict[str, list[tuple[int, Architecture, Outcome]]] = defaultdict(list)
+    found: list[tuple[Architecture, Outcome]] = []
+    unread: dict[str, list[tuple[Architecture, Outcome]]] = defaultdict(list)
     for each in architectures:
         outcome = outcome_of(each.family, each.outline)
         outcome = replace(outcome, kind=outcome.kind + each.where)
-        if not outcome.reason:
-            found.append((each.count, outcome))
-            continue
         size = sum(parameter.numel() for parameter in each.outline.parameters())
-        unread[f"{outcome.kind} {each.kind}"].append((size, replace(each, outline=nn.Identity()), outcome))
-    known = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
+        small = replace(each, outline=nn.Identity(), size=size)
+        if not outcome.reason:
+            found.append((small, outcome))
+        else:
+            unread[f"{outcome.kind} {each.kind}"].append((small, outcome))
     for kind, members in unread.items():
-        if kind not in known:
-            known[kind] = by_structure(min(members, key=lambda member: member[0])[1].make)
-            print(kind, *known[kind], flush=True)
-            if state is not None:
-                with state.open("a") as file:
-                    file.write(json.dumps([kind, known[kind]]) + "\n")
-        axes, reason = known[kind]
-        found += [(each.count, Outcome(outcome.kind, tuple(axes), reason)) for _, each, outcome in members]
+        make = min(members, key=lambda member: member[0].size)[0].make
+        axes, reason = state.kept(kind, partial(by_structure, make))
+        found += [(each, Outcome(outcome.kind, tuple(axes), reason)) for each, outcome in members]
+    return found
+
+
+class State:
+    """What was found, by the names of its lines in a file that another call continues; None for no file."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        lines = [] if path is None or not path.exists() else path.read_text().splitlines()
+        self.known: dict[str, Any] = dict(map(json.loads, lines))
+
+    def kept(self, name: str, find: Callable[[], Any]) -> Any:
+        """Returns what the file has by a name; it is found and added, if the file does not have it."""
+        if name not in self.known:
+            self.known[name] = find()
+            print(name, self.known[name], flush=True)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps([name, self.known[name]]) + "\n")
+        return self.known[name]
+
+
+class Answering(nn.Module):
+    """A model in its own code that takes images and returns what it answers, of whatever kind its inputs are."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: ImageBatch) -> Any:
+        return answer(self.model, images)
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Adds noise to all weights, in place."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(NOISE * torch.randn(weight.shape, generator=generator).to(weight))
+    return model.eval()
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Returns the largest difference of two answers, relative to the standard deviation of the first."""
+    pairs = zip(tensors_of(expected).values(), tensors_of(found).values(), strict=True)
+    return max(float((a - b).abs().max() / a.double().std().clamp_min(1e-30)) for a, b in pairs)
+
+
+def copied(model: nn.Module, images: ImageBatch) -> str:
+    with torch.no_grad():
+        return f"{difference(answer(model, images), answer(working_copy(model).eval(), images)):.0e}"
+
+
+def counted(model: nn.Module, images: ImageBatch) -> float:
+    """Returns the MACs in closed form divided by a count of them."""
+    with counted_by_spec(model, family_of(model)):
+        return family_of(model).costs(model).product_macs / count_product_macs(Answering(model).eval(), images[:1])
+
+
+def both_counted(model: nn.Module, small: nn.Module, images: ImageBatch) -> str:
+    ratios = [counted(each, images) for each in (model, small)]
+    return "equal" if ratios == [1, 1] else " and ".join(f"{ratio:.3f}" for ratio in ratios)
+
+
+def reloaded(small: nn.Module, images: ImageBatch) -> str:
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        rx.save(small, Path(folder) / "small")
+        change = difference(answer(small, images), answer(rx.load(Path(folder) / "small").eval(), images))
+    return "yes" if not change else f"differs by {change:.0e}"
+
+
+def exported(small: nn.Module) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        rx.export(small, Path(folder) / "small.onnx")  # compared with the model before it is kept
+    return "yes"
+
+
+def measured(architecture: Architecture, axes: tuple[str, ...], most: float) -> dict[str, str]:
+    """Measures a model with random weights; returns the columns, each a result or the reason why there is none."""
+    if architecture.size > most:
+        return dict.fromkeys(MEASURES, f"not measured: {architecture.size / 1e6:,.0f} million parameters")
+    found: dict[str, str] = {}
+
+    def measure(names: Sequence[str], run: Callable[[], Any]) -> Any:
+        try:
+            result = run()
+        except Exception as error:  # the code of a library raises errors of any type
+            why = reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
+            found.update(dict.fromkeys(names, " ".join(why.split())[:200].replace("|", "/")))
+            return None
+        if len(names) == 1:
+            found[names[0]] = result
+        return result
+
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model = measure(MEASURES, lambda: rx.load(shaken(architecture.make())))
+        if model is None:
+            return found
+        images = random_images(model, family_of(model).input_shape(model), 4)
+        text = " ".join(RULES[axis] for axis in axes if axis in RULES)
+        measure((COPY,), lambda: copied(model, images))
+        rules = partial(rx.diagnose, model, rx.data.image_set(images))
+        small = measure((MACS, RELOADED, ONNX), lambda: rx.realize(model, rx.prescribe(rules(), text)).eval())
+        if small is not None:
+            measure((MACS,), lambda: both_counted(model, small, images))
+            measure((RELOADED,), lambda: reloaded(small, images))
+            measure((ONNX,), lambda: exported(small))
     return found
 
 
@@ -298,25 +427,37 @@ SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[Architecture]]]] = {
 }
 
 
-def section(library: str, package: str, unit: str, outcomes: list[tuple[int, Outcome]]) -> str:
+def section(
+    library: str,
+    package: str,
+    unit: str,
+    outcomes: list[tuple[Architecture, Outcome]],
+    measure: Callable[[str, Outcome, Architecture], dict[str, str]] | None,
+) -> str:
     """Returns the section of one library: its counts, and a table of its classes."""
-    total = sum(count for count, _ in outcomes)
-    adopted = sum(count for count, outcome in outcomes if not outcome.reason)
-    rows: dict[Outcome, int] = defaultdict(int)
-    for count, outcome in outcomes:
-        rows[outcome] += count
+    total = sum(each.count for each, _ in outcomes)
+    adopted = sum(each.count for each, outcome in outcomes if not outcome.reason)
+    rows: dict[Outcome, list[Architecture]] = defaultdict(list)
+    for each, outcome in outcomes:
+        rows[outcome].append(each)
+    columns = () if measure is None else MEASURES
     lines = [
         f"## {library}",
         "",
         f"{adopted} of {total} {unit} with attention are read ({package} {version(package)}).",
         "",
-        f"| class | {unit} | {' | '.join(AXES)} | refused because |",
-        f"|---|--:|{':-:|' * len(AXES)}---|",
+        f"| class | {unit} | {' | '.join((*AXES, *columns))} | refused because |",
+        f"|---|--:|{':-:|' * len(AXES)}{'---|' * len(columns)}---|",
     ]
+    counts = {outcome: sum(each.count for each in members) for outcome, members in rows.items()}
     # Supported classes first, then by name.
-    for outcome, count in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -row[1])):
-        marks = " | ".join("yes" if axis in outcome.axes else "" for axis in AXES)
-        lines.append(f"| {outcome.kind} | {count} | {marks} | {outcome.reason} |")
+    for outcome, members in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -counts[row[0]])):
+        marks = ["yes" if axis in outcome.axes else "" for axis in AXES]
+        if measure is not None:
+            smallest = min(members, key=lambda each: each.size)
+            found = {} if outcome.reason else measure(library, outcome, smallest)
+            marks += [found.get(name, "") for name in columns]
+        lines.append(f"| {outcome.kind} | {counts[outcome]} | {' | '.join(marks)} | {outcome.reason} |")
     return "\n".join(lines) + "\n"
 
 
@@ -324,8 +465,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, nargs="?", default=PAGE)
     parser.add_argument("outcomes", type=Path, nargs="?")
+    parser.add_argument("--measure", action="store_true", help="the columns of one model of every row")
+    parser.add_argument("--most-params", type=float, default=350e6, metavar="N", help="of a measured model (350e6)")
     arguments = parser.parse_args(words)
-    parts = [INTRODUCTION]
+    state, parts = State(arguments.outcomes), [INTRODUCTION]
+
+    def measure(library: str, outcome: Outcome, smallest: Architecture) -> dict[str, str]:
+        name = f"measured: {library} {outcome.kind} {','.join(outcome.axes)}"
+        return state.kept(name, lambda: measured(smallest, outcome.axes, arguments.most_params))
+
+    if arguments.measure:
+        parts.append(MEASURED)
     for library, (package, unit, read) in SOURCES.items():
         try:
             importlib.import_module(library)
@@ -334,7 +484,8 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            parts.append(section(library, package, unit, outcomes_of(read(), arguments.outcomes)))
+            outcomes = outcomes_of(read(), state)
+            parts.append(section(library, package, unit, outcomes, measure if arguments.measure else None))
     arguments.page.write_text("\n".join(parts))
 
 

@@ -4,11 +4,14 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import read_json, write_json
 from attnrx.vit.models import attach_tokens_, build_model, family_of, save_model
 from attnrx.vit.tokens import TokenPolicy
@@ -255,6 +258,62 @@ def test_the_page_of_models_has_a_table_of_every_library(tmp_path: Path, monkeyp
     monkeypatch.setitem(names, "SOURCES", {"torchvision": names["SOURCES"]["torchvision"]})
     module["main"]([str(tmp_path / "models.md")])
     assert "| VisionTransformer |" in (tmp_path / "models.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_of_models_has_what_was_measured_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    import timm
+
+    module = runpy.run_path(str(BENCHMARKS / "models.py"))
+    names = module["main"].__globals__
+    sizes: dict[str, dict[str, object]] = {
+        "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2},
+        "swin_tiny_patch4_window7_224": {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1, 1)},
+    }
+
+    def small() -> Iterator[object]:
+        for name, options in sizes.items():
+            make = partial(timm.create_model, name, num_classes=3, **options)
+            yield names["Architecture"](1, names["LIBRARIES"]["timm"], names["kind_of"](name), make(), make)
+
+    monkeypatch.setitem(names, "SOURCES", {"timm": ("timm", "weight files", small)})
+    page, words = tmp_path / "models.md", [str(tmp_path / "models.md"), str(tmp_path / "outcomes"), "--measure"]
+    module["main"](words)
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if re.match(r"\| (Vision|Swin)", line)]
+    assert [row[0].strip("| ") for row in rows] == ["SwinTransformer", "VisionTransformer"]
+    for row in rows:
+        copy, macs, reloads, onnx = row[6:10]
+        assert float(copy) < 1e-4 and (macs, reloads, onnx) == ("equal", "yes", "yes")
+    written = page.read_text()
+    monkeypatch.setitem(names, "measured", None)
+    module["main"](words)  # every row is read back
+    assert page.read_text() == written
+
+
+@pytest.mark.slow
+def test_neighbours_are_searched_in_an_index_of_the_original(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_model("timm:vit_tiny_patch16_224", depth=2, embed_dim=24, img_size=16, patch_size=8, num_classes=0)
+    data = write_folder(tmp_path / "images", {"train": 24, "validation": 12, "test": 12})
+    others = write_folder(tmp_path / "others", {"train": 4, "validation": 1, "test": 8}, size=(12, 12))
+    words = [str(save_model(tmp_path / "model", model)), "--data", str(data), "--index-data", str(others)]
+    words += "--targets macs=0.7 recall=0.3 --index 24 --queries 12 --batches 1 --rounds 2".split()
+    main = runpy.run_path(str(BENCHMARKS / "retrieval.py"))["main"]
+    main([*words, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "| " in line]
+    assert [row[:2] for row in lines[1:]] == [["macs=0.7", "no"], ["macs=0.7", "yes"], ["recall=0.3", "yes"]]
+    for row in lines[1:3]:
+        one, ten = (float(cell.split(" ")[0]) for cell in row[3:5])
+        assert 0 <= one <= 100 and 10 < ten <= 100 and row[7].endswith("x")
+    cell = read_json(tmp_path / "out" / "macs=0.7-keep-index.json")
+    assert cell["macs"] <= 0.7 and len(cell["recall"]["10"]) == 12
+    main([*words, "--out", str(tmp_path / "out")])  # read back, not made again
+    assert capsys.readouterr().out == printed
+    with pytest.raises(InvalidInput, match="give a new folder"):
+        main([*words, "--out", str(tmp_path / "out"), "--seed", "1"])
 
 
 @pytest.mark.slow

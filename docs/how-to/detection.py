@@ -12,6 +12,7 @@
 import timm
 import torch
 from torch import nn
+from transformers import LwDetrConfig, LwDetrForObjectDetection, LwDetrViTConfig
 
 import attnrx as rx
 
@@ -105,13 +106,17 @@ def corners(boxes):
     return centre - size / 2, centre + size / 2
 
 
+def overlaps(boxes, objects):  # the IoU, [batch, boxes, objects]
+    (low, high), (left, right) = corners(boxes[:, :, None]), corners(objects[:, None, :, 1:])
+    shared = (torch.minimum(high, right) - torch.maximum(low, left)).clamp_min(0).prod(-1)
+    return shared / ((high - low).prod(-1) + (right - left).prod(-1) - shared)
+
+
 def objects_found(outputs, batch):
     _, objects = batch
-    (low, high), (left, right) = corners(outputs["boxes"][:, :, None]), corners(objects[:, None, :, 1:])
-    shared = (torch.minimum(high, right) - torch.maximum(low, left)).clamp_min(0).prod(-1)
-    overlap = shared / ((high - low).prod(-1) + (right - left).prod(-1) - shared)
     right_class = outputs["logits"].argmax(-1)[..., None] == objects[:, None, :, 0]
-    return ((overlap > 0.5) & right_class).any(1).float().mean(1)  # over the objects of the image
+    found = (overlaps(outputs["boxes"], objects) > 0.5) & right_class
+    return found.any(1).float().mean(1)  # over the objects of the image
 
 
 # %%
@@ -124,13 +129,81 @@ for finding in small.evidence.findings:
 
 # %% [markdown]
 # The result is your module: `small.model(images)["boxes"]` are its boxes, and your selection among them stays as it is.
-# A backbone inside a library's detector (ViTDet, YOLOS, RT-DETR) is found in the same way: pass the whole detector. If
-# the head reads patches at their places, tokens are merged and restored before it, never dropped.
 #
+# ## The average precision
+#
+# AP belongs to a whole data set: the boxes of all images are ranked by their scores. So it cannot choose a plan, and
+# you measure it once, with your own evaluation. Which box finds which object is decided within an image. So images can
+# be drawn anew, and the change of AP has an interval.
+
+
+# %%
+def ranked_boxes(detector, scenes):  # of every box: image, class, score, and whether it finds an object first
+    boxes = []
+    for image, (picture, objects) in enumerate(scenes):
+        with torch.no_grad():
+            outputs = detector(picture[None])
+        scores, classes = outputs["logits"][0].softmax(-1)[:, :-1].max(-1)
+        fits = (overlaps(outputs["boxes"], objects[None])[0] > 0.5) & (classes[:, None] == objects[:, 0])
+        for row in scores.argsort(descending=True):
+            is_hit = bool(fits[row].any())
+            boxes.append([image, int(classes[row]), float(scores[row]), is_hit])
+            if is_hit:
+                fits[:, fits[row].int().argmax()] = False  # an object is found once
+    return torch.tensor(sorted(boxes, key=lambda box: -box[2]))
+
+
+def average_precision(boxes, scenes, weights):  # at an IoU of 0.5; how often every image counts
+    areas = []
+    for each in range(CLASSES):
+        image, _, _, hit = boxes[boxes[:, 1] == each].T
+        counts = weights[image.long()]
+        precision = (counts * hit).cumsum(0) / counts.cumsum(0).clamp_min(1)
+        highest = precision.flip(0).cummax(0).values.flip(0)  # at this recall or a higher one
+        objects = (weights[:, None] * (scenes.tensors[1][..., 0] == each)).sum()
+        areas.append((highest * counts * hit).sum() / objects.clamp_min(1))
+    return float(torch.stack(areas).mean())
+
+
+others = scenes(digits.test, 300)
+boxes = [ranked_boxes(each, others) for each in (model, small.model)]
+draws = torch.randint(len(others), (300, len(others)), generator=generator)
+weights = [torch.ones(len(others)), *(torch.bincount(draw, minlength=len(others)).float() for draw in draws)]
+measured = torch.tensor([[average_precision(each, others, weight) for each in boxes] for weight in weights])
+(old, new), changes = measured[0], measured[1:].diff(dim=1)[:, 0]
+low, high = changes.quantile(torch.tensor([0.025, 0.975]))
+print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old:+.3f} [{low:+.3f}, {high:+.3f}]")
+
+# %% [markdown]
+# ## Windows and merging
+#
+# A backbone inside a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR) is found in the same way: pass the whole
+# detector. LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. Ranks, heads and
+# units are removed there, too. Tokens are merged within every window, as many in each, and restored before the head.
+# Here an LW-DETR with random weights; `from_pretrained` gives yours.
+
+# %%
+torch.manual_seed(0)
+backbone = LwDetrViTConfig(
+    hidden_size=48, num_hidden_layers=4, num_attention_heads=3, mlp_ratio=2, image_size=64, patch_size=8,
+    pretrain_image_size=64, num_windows=4, window_block_indices=[0, 2], out_indices=[2, 4],
+)  # fmt: skip
+config = LwDetrConfig(
+    backbone_config=backbone, d_model=32, decoder_layers=1, decoder_ffn_dim=64, decoder_self_attention_heads=2,
+    decoder_cross_attention_heads=2, num_queries=10, num_labels=5, group_detr=1, projector_scale_factors=[1.0],
+)  # fmt: skip
+detector = rx.load(LwDetrForObjectDetection(config).eval())
+pictures = torch.randn(32, 3, 64, 64, generator=generator)
+rules = "qk=total_rank:0.75 hidden=uniform_rank:0.75 tokens=ward:0.75@2"
+smaller = rx.realize(detector, rx.prescribe(rx.diagnose(detector, pictures), rules))
+before, after = (rx.models.family_of(each).costs(each).macs for each in (detector, smaller))
+print(f"{100 * after / before:.0f} % of the MACs; boxes of two images: {tuple(smaller(pictures[:2]).pred_boxes.shape)}")
+
+# %% [markdown]
 # ## What can go wrong
 #
 # - A selection of boxes inside `forward` (a threshold, non-maximum suppression) returns tensors whose sizes depend on
 #   the image. Pass the module without it, and select afterwards.
-# - mAP belongs to the whole data set and has no interval. Choose by a number per image, then measure mAP once on
-#   `small.model` with your own evaluation.
+# - A DETR returns queries in place of patches. Compare the same query of both models, weighted by the scores of the
+#   original, as above.
 # - Boxes of all images must have one shape: pad the lists of objects in the dataset.

@@ -55,6 +55,6 @@ for finding in rx.verify(small, model, splits.test.take(256), checks).findings:
 # ## What can go wrong
 #
 # - An index holds vectors of the original. Vectors of the smaller model are near, not equal: embed the index again, or
-#   measure the neighbours with the old index, as `retrieval` does for one set of images.
+#   [search with the old index](old_index.md), for which the smaller model can be fitted.
 # - Both towers of a pair can be compressed; each is loaded and compared by itself.
 # - Repair and distillation fit the vectors themselves: `rx.repair(small, model, images)`, `rx.distill(...)`.

@@ -1,0 +1,83 @@
+"""Make an embedding tower smaller, and go on searching in the index that the original made."""
+
+# %% [markdown]
+# # Search with an old index
+#
+# You have an index: vectors of many images, made by a large tower. You want cheaper queries, and you do not want to
+# embed the index again. So the smaller tower must find the original's neighbours among the original's vectors.
+
+# %%
+import os
+
+import torch
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_base_patch16_siglip_224, open_clip:ViT-B-32 ...
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet
+
+# %%
+if MODEL:
+    tower = rx.load(MODEL, outputs="embedding")
+    _, size, _ = rx.models.family_of(tower).input_shape(tower)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), tower)
+else:  # the features of a small ViT for handwritten digits, trained in seconds
+    from stand_in import model, splits
+
+    model.reset_classifier(0)
+    tower = rx.load(model, outputs="embedding")
+
+# %% [markdown]
+# ## Your index
+#
+# The original's vectors, [images, features]. You have them in your database; here they are computed.
+
+# %%
+with torch.no_grad():
+    index = torch.cat([tower(batch.images) for batch in splits.train.batches(64)])
+print(f"{len(index):,} vectors of {index.shape[1]} numbers")
+
+# %% [markdown]
+# ## A smaller tower for this index
+#
+# `keep_index=True` fits the smaller tower to the original's vectors: every effort distills it by their cosine distance.
+# No label is used. Give images of the kind that you search with, 1,000 or more.
+
+# %%
+small = rx.shrink(tower, splits, macs=0.6, keep_index=True)
+print(small.summary)
+
+# %% [markdown]
+# ## What new queries find
+#
+# `small.evidence` has the check `index`: every test image is a query, and the other test images are the index. Pass
+# `stored` to search in your own index, with queries that it does not have. Beside it the same target without the
+# argument:
+
+# %%
+without = rx.shrink(tower, splits, macs=0.6)
+check = rx.checks.Index(ks=(10,), stored=index)
+for name, each in {"keep_index=True": small, "without": without}.items():
+    (found,) = rx.verify(each.model, tower, splits.test, [check]).findings
+    print(f"{name}: {found.claim}: {found.value:.1f} [{found.low:.1f}, {found.high:.1f}] {found.unit}")
+
+# %% [markdown]
+# ## A share of the neighbours as the target
+#
+# `recall=0.95` plans for as few MACs as keep 95 % of the 10 nearest neighbours. Plans are tried on other images than
+# the evidence is about. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
+
+# %%
+small = rx.shrink(tower, splits, recall=0.95)
+print(small.summary)
+
+# %% [markdown]
+# ## What can go wrong
+#
+# - The neighbours in a larger index are nearer to each other, and harder to keep. Measure with your own vectors.
+# - Search is exact here. An approximate index loses neighbours of its own, with both towers.
+# - If you add images with the smaller tower, old queries meet new vectors. Without `stored`, the check measures that
+#   direction too.
+# - A quick call does not distill a tower of more than 5e9 MACs per image: take `effort="normal"`.
+# - The target is refused if no plan reaches it. The message has the recall that the best plan reached.
+# - If you embed the index again, [compare the neighbours in both indexes](embeddings.md), which are easier to keep.
