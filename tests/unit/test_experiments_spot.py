@@ -207,7 +207,7 @@ def test_a_target_is_read_as_published_and_its_validation_images_are_trained_on(
 def test_absent_images_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
     monkeypatch.delenv("ATTNRX_DATA", raising=False)
-    for target, source in (("dtd", "robots.ox.ac.uk"), ("eurosat", "zenodo.org")):
+    for target, source in (("dtd", "Describable Textures"), ("eurosat", "EuroSAT_RGB.zip")):
         with pytest.raises(DataError, match=rf"{target} are on no hub: download them from .*{source}.*ATTNRX_DATA"):
             transferred(target).run(tmp_path / target)
     assert list(tmp_path.rglob("*.json")) == []

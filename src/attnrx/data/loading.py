@@ -112,13 +112,13 @@ _CARDS: dict[str, DatasetCard] = {
     "dtd": DatasetCard(
         geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=Normalization(*IMAGENET),
-        publisher="www.robots.ox.ac.uk/~vgg/data/dtd (dtd-r1.0.1.tar.gz)",
+        publisher="the Describable Textures Dataset's own page (dtd-r1.0.1.tar.gz)",
         other_names=("dtd-r1.0.1",),
     ),
     "eurosat": DatasetCard(
         geometry=ImageGeometry.of_size(64, 3, "fill"),
         normalization=Normalization(*IMAGENET),
-        publisher="zenodo.org/records/7711810 (EuroSAT_RGB.zip)",
+        publisher="the EuroSAT record of its authors (EuroSAT_RGB.zip)",
         other_names=("EuroSAT_RGB", "EuroSAT-RGB"),
     ),
     "tiny_imagenet": DatasetCard(
