@@ -505,7 +505,7 @@ def written_files(
 
     def write_there() -> None:
         try:
-            run_in_subprocess(_write_files, there, folder, form)
+            run_in_subprocess(_write_files, there, folder, form, in_subprocess=bool(there))
         except NotSupported as error:  # e.g. classes of a notebook, which no other process finds
             failed.append(error)
 
