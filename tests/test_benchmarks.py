@@ -260,6 +260,41 @@ def test_the_page_of_models_has_a_table_of_every_library(tmp_path: Path, monkeyp
     assert "| VisionTransformer |" in (tmp_path / "models.md").read_text()
 
 
+DENSE = """
+import timm
+from torch import nn
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 0}
+        self.backbone = timm.create_model("vit_tiny_patch16_224", global_pool="", **sizes)
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(24, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 1, 4, 2, 1))
+
+    def forward(self, images):
+        return self.decoder(self.backbone(images)[:, 1:].mT.unflatten(2, (4, 4))).sigmoid()
+"""
+
+
+@pytest.mark.slow
+def test_maps_of_a_whole_model_are_correlated_with_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "dense_for_a_benchmark.py").write_text(DENSE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    main = runpy.run_path(str(BENCHMARKS / "dense_model.py"))["main"]
+    save_file(__import__("dense_for_a_benchmark").Dense().state_dict(), tmp_path / "weights.safetensors")
+    data = write_parquet(tmp_path / "images.parquet", rows(80, size=(32, 32)))
+    words = ["dense_for_a_benchmark:Dense", "--weights", str(tmp_path / "weights.safetensors"), "--data", str(data)]
+    words += "--size 32 32 --images 60 --macs 0.8 --to onnx --batch 2 --out".split()
+    assert main([*words, str(tmp_path / "out")]) == 0
+    found = read_json(tmp_path / "out" / "dense_model.json")["mean_correlation"]
+    assert set(found) == {"model", "model.onnx"} and found["model"] == pytest.approx(found["model.onnx"], abs=1e-4)
+    assert -1 <= found["model"] <= 1
+
+
 @pytest.mark.slow
 def test_the_page_of_models_has_what_was_measured_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")

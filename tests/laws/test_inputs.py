@@ -127,6 +127,83 @@ class Tiles(torch.nn.Module):
         return self.head(self.tower(tiles).unflatten(0, (len(images), 4)).amax(1))
 
 
+class Volumes(torch.nn.Module):
+    """A Vision Transformer of volumes, whose head reads the patches after two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = torch.nn.Conv3d(1, WIDTH, 4, 4)
+        self.first, self.places = (
+            torch.nn.Parameter(torch.randn(1, 1, WIDTH)),
+            torch.nn.Parameter(torch.randn(28, WIDTH)),
+        )
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, volumes: torch.Tensor) -> torch.Tensor:
+        patches = self.patches(volumes).flatten(2).mT
+        tokens, taps = torch.cat([self.first.expand(len(volumes), -1, -1), patches], 1) + self.places, []
+        for index, block in enumerate(self.blocks):
+            tokens = block(tokens)
+            taps += [self.norm(tokens)[:, 1:].mean(1)] if index in (1, 3) else []
+        return self.head(torch.cat(taps, 1))
+
+
+class Block(torch.nn.Module):
+    """A block whose attention is called by the names of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(WIDTH, 40), torch.nn.GELU(), torch.nn.Linear(40, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        entering = self.norms[0](tokens)
+        tokens = tokens + self.attention(key=entering, value=entering, query=entering, need_weights=False)[0]
+        return tokens + self.mlp(self.norms[1](tokens))
+
+
+class Series(torch.nn.Module):
+    """All channels of a series as sequences of one encoder, as PatchTST has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 40, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.patches, self.places = torch.nn.Linear(8, WIDTH), torch.nn.Parameter(torch.randn(6, WIDTH))
+        self.encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(6 * WIDTH, CLASSES)
+
+    def forward(self, past: torch.Tensor) -> torch.Tensor:
+        patches = past.mT.unfold(-1, 8, 8).flatten(0, 1)
+        tokens = self.encoder(self.patches(patches) + self.places)
+        return self.head(tokens.flatten(1)).unflatten(0, (len(past), -1)).mean(1)
+
+
+class Points(torch.nn.Module):
+    """Groups of points and their centres, whose positions are added before every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.places = torch.nn.Linear(24, WIDTH), torch.nn.Linear(3, WIDTH)
+        self.blocks, self.head = torch.nn.ModuleList(Block() for _ in range(3)), torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, groups: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        tokens, places = self.patches(groups.flatten(2)), self.places(centres)
+        for block in self.blocks:
+            tokens = block(tokens + places)
+        return self.head(tokens.amax(1))
+
+
+def patch_tst() -> Any:
+    """Its blocks are called with all channels of a series at once, and make sequences of them."""
+    sizes: dict[str, Any] = {"d_model": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 3, "ffn_dim": 40}
+    config = transformers.PatchTSTConfig(
+        num_input_channels=3, context_length=48, patch_length=8, patch_stride=8, num_targets=CLASSES, **sizes
+    )
+    return transformers.PatchTSTForClassification(config)
+
+
 def naflex() -> Any:
     timm = pytest.importorskip("timm")
     return timm.create_model(
@@ -163,13 +240,22 @@ OTHER_INPUTS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], Callable[
         OfFrames, lambda index: (numbers(4, 3, 32, 32, seed=index), index % 5), lambda batch: {"video": batch[0]}
     ),
     "tiles": (Tiles, lambda index: (numbers(3, 32, 32, seed=index), index % 5), lambda batch: (batch[0],)),
+    "volume": (Volumes, lambda index: (numbers(1, 12, 12, 12, seed=index), index % 5), lambda batch: (batch[0],)),
+    "series": (Series, lambda index: (numbers(48, 3, seed=index), index % 5), lambda batch: (batch[0],)),
+    "points": (
+        Points, lambda index: (numbers(20, 8, 3, seed=index), numbers(20, 3, seed=-index)), lambda batch: tuple(batch)
+    ),
+    "series of transformers": (
+        patch_tst, lambda index: (numbers(48, 3, seed=index), index % 5), lambda batch: {"past_values": batch[0]}
+    ),
     "patches of timm": (naflex, of_naflex, lambda batch: (batch[0],)),
 }  # fmt: skip
 
 
 def called(model: Any, given: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(**given) if isinstance(given, dict) else model(*given)
+        output = model(**given) if isinstance(given, dict) else model(*given)
+    return output if isinstance(output, torch.Tensor) else output.prediction_logits
 
 
 @pytest.mark.parametrize("name", OTHER_INPUTS)
@@ -190,6 +276,33 @@ def test_a_function_states_what_the_forward_takes(name: str, tmp_path: Path) -> 
     again: Any = rx.load(tmp_path / "slim")
     torch.testing.assert_close(called(again, given), called(result.model, given), rtol=0, atol=0)
     assert family_of(again).costs(again) == after
+
+
+AXES = ("qk=total_rank:0.5", "vo=total_rank:0.5", "heads=uniform_rank:0.5", "hidden=uniform_rank:0.5")
+# What no token may leave, and what the refusal says.
+ALL_TOKENS = {"points": "needs all tokens between its blocks", "series of transformers": "sequences inside its blocks"}
+
+
+@pytest.mark.parametrize("name", ["volume", "series", "points", "series of transformers"])
+def test_a_model_of_other_inputs_has_all_axes(name: str) -> None:
+    make, item, inputs = OTHER_INPUTS[name]
+    torch.manual_seed(0)
+    batch = next(iter(torch.utils.data.DataLoader([item(index) for index in range(24)], batch_size=24)))  # type: ignore[arg-type]
+    given = inputs(batch)
+    loaded = rx.load(shaken(make()).float(), inputs=given)
+    packed: Any = family_of(loaded).inputs(loaded)
+    diagnosis = rx.diagnose(loaded, packed.packed(given), moments=True)
+    for rules in (*AXES, "tokens=ward:0.5@2"):
+        if "tokens" in rules and name in ALL_TOKENS:
+            with pytest.raises(NotSupported, match=ALL_TOKENS[name]):
+                rx.realize(loaded, rx.prescribe(diagnosis, rules))
+            continue
+        prescription = rx.prescribe(diagnosis, rules)
+        small, masked = (rx.realize(loaded, prescription, by=by) for by in ("compress", "mask"))
+        torch.testing.assert_close(called(small, given), called(masked, given), rtol=0, atol=1e-4)
+        before, after = (family_of(each).costs(each) for each in (loaded, small))
+        assert after.macs < before.macs and not torch.equal(called(small, given), called(loaded, given))
+        assert not rx.verify(small, loaded, packed.packed(given), [rx.checks.Costs()]).failures, rules
 
 
 def test_videos_of_a_model_without_a_reader(tmp_path: Path) -> None:

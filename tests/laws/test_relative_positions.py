@@ -118,7 +118,7 @@ def test_a_model_without_some_heads_is_of_its_own_class(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_grids_are_neither_pruned_nor_merged(name: str) -> None:
     loaded = rx.load(made(name))
-    with pytest.raises(NotSupported, match="divides grids of tokens into windows inside its blocks"):
+    with pytest.raises(NotSupported, match="divides grids of tokens into sequences inside its blocks"):
         family_of(loaded).token_layout(loaded)
 
 

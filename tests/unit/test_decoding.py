@@ -15,7 +15,9 @@ from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
+from attnrx.exporting import Baseline, parse_format
 from attnrx.nouns.effort import DecoderFit
+from attnrx.support.progress import no_log
 from attnrx.vit.models import family_of, library_form, working_copy
 from attnrx.vit.models.boundary.verbs import inside_verb, returned
 from attnrx.workflows.shrink import ShrinkRun
@@ -179,6 +181,34 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
     with torch.no_grad():
         torch.testing.assert_close(loaded(images[:8]), small(images[:8]))
         torch.testing.assert_close(file(images[:8]), small(images[:8]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("to", [None, "onnx"])
+def test_a_speed_that_the_smaller_decoder_reaches_alone_gives_its_model(to: str | None) -> None:
+    if to is not None:
+        pytest.importorskip("onnxruntime")
+    model = working(module())
+    settings = PlanSettings.preset("quick", batch=8, trials=1, to=to)
+    with inside_verb():
+        run = ShrinkRun.start(model, torch.cat([IMAGES, IMAGES.flip(3)]), None, "quick", settings, decoder=True)
+        result = returned(run.unchanged(Target.parse("latency=0.9x")))
+    small: Any = result.model
+    assert run.has_smaller_decoder and small.decoder[3].in_channels == CHANNELS // 2
+    files = {finding.details["title"] for finding in result.evidence.findings if finding.check == "files"}
+    assert ("this result" in files) == (to is not None)
+
+
+def test_plans_for_a_copy_are_timed_beside_its_own_files_and_relative_to_the_same_baseline() -> None:
+    pytest.importorskip("onnxruntime")
+    model = working(module())
+    small = lean(model)
+    baseline = Baseline.as_file(model, parse_format("onnx"), fixed(model), no_log)
+    made = baseline.of_copy(small, fixed(model))
+    assert made.model is baseline.model and made.title == baseline.title and made.unchanged and made.empty
+    with torch.no_grad():
+        torch.testing.assert_close(made.unchanged(IMAGES[:8]), small(IMAGES[:8]), atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(made.unchanged(IMAGES[:8]), made.empty(IMAGES[:8]))
+    assert baseline.unchanged is not None and made.unchanged.bytes < baseline.unchanged.bytes
 
 
 def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:

@@ -13,7 +13,7 @@ from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, with_missing
 from attnrx.data.user_data import TARGETS, training_set
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
-from attnrx.support.modules import evaluating
+from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import ModuleInputs, accepting, family_of, num_outputs
@@ -25,11 +25,13 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 class ModelBatches:
     """Batches of any form, of which the function `inputs` makes what the forward of a module takes.
 
-    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS.
+    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS, unless
+    the forward takes it.
     """
 
     data: Any
     inputs: Callable[[Any], Any]
+    packing: ModuleInputs | None = None
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
@@ -67,7 +69,7 @@ class ModelBatches:
         """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
-        return replace(self, inputs=lambda batch: inputs.packed(self.inputs(batch)))
+        return replace(self, packing=inputs)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yields what `inputs` makes of every batch, with the labels."""
@@ -79,7 +81,9 @@ class ModelBatches:
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
             with user_code("inputs(batch)", DataError):
                 arguments = self.inputs(batch)
-            yield arguments, labels
+            if any(each is labels for each in tensors_of(arguments).values()):
+                labels = None
+            yield arguments if self.packing is None else self.packing.packed(arguments), labels
 
     def __len__(self) -> int:
         return len(self.data)

@@ -69,22 +69,41 @@ class Baseline:
         """
         opened = ExitStack()
         folder = opened.enter_context(scratch_folder())
-
-        def written(name: str, module: nn.Module) -> Exported:
-            subject = subject_of(module, form, images)
-            return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
-
-        path, unchanged, empty = folder / f"vendor{form.suffix}", written("unchanged", model), None
-        with suppress(NotSupported):
-            empty = written("empty", without_blocks(model))
+        unchanged, empty = _own_files(model, form, images, folder)
         title, file = UNCHANGED, unchanged
         try:
-            title, file = vendor_title(form), vendor_file(library_subject(model, form, images), path, form)
+            subject, path = library_subject(model, form, images), folder / f"vendor{form.suffix}"
+            title, file = vendor_title(form), vendor_file(subject, path, form)
         except AttnrxError as error:
             log(f"speeds are relative to attnrx's file of your model: {error}")
         made = cls(title, file, form, unchanged, empty)
         weakref.finalize(made, opened.close)  # the files are read while they are timed
         return made
+
+    def of_copy(self, model: nn.Module, images: ImageSet) -> "Baseline":
+        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy; it is in use
+        as long as this one is.
+        """
+        if self.form is None:
+            return self
+        opened = ExitStack()
+        unchanged, empty = _own_files(model, self.form, images, opened.enter_context(scratch_folder()))
+        made = replace(self, unchanged=unchanged, empty=empty)
+        weakref.finalize(made, opened.close)
+        return made
+
+
+def _own_files(model: nn.Module, form: Format, images: ImageSet, folder: Path) -> tuple[Exported, Exported | None]:
+    """Writes attnrx's files of a model, and of the model without its blocks if it can be written, into a folder."""
+
+    def written(name: str, module: nn.Module) -> Exported:
+        subject = subject_of(module, form, images)
+        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+
+    unchanged = written("unchanged", model)
+    with suppress(NotSupported):
+        return unchanged, written("empty", without_blocks(model))
+    return unchanged, None
 
 
 def without_blocks(model: nn.Module) -> nn.Module:

@@ -244,8 +244,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         settings = PlanSettings.preset(effort, portable=portable, **about)
         if portable:  # before the work
             require_portable(original, settings)
-        # For a latency in PyTorch that the decoder alone is not expected to reach.
-        decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
+        # For a latency that the decoder alone is not expected to reach.
+        decoder = target.quantity == target.minimized == "latency" and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)
         if target.quantity == DROP:
@@ -299,6 +299,7 @@ class ShrinkRun:
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
     baseline: Baseline | None = None  # the vendor's file, for the speed of a file
+    planned_baseline: Baseline | None = None  # the same, with attnrx's files of the planned model
     unchanged_speed: float = 0.0  # of attnrx's file of the unchanged model, relative to it
     measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
 
@@ -351,24 +352,25 @@ class ShrinkRun:
             log("not distilled: the model is large, and effort='normal' distills it for the index")
         planned = images.planned.take(min(work.settings.num_images, len(images.planned)))
         planned_model = original
-        form, baseline, unchanged = format_of(settings), None, 0.0
+        form, baseline, planned_baseline, unchanged = format_of(settings), None, None, 0.0
         if target is not None and target.quantity == target.minimized == "latency" and form is not None:
             begin("timing your model")
             baseline, unchanged = measure_baseline(original, form, images.planned, work.settings, target.limit)
+            planned_baseline = baseline
         begin("diagnosing")
         if decoder and (smaller := smaller_decoder(original, images.planned, work.decoder_fits[0], seed)) is not None:
             planned_model, divergence = smaller
             work = work.with_smaller_decoder()
             units = " + ".join(str(cut.units) for cut in around.cuts) if (around := planned_model.around) else ""
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
+            planned_baseline = None if baseline is None else baseline.of_copy(planned_model, images.planned)
         diagnosed = planned.take(min(work.diagnosed_images, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         about |= {"portable": True} if settings.portable else {}
         about |= {"keep_index": True} if keep_index else {}
-        return cls(
-            original, diagnosis, planned, images, splits.class_names, work, about, planned_model, baseline, unchanged
-        )
+        used, speeds = (images, splits.class_names), (baseline, planned_baseline, unchanged)
+        return cls(original, diagnosis, planned, *used, work, about, planned_model, *speeds)
 
     @property
     def settings(self) -> PlanSettings:
@@ -498,7 +500,7 @@ class ShrinkRun:
     def _planned(self, target: Target) -> Plan | TargetMet:
         images, shared = (self.planned, self.images.predicted), {"settings": self.settings, "reference": self.original}
         about = self.planned_model, self.diagnosis, target
-        return plan_sharing(*about, *images, self.measured, **shared, baseline=self.baseline)
+        return plan_sharing(*about, *images, self.measured, **shared, baseline=self.planned_baseline)
 
     def _realized(self, plan: Plan) -> "_Made":
         """Realizes the smaller model of a plan, and fits it."""
@@ -565,12 +567,12 @@ class ShrinkRun:
 
         With `instead` it is returned in place of a plan, whose file is worse than this one.
         """
-        batch = self.settings.batch
-        files = files or self._files(None)
+        batch, model = self.settings.batch, self.planned_model if instead is None else self.original
+        files = files or self._files(self.planned_model if self.has_smaller_decoder else None)
         # The speed of a file is that of the run of files.
         speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
         last = () if files is not None else (speed,)
-        return self._verified(self.planned_model, target, None, None, last, files, instead)
+        return self._verified(model, target, None, None, last, files, instead)
 
     def _verified(
         self,

@@ -32,9 +32,9 @@ from attnrx.nouns.prescription import (
     ScoreDecision,
     TokenPrescription,
 )
-from attnrx.support.arguments import IMAGES, checked, optional
+from attnrx.support.arguments import IMAGES, checked, described_error, optional
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, evaluating, random_images
 from attnrx.support.progress import Log, begin, no_log
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Int, Tensor
@@ -56,6 +56,7 @@ from attnrx.vit.models import (
 )
 from attnrx.vit.models.boundary.shallower import shallower_form
 from attnrx.vit.models.boundary.verbs import verb
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import BIASES, COMPRESSIONS, AttentionSpec, Compression, compression_of
 
 Fit = Repair | Distill
@@ -266,6 +267,7 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
 
     Raises:
         InvalidInput: The predictors were made for another model.
+        NotSupported: The code of a user's module needs all tokens between its blocks.
     """
     # Fresh predictors depend on the seed of the prescription only, and the random numbers of the caller do not change.
     with torch.random.fork_rng(devices=[]):
@@ -279,6 +281,23 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
                 f"the predictors of {reduction.policy} were made for another model: {error}. Train predictors for this "
                 "model, or omit them for fresh ones."
             ) from error
+    require_fewer_tokens(model)
+
+
+def require_fewer_tokens(model: nn.Module) -> None:
+    """Raises NotSupported for a module of a user's with a token policy, if its own code needs all tokens between its
+    blocks.
+    """
+    if not isinstance(model, Adopted) or model.around is None:  # blocks of libraries take any number
+        return
+    try:
+        with evaluating((model,)):
+            model(random_images(model, model.input_shape, 1))
+    except Exception as error:  # the code of a module raises errors of any type
+        raise NotSupported(
+            f"the code of {model.name} needs all tokens between its blocks: with fewer it raised "
+            f"{type(error).__name__}: {described_error(error)}. Omit tokens."
+        ) from error
 
 
 # Fits -----------------------------------------------------------------------------------------------------------------

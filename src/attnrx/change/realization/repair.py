@@ -40,6 +40,7 @@ from attnrx.vit.models import (
     ModuleCall,
     blocks_of,
     family_of,
+    name_of_tokens,
     recording_calls,
     replacing_forward,
     require_all_tokens,
@@ -413,7 +414,7 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        found.append(args[0] if args else kwargs[name_of_tokens(kwargs)])
         raise _Reached
 
     with suppress(_Reached), replacing_forward(part, reach):

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from torch import nn
 
+from attnrx.change.realization.realizing import require_fewer_tokens
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.exporting import Format, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
@@ -16,13 +17,11 @@ from attnrx.nouns.effort import AXES, AXIS_WORDS, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.nouns.runtime import RUNTIMES, Runtime
 from attnrx.nouns.target import Target
-from attnrx.support.arguments import described_error
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription, NotSupported
-from attnrx.support.modules import copy_module, evaluating, random_images
+from attnrx.support.modules import copy_module
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.vit.models import attach_tokens_, family_of, hidden_units
-from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer
 
@@ -157,7 +156,9 @@ class Space(Displayed):
                     space = replace(space, axes=AXES, reducer=reducer, step=step, offset=offset)
                 space.require_choices(axis)
                 if axis == TOKENS and space.reducer is not None:
-                    require_fewer_tokens(model, space.reducer)
+                    pruned = copy_module(model)
+                    attach_tokens_(pruned, family_of(pruned), TokenPolicy(space.reducer, (2,), (0.5,)))
+                    require_fewer_tokens(pruned)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
                 # An axis that the model has, but the diagnosis did not measure, is not left out.
@@ -364,22 +365,3 @@ class Space(Displayed):
     def at_once(self, present: Count) -> Count:
         """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
         return present // 2 // self.step * self.step
-
-
-def require_fewer_tokens(model: nn.Module, reducer: Reducer) -> None:
-    """Raises NotSupported for a module of a user's whose own code needs all tokens between its blocks.
-
-    It is run with a policy, which separate blocks, such as the libraries', always take.
-    """
-    if not isinstance(model, Adopted) or model.around is None:
-        return
-    pruned = copy_module(model)
-    attach_tokens_(pruned, family_of(pruned), TokenPolicy(reducer, (2,), (0.5,)))
-    try:
-        with evaluating((pruned,)):
-            pruned(random_images(pruned, pruned.input_shape))
-    except Exception as error:  # the code of a module raises errors of any type
-        raise NotSupported(
-            f"the code of {model.name} needs all tokens between its blocks: with fewer it raised "
-            f"{type(error).__name__}: {described_error(error)}. Omit tokens."
-        ) from error

@@ -60,9 +60,7 @@ def observing_calls(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         others = dict(kwargs)
-        # timm passes tokens by position, transformers by name.
-        name = "hidden_states" if "hidden_states" in others else next(iter(others), "")
-        tokens = args[0] if args else others.pop(name, None)
+        tokens = args[0] if args else others.pop(name_of_tokens(others), None)
         with without_autocast():
             observe(ModuleCall(module, tokens, args[1:], others, output))
 
@@ -71,6 +69,11 @@ def observing_calls(
         for module in dict.fromkeys(modules):
             hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield
+
+
+def name_of_tokens(options: Mapping[str, Any]) -> str:
+    """Returns the name of the tokens in a call that passes them by name, as transformers does."""
+    return next((name for name in ("hidden_states", "query", *options) if name in options), "")
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def adopt_any(
         attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
         structure = StructureFamily()
-        found = structure.found(model) if takes_images else None
+        found = structure.found(model)
         structured = [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
         attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
     elif any(refusal.is_of_class for refusal in refusals):

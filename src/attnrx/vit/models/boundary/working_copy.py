@@ -332,8 +332,9 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
         family.write_attention_(source, module, adapter)
         found = family.convert_attention(source, module)
         is_same = found.spec == attention.spec and _are_equal(found, attention)
-        # A grid, or a sequence, of tokens.
-        sides = (5,) if family.parts(source).grid_axis is None else (attention.spec.window or (2, 3))
+        # A grid, or a sequence, of tokens; attention that was found takes sequences.
+        is_grid = family.parts(source).grid_axis is not None and not isinstance(family, StructureFamily)
+        sides = (attention.spec.window or (2, 3)) if is_grid else (5,)
         if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter, sides)):
             return True
     except Exception:  # the shapes or parts of the module are others

@@ -690,7 +690,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
         if parts.grid_axis is not None:
             raise NotSupported(
-                f"{adopted.name} divides grids of tokens into windows inside its blocks, so tokens can be neither "
+                f"{adopted.name} divides grids of tokens into sequences inside its blocks, so tokens can be neither "
                 "pruned nor merged: plan ranks (qk, vo) and hidden units."
             )
         usual, sequences = self.num_tokens(adopted), () if adopted.around is None else adopted.around.lengths

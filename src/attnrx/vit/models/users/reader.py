@@ -38,6 +38,7 @@ from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, unsaved_buffers
 from attnrx.vit.models.observation_hooks import ModuleCall, recording_calls
 from attnrx.vit.models.parts.module_costs import num_params
+from attnrx.vit.models.parts.module_inputs import ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, model_name, require_parts
 from attnrx.vit.models.users.units import UnitsFamily
@@ -529,33 +530,30 @@ def _observed(
     """Runs the module with random images, and returns the path and the structure of its Vision Transformer, as the
     calls show them; None where they do not.
     """
+    inputs = inputs_of(model)
     try:
-        origin = UnitsFamily().origin_inside(model)
+        origin = UnitsFamily().origin_inside(model) if inputs is None else _packed_origin(model, inputs)
     except NotSupported:
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
     # Under a mode of this thread PyTorch's transformers do not take their fast path, which calls no parts.
     with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
-        model(images)
+        called(model, images)
     # As the calls end.
     paths = [named[call.module] for call in found]
     calls = dict(zip(paths, found, strict=True))
-    layers = (*blocks, *(f"{block}.{attention}" for block in blocks))
-    if any(paths.count(path) != 1 for path in layers):
+    layers = [f"{block}.{attention}" for block in blocks]
+    if any(paths.count(path) != 1 for path in (*blocks, *layers)):
         return None
-    tokens, attended = calls[blocks[0]].tokens, calls[f"{blocks[0]}.{attention}"]
-    if any(not isinstance(calls[path].tokens, Tensor) or calls[path].tokens.shape != tokens.shape for path in layers):
+    given, sequences = ([calls[path].tokens for path in some] for some in (blocks, layers))
+    layout = _layout_of(given, sequences)
+    if layout is None:
         return None
-    if tokens.ndim != 3 or len(tokens) != 3:
-        return None
-    is_same = (tokens == tokens[:1]).flatten(2).all(2).all(0)
-    prefix = int(is_same.sum())
-    if not bool(is_same[:prefix].all()):  # tokens of no patch behind the patches
-        return None
-    num_patches = tokens.shape[1] - prefix
+    (pooling, prefix, grid_axis), tokens, attended = layout, given[0], calls[layers[0]]
+    num_patches = tokens[0].numel() // sequences[0].shape[-1] - prefix
     start = next(index for index, path in enumerate(paths) if path.startswith(f"{blocks[0]}."))
-    patches = [named[call.module] for call in found[:start] if _makes(call, num_patches)]
+    patches = [named[call.module] for call in found[:start] if _makes(call, len(tokens) * num_patches)]
     if not patches or not num_patches:
         return None
     module: Any = attended.module
@@ -567,7 +565,8 @@ def _observed(
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
-    path = next(containing([*blocks, patches[-1]]))
+    # A module inside one that takes other inputs is called with something else than these.
+    path = next(containing([*blocks, patches[-1]])) if inputs is None else ""
     parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
         patches=patches[-1].removeprefix(f"{path}."),
@@ -576,17 +575,45 @@ def _observed(
         returns_weights=isinstance(attended.output, tuple),
         norm_before=before[0].removeprefix(f"{blocks[0]}.") if before else None,
         mlp=(mlp,) if mlp else maps, maps=maps if len(maps) == 2 else (),
-        prefix_tokens=prefix, has_class_token=prefix > 0, pooling="class" if prefix else "mean",
+        prefix_tokens=prefix, has_class_token=prefix > 0, pooling=pooling, grid_axis=grid_axis,
     )  # fmt: skip
     return path, Structure(parts, origin, num_patches)
 
 
+def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int, int | None] | None:
+    """Returns how tokens are pooled, the number of those before the patches, and the axis of the features of a grid;
+    None where the blocks do not attend to sequences of one length.
+
+    `given` are what the blocks are called with, and `sequences` their attention, for three images.
+    """
+    for some in (given, sequences):
+        if any(not isinstance(each, Tensor) or each.shape != some[0].shape for each in some):
+            return None
+    tokens, before = sequences[0], given[0]
+    if tokens.ndim != 3 or not len(tokens) or len(tokens) % 3:  # an image may have several sequences
+        return None
+    if before.shape == tokens.shape:
+        is_same = (before == before[:1]).flatten(2).all(2).all(0)
+        prefix = int(is_same.sum())
+        # Else there are tokens of no patch behind the patches.
+        return ("class" if prefix else "mean", prefix, None) if bool(is_same[:prefix].all()) else None
+    # Blocks make sequences of what they are called with: windows of a grid, or the channels of a series.
+    axes = [axis for axis in (3, 1) if before.ndim == 4 and before.shape[axis] == tokens.shape[-1]]
+    pooling = "parts that make sequences of them"
+    return (pooling, 0, axes[0] if axes else None) if axes or before.ndim == 3 else None
+
+
+def _packed_origin(model: nn.Module, inputs: ModuleInputs) -> Origin:
+    zeros, ones = ((each,) * inputs.shape[0] for each in (0.0, 1.0))  # other inputs are not normalized
+    return Origin(type(model).__name__, {}, inputs.shape, zeros, ones)
+
+
 def _makes(call: ModuleCall, count: int) -> bool:
-    """Whether a part is a convolution or a linear map that makes so many patches of every image."""
-    if not isinstance(call.module, nn.Conv2d | nn.Linear) or not isinstance(call.output, Tensor):
+    """Whether a part is a convolution or a linear map that makes so many patches of all images."""
+    convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    if not isinstance(call.module, convolutions | nn.Linear) or not isinstance(call.output, Tensor):
         return False
-    features = call.output.shape[1 if isinstance(call.module, nn.Conv2d) else -1]
-    return call.output.numel() == 3 * count * features
+    return call.output.numel() == count * call.output.shape[1 if isinstance(call.module, convolutions) else -1]
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:

@@ -15,6 +15,7 @@ from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_we
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.models.family import called_with_images
+from attnrx.vit.models.observation_hooks import name_of_tokens
 from attnrx.vit.models.parts.mlp import Pair
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, inputs_of
 from attnrx.vit.models.parts.surroundings import Surroundings, answered
@@ -109,7 +110,8 @@ class LastLayer:
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
         # Of the block that is called: that of a replica of `DataParallel` is another one than `self.block`.
-        tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
+        name = "" if args else name_of_tokens(kwargs)
+        tokens = args[0] if args else kwargs[name]
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
@@ -118,7 +120,7 @@ class LastLayer:
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
         queries = tokens[:, : self.prefix]
-        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
+        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, name: queries})
 
 
 class Adopted(nn.Module):
@@ -357,13 +359,17 @@ class PlainAttention(Adapter):
 
     @one_node
     def forward(
-        self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
+        self, tokens: TokenBatch | None = None, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output; `key` and `value`, if given, are `tokens` [batch, tokens, width] themselves.
+
+        Tokens that are passed by name are the first tensor of the call that has no other meaning.
 
         Raises:
             NotSupported: A mask, or keys or values of other tokens are given.
         """
+        if tokens is None:
+            tokens = options.pop(name_of_tokens(options))
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
         if any(side is not None and side is not tokens for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
