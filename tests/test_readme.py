@@ -139,6 +139,12 @@ def test_a_block_runs_with_the_extras_that_its_page_names(page: str, number: int
         assert {"model.safetensors", "model.onnx", "report.html", "README.md"} <= written
 
 
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    """A page of the site that is made of a Python file is no file of the repository, where README is read."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links and not [link for link in links if not (ROOT / link).is_file()]
+
+
 def test_the_first_block_is_short() -> None:
     assert sum(bool(line.strip()) for line in blocks("README.md")[0].splitlines()) <= 10
 
