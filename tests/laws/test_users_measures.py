@@ -120,10 +120,57 @@ def test_evidence_has_the_users_divergence_and_metric(is_several: bool) -> None:
     assert output_kind_of(whole).distance == KINDS["several" if is_several else "map"].distance  # the call is over
 
 
-def test_masks_are_not_read_without_a_metric() -> None:
+def iou_of_set(outputs: Any, masks: torch.Tensor) -> torch.Tensor:
+    """The intersection over union of all pixels of all images, mean over the classes."""
+    found = (outputs["classes"] if isinstance(outputs, dict) else outputs).argmax(1)
+    pairs = [(found == each, masks == each) for each in range(CLASSES)]
+    return torch.stack([(one & other).sum() / (one | other).sum().clamp_min(1) for one, other in pairs]).mean()
+
+
+def mean_of_values(outputs: Any, masks: torch.Tensor) -> torch.Tensor:
+    return mean_iou(outputs, (torch.zeros(len(masks), 3, SIZE, SIZE), masks)).mean()
+
+
+@pytest.mark.parametrize("is_several", [False, True])
+def test_a_measure_of_a_whole_set_has_an_interval_of_resamples(is_several: bool) -> None:
+    model = made(is_several)
+    whole: Any = rx.load(model)
+    other = changed(whole)
+    evidence = rx.verify(other, whole, [(IMAGES, MASKS)], [Fidelity()], metric_of_set=iou_of_set)
+    found = {(finding.details["quantity"], finding.details.get("model")): finding for finding in evidence.findings}
+    with torch.no_grad():
+        before, after = (float(iou_of_set(each(IMAGES), MASKS)) for each in (model, other))
+    for role, value in {"reference": before, "candidate": after}.items():
+        finding = found["metric", role]
+        assert finding.value == pytest.approx(value, abs=1e-6) and finding.low < finding.value < finding.high
+    change = found["metric change", None]
+    assert change.value == pytest.approx(after - before, abs=1e-6) and change.low < change.value < change.high
+    assert "iou of set" in summary_of(evidence)
+    again = rx.verify(other, whole, [(IMAGES, MASKS)], [Fidelity()], metric_of_set=iou_of_set)
+    assert [each.low for each in again.findings] == [each.low for each in evidence.findings]
+    for wrong in (lambda outputs, masks: None, lambda outputs, masks: float("nan"), lambda outputs, masks: masks):
+        with pytest.raises(InvalidInput, match="one finite number"):
+            rx.verify(other, whole, [(IMAGES, MASKS)], [Fidelity()], metric_of_set=wrong)
+
+
+def test_the_interval_of_a_mean_over_the_set_is_that_of_a_mean_over_images() -> None:
+    whole: Any = rx.load(made())
+    about = changed(whole), whole, [(IMAGES, MASKS)], [Fidelity()]
+    measures: list[dict[str, Any]] = [{"metric": mean_iou}, {"metric_of_set": mean_of_values}]
+    pairs = []
+    for measure in measures:
+        evidence = rx.verify(*about, **measure)
+        pairs.append([each for each in evidence.findings if each.details["quantity"].startswith("metric")])
+    for expected, found in zip(*pairs, strict=True):
+        assert found.value == pytest.approx(expected.value, abs=1e-6)
+        assert 0.6 < (found.high - found.low) / (expected.high - expected.low) < 1.6, found.claim
+
+
+@pytest.mark.parametrize("measure", [{"metric": mean_iou}, {"metric_of_set": iou_of_set}], ids=str)
+def test_masks_are_not_read_without_a_metric(measure: dict[str, Any]) -> None:
     whole = rx.load(made())
     assert not images_for(whole, loader()).has_labels
-    with judging(None, mean_iou):
+    with judging(None, **measure):
         images = images_for(whole, loader())
     assert next(iter(images.batches(8))).labels.shape == (8, SIZE, SIZE)
 

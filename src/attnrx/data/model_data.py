@@ -130,7 +130,7 @@ def images_for(
         data, inputs = data.packed(inputs), None
     scale, preprocess = normalization_of(model), preprocessing_of(model)
     kind = output_kind_of(model)
-    outputs = kind.name if kind.has_decisions or current_judgement().metric is None else TARGETS
+    outputs = kind.name if kind.has_decisions or not current_judgement().reads_labels else TARGETS
     images = image_set(
         data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs, inputs=inputs
     )

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
+from math import isfinite, nan
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -369,6 +370,8 @@ R = TypeVar("R")
 Divergence = Callable[[Any, Any], PerImage]
 # One number per image: of the outputs of a model, and of a pair of the images and their labels.
 Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
+# One number: of the outputs of a model for all images, and of their labels.
+SetMetric = Callable[[Any, Tensor], float]
 MOST_NUMBERS = 2**26  # of the outputs of a model that are compared, 256 MiB in float32 and several times that in sums
 CHUNK = 64  # images of one call of such a function
 SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
@@ -383,7 +386,13 @@ class Judgement:
 
     divergence: Divergence | None = None
     metric: Metric | None = None
+    metric_of_set: SetMetric | None = None
     templates: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether labels of any shape are read, for the functions that take them."""
+        return self.metric is not None or self.metric_of_set is not None
 
     def template(self, model: nn.Module) -> Any:
         """Returns the outputs of a model for one image."""
@@ -417,18 +426,41 @@ class Judgement:
             parts.append(values.double())
         return torch.cat(parts)
 
+    def measured_set(self, model: nn.Module, rows: Rows, labels: Tensor) -> float:
+        """Returns the number of `metric_of_set` for all these images.
+
+        Raises:
+            UserCodeError: The function raised an exception.
+            InvalidInput: It does not return one finite number.
+        """
+        function = self.metric_of_set
+        with user_code(f"metric_of_set ({name_of(function)})", UserCodeError):
+            value = cast(SetMetric, function)(from_rows(rows, self.template(model)), labels)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = nan
+        if not isfinite(number):
+            raise InvalidInput(
+                f"metric_of_set ({name_of(function)}) returned {described(value)} for {len(rows)} images: return one "
+                "finite number. It is called with resamples of the images, which may lack a rare class."
+            )
+        return number
+
 
 _JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
 
 
 @contextmanager
-def judging(divergence: Divergence | None, metric: Metric | None = None) -> Iterator[None]:
+def judging(
+    divergence: Divergence | None, metric: Metric | None = None, metric_of_set: SetMetric | None = None
+) -> Iterator[None]:
     """Compares all outputs in this context by a user's functions; without any the functions of the outer one stay."""
     # Not an attribute of a model: a function may be one that no process can send to another.
-    if divergence is None and metric is None:
+    if divergence is None and metric is None and metric_of_set is None:
         yield
         return
-    token = _JUDGEMENT.set(Judgement(divergence, metric))
+    token = _JUDGEMENT.set(Judgement(divergence, metric, metric_of_set))
     try:
         yield
     finally:
@@ -436,11 +468,11 @@ def judging(divergence: Divergence | None, metric: Metric | None = None) -> Iter
 
 
 def judged(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the arguments `divergence` and `metric` of a verb apply to its whole call (`judging`)."""
+    """Makes the arguments `divergence`, `metric` and `metric_of_set` of a verb apply to its whole call (`judging`)."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with judging(*(cast(Any, kwargs.get(name)) for name in ("divergence", "metric"))):
+        with judging(*(cast(Any, kwargs.get(name)) for name in ("divergence", "metric", "metric_of_set"))):
             return function(*args, **kwargs)
 
     return call

@@ -50,7 +50,17 @@ from attnrx.support.shapes import Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.outputs import Divergence, Embeddings, Metric, judged, most_images, name_of, output_kind_of, recalled
+from attnrx.vit.outputs import (
+    Divergence,
+    Embeddings,
+    Metric,
+    SetMetric,
+    judged,
+    most_images,
+    name_of,
+    output_kind_of,
+    recalled,
+)
 from attnrx.workflows.load import load_original, preflight
 from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_baseline, measure_files
 from attnrx.workflows.shrunk import (
@@ -139,6 +149,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     log: Log = no_log,
     divergence: Divergence | None = None,
     metric: Metric | None = None,
+    metric_of_set: SetMetric | None = None,
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
@@ -190,6 +201,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
             per image, 0 for equal outputs. The plan, the fits and the evidence use it; a fit, where it has gradients.
         metric: Your measure of the outputs, `metric(outputs, (images, labels))`, for the evidence (see `verify`).
+        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`, for the evidence (see `verify`).
 
     Returns:
         The smaller model with its prescription, plan and evidence.

@@ -18,6 +18,7 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
+from attnrx.show.checks.outputs import MetricOfSet
 from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
@@ -27,7 +28,7 @@ from attnrx.vit.costs.measured import busy_text, is_busy
 from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
+from attnrx.vit.outputs import Divergence, Logits, Metric, SetMetric, current_judgement, judged, most_images
 from attnrx.workflows.load import SOURCE, load, size_of
 
 
@@ -107,6 +108,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     device: torch.device | str | None = None,
     divergence: Divergence | None = None,
     metric: Metric | None = None,
+    metric_of_set: SetMetric | None = None,
 ) -> Evidence:
     """Compares the candidate with the reference by checks, and returns the evidence.
 
@@ -133,6 +135,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             per image, 0 for equal outputs. Both are outputs of some images as the model returns them.
         metric: Your measure of the outputs, `metric(outputs, (images, labels))`: one number per image, e.g. its
             intersection over union with a mask. Of models without classes the labels may be tensors of any shape.
+        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`: one number of the outputs and
+            labels of all images, e.g. a mean average precision. Its interval is of 200 resamples of the images.
 
     Returns:
         The findings, and the conditions that they were measured under.
@@ -185,8 +189,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         notes += skipped
     else:
         chosen = _instances(checks)
-    if current_judgement().metric is not None:
-        chosen = (MetricCheck(), *chosen)
+    chosen = (*_of_users(), *chosen)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
@@ -221,6 +224,13 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         removed_share = None if prescription is None else prescription.removed_share
         facts |= {"realization": realization_of(prescription), "removed_share": removed_share}
     return Evidence(findings, {**facts, **dict(about or {})})  # the last: it may replace any of these
+
+
+def _of_users() -> tuple[Check, ...]:
+    """Returns the checks of the functions that this call was given."""
+    judgement = current_judgement()
+    checks: tuple[tuple[Any, Check], ...] = (judgement.metric, MetricCheck()), (judgement.metric_of_set, MetricOfSet())
+    return tuple(check for function, check in checks if function is not None)
 
 
 def require_weights(model: nn.Module, role: str) -> None:

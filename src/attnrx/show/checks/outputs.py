@@ -150,6 +150,43 @@ class Metric(Check):
 
 
 @dataclass(frozen=True)
+class MetricOfSet(Check):
+    """The `metric_of_set` that `verify` or `shrink` was given, e.g. a mean average precision: one number of all images.
+
+    The findings are the numbers of both models and their change, with intervals of so many paired resamples (`draws`).
+    """
+
+    draws: int = 200
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"draws": whole(20, 100_000)}
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        judgement, predictions, seed = current_judgement(), comparison.predictions, comparison.seed
+        if judgement.metric_of_set is None:
+            raise InvalidInput("the check needs the function: attnrx.verify(..., metric_of_set=...).")
+        labels, n, measure = predictions.labels, len(predictions), name_of(judgement.metric_of_set)
+        generator, everything = torch.Generator().manual_seed(seed), torch.arange(n)
+        resamples = torch.randint(n, (self.draws, n), generator=generator)
+        values: dict[str, Float[Tensor, draws]] = {}  # the first is that of all images
+        for role in ("reference", "candidate"):
+            rows = predictions.outputs[role]
+            found = [
+                judgement.measured_set(comparison.reference, rows[drawn], labels[drawn])
+                for drawn in (everything, *resamples)
+            ]
+            values[role] = torch.tensor(found, dtype=torch.float64)
+        findings = []
+        for role, of_model in values.items():
+            words, details = f"{measure} of the {role}, all images", {"model": role, "measure": measure}
+            value = biased_change(float(of_model[0]), of_model[1:])
+            findings.append(self.finding("metric", words, value, n=n, seed=seed, details=details))
+        changes = values["candidate"] - values["reference"]
+        change, words = biased_change(float(changes[0]), changes[1:]), f"change of {measure}, candidate minus reference"
+        details = {"measure": measure}
+        return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)
+
+
+@dataclass(frozen=True)
 class Fidelity(Check):
     """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
