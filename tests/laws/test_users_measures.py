@@ -141,14 +141,15 @@ def test_a_measure_of_a_whole_set_has_an_interval_of_resamples(is_several: bool)
     with torch.no_grad():
         before, after = (float(iou_of_set(each(IMAGES), MASKS)) for each in (model, other))
     for role, value in {"reference": before, "candidate": after}.items():
-        finding = found["metric", role]
+        finding: Any = found["metric", role]
         assert finding.value == pytest.approx(value, abs=1e-6) and finding.low < finding.value < finding.high
-    change = found["metric change", None]
+    change: Any = found["metric change", None]
     assert change.value == pytest.approx(after - before, abs=1e-6) and change.low < change.value < change.high
     assert "iou of set" in summary_of(evidence)
     again = rx.verify(other, whole, [(IMAGES, MASKS)], [Fidelity()], metric_of_set=iou_of_set)
     assert [each.low for each in again.findings] == [each.low for each in evidence.findings]
-    for wrong in (lambda outputs, masks: None, lambda outputs, masks: float("nan"), lambda outputs, masks: masks):
+    wrongs: list[Any] = [lambda outputs, masks: None, lambda outputs, masks: float("nan"), lambda outputs, masks: masks]
+    for wrong in wrongs:
         with pytest.raises(InvalidInput, match="one finite number"):
             rx.verify(other, whole, [(IMAGES, MASKS)], [Fidelity()], metric_of_set=wrong)
 

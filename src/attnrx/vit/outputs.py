@@ -371,7 +371,7 @@ Divergence = Callable[[Any, Any], PerImage]
 # One number per image: of the outputs of a model, and of a pair of the images and their labels.
 Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
 # One number: of the outputs of a model for all images, and of their labels.
-SetMetric = Callable[[Any, Tensor], float]
+SetMetric = Callable[[Any, Tensor], float | Tensor]
 MOST_NUMBERS = 2**26  # of the outputs of a model that are compared, 256 MiB in float32 and several times that in sums
 CHUNK = 64  # images of one call of such a function
 SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
