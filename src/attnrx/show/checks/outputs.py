@@ -167,7 +167,7 @@ class MetricOfSet(Check):
         labels, n, measure = predictions.labels, len(predictions), name_of(judgement.metric_of_set)
         generator, everything = torch.Generator().manual_seed(seed), torch.arange(n)
         resamples = torch.randint(n, (self.draws, n), generator=generator)
-        values: dict[str, Float[Tensor, draws]] = {}  # the first is that of all images
+        values: dict[str, Tensor] = {}  # by role [1 + draws], the first of all images
         for role in ("reference", "candidate"):
             rows = predictions.outputs[role]
             found = [
