@@ -368,17 +368,16 @@ class PlainAttention(Adapter):
         Raises:
             NotSupported: A mask, or keys or values of other tokens are given.
         """
-        if tokens is None:
-            tokens = options.pop(name_of_tokens(options))
+        entering: Tensor = options.pop(name_of_tokens(options)) if tokens is None else tokens
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
-        if any(side is not None and side is not tokens for side in (key, value)):
+        if any(side is not None and side is not entering for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
         masks = [
             name for name in ("attn_mask", "key_padding_mask", "mask", "attn_bias") if options.get(name) is not None
         ]
         if masks or options.get("is_causal"):
             raise NotSupported(f"attention masks ({', '.join(masks) or 'is_causal'}) are not supported.")
-        mixed = self.mixed(tokens)
+        mixed = self.mixed(entering)
         return (mixed, None) if self.returns_weights else mixed
 
 
