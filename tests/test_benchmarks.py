@@ -352,6 +352,28 @@ def test_neighbours_are_searched_in_an_index_of_the_original(
 
 
 @pytest.mark.slow
+def test_a_detector_is_trained_made_smaller_and_its_average_precision_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    data = write_parquet(tmp_path / "images.parquet", [*rows(12), *rows(12, "test")])
+    names = runpy.run_path(str(BENCHMARKS / "detector.py"))
+    words = "--scenes 40 --given 32 --tested 24 --epochs 1 --macs 0.8 --batch 2 --out"
+    assert names["main"](["--data", str(data), *words.split(), str(tmp_path)]) == 0
+    found = read_json(tmp_path / "detector.json")["average_precision"]
+    assert len(found) == 3 and "average precision" in capsys.readouterr().out
+    # Answers that are the objects have an average precision of 1, and without one of four scenes 0.75 of a class.
+    objects = torch.tensor([[[1, 0.5, 0.5, 0.25, 0.5], [-1, 0, 0, 0, 0]]]).repeat(4, 1, 1)
+    marks, boxes, present = names["targets_of"](objects, 3)
+    assert present.sum() == 4 and marks.amax() == 1
+    answers = torch.cat([20 * marks - 10, boxes], 1)
+    assert names["average_precision"](answers, objects) == pytest.approx(1)
+    answers[0, :3] = -10.0
+    assert names["average_precision"](answers, objects) == pytest.approx(0.75, abs=1e-6)
+    assert torch.equal(names["detection_divergence"](answers, answers), torch.zeros(4))
+
+
+@pytest.mark.slow
 def test_portable_models_are_priced_timed_and_reloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(BENCHMARKS / "portable.py"))["main"]
     model = build_model("timm:vit_tiny_patch16_224", depth=2, embed_dim=24, img_size=16, patch_size=8, num_classes=3)
