@@ -305,6 +305,29 @@ def test_a_model_of_other_inputs_has_all_axes(name: str) -> None:
         assert not rx.verify(small, loaded, packed.packed(given), [rx.checks.Costs()]).failures, rules
 
 
+@pytest.mark.parametrize("to", ["onnx", "program"])
+@pytest.mark.parametrize("name", ["volume", "series", "frames"])
+def test_a_file_takes_what_the_module_takes(name: str, to: str, tmp_path: Path) -> None:
+    make, item, inputs = OTHER_INPUTS[name]
+    torch.manual_seed(0)
+    batch = next(iter(torch.utils.data.DataLoader([item(index) for index in range(8)], batch_size=8)))  # type: ignore[arg-type]
+    given = inputs(batch)
+    model = shaken(make()).float()
+    loaded = rx.load(model, inputs=given)
+    items = next(iter(given.values())) if isinstance(given, dict) else given[0]
+    file = rx.export(loaded, tmp_path / f"model{'.onnx' if to == 'onnx' else '.pt2'}", to)
+    again: Any = rx.load(file.path, trust=True)
+    packed: Any = family_of(loaded).inputs(loaded)
+    for each in (items, packed.packed(given), items[:3]):
+        torch.testing.assert_close(again(each), called(model, given)[: len(each)], rtol=0, atol=1e-4)
+    with pytest.raises(InvalidInput, match=str(items.shape[1])):
+        again(items[:, 1:])
+    if to == "onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(file.path)
+        assert session.get_inputs()[0].shape[1:] == list(items.shape[1:])
+        assert not list(tmp_path.glob("run_*.py"))
+
+
 def test_videos_of_a_model_without_a_reader(tmp_path: Path) -> None:
     config = transformers.TimesformerConfig(
         image_size=16, patch_size=8, num_frames=4, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,

@@ -159,15 +159,15 @@ def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
     Raises:
         NotSupported: The tool cannot convert the model.
     """
-    example = torch.zeros(CAPTURED, *subject.images.shape, dtype=subject.images.dtype)
+    example, model = subject.example(CAPTURED), subject.of_items
+    images = [*map(subject.images.as_items, subject.batches(form.wanted))] if form.calibrated else []
     with raising(f"{vendor_title(form)} fails"), silent(), torch.no_grad():
         if isinstance(form, OpenVINO):
-            _write_openvino(subject.model, path, example, subject.batches(form.wanted) if form.calibrated else ())
+            _write_openvino(model, path, example.cpu(), images)
         elif isinstance(form, Onnx):
-            _write_onnx(subject.model, path, example, subject.batches(form.wanted) if form.calibrated else ())
+            _write_onnx(model, path, example.cpu(), images)
         else:
-            example = example.to(subject.images.device)
-            form.write(torch.export.export(subject.model, (example,), dynamic_shapes=FREE_BATCH), path, ())
+            form.write(torch.export.export(model, (example,), dynamic_shapes=FREE_BATCH), path, ())
     return Exported(path, form, subject.images, {}).eval()
 
 

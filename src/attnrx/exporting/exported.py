@@ -51,7 +51,8 @@ FACTS = kinds.record(
                 "precision": kinds.one_of(*PRECISIONS),
                 "batch": kinds.optional(kinds.whole(1, 2**31 - 1)),
                 "device": kinds.matching(r"cpu|cuda(:\d{1,4})?", "cpu, cuda or cuda:N"),
-            }
+            },
+            {"item": kinds.each(kinds.whole(1, 2**31 - 1))},
         ),
         "files": kinds.record(open=True, then=_require_file_names),
         "normalization": kinds.record(
@@ -73,17 +74,28 @@ OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic.
+    `batch` is None if the batch size is dynamic. `item` is the shape of one input of the file where the module takes
+    other axes than these, e.g. of a video, a volume or a series.
     """
 
     shape: tuple[int, int, int]
     precision: str = "float32"
     batch: int | None = None
     device: str = "cpu"
+    item: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         return PRECISIONS[self.precision]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of one input of the file."""
+        return self.item or self.shape
+
+    def as_items(self, images: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *items"]:
+        """Returns images in the shape in which the file takes them."""
+        return images.flatten(1).unflatten(1, self.item) if self.item else images
 
 
 class Exported(nn.Module):
@@ -108,7 +120,7 @@ class Exported(nn.Module):
 
     def __repr__(self) -> str:
         batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"
-        return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
+        return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.sizes)}, {batch})"
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
@@ -121,21 +133,22 @@ class Exported(nn.Module):
         names = self.facts.get("files") or [path.name for path in self.form.files(self.path)]
         return sum(self.path.with_name(name).stat().st_size for name in names)
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Any:
+    def forward(self, images: Float[Tensor, "batch *sizes"]) -> Any:
         """Returns the logits, or the features of all patches, on the device of the images: a tensor [batch, ...], or
-        several by their names.
+        several by their names. Images are [batch, channels, height, width], or items as the file takes them.
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
             NotSupported: The file was exported for a device that is not here.
         """
-        if images.shape[1:] != self.images.shape or images.dtype != self.images.dtype or not len(images):
+        fits = images.shape[1:] in (self.images.shape, self.images.sizes)
+        if not fits or images.dtype != self.images.dtype or not len(images):
             raise InvalidInput(
-                f"{self.path.name} takes [batch, {', '.join(map(str, self.images.shape))}] at {self.images.precision}; "
+                f"{self.path.name} takes [batch, {', '.join(map(str, self.images.sizes))}] at {self.images.precision}; "
                 f"found {list(images.shape)} at {dtype_name(images.dtype)}."
             )
         run = self._run(torch.get_num_threads())  # first: it requires the device
-        placed = images.to(self.images.device)
+        placed = self.images.as_items(images.to(self.images.device))
         with torch.no_grad():
             found = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
         outputs = tuple(each.to(images.device) for each in found)
@@ -164,9 +177,9 @@ class Exported(nn.Module):
 def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
     parts = []
     for part in images.split(size):
-        # F.pad takes the axes from the last one on: three of the image without padding, then the batch.
+        # F.pad takes the axes from the last one on: those of the image without padding, then the batch.
         missing = size - len(part)
-        found = run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)
+        found = run(F.pad(part, (0, 0) * (part.ndim - 1) + (0, missing)) if missing else part)
         parts.append(tuple(each[: len(part)] for each in found))
     return joined(parts)
 

@@ -119,7 +119,8 @@ class ExportSubject:
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
         fixed = batch if isinstance(batch, int) else None
-        images = Images(family.input_shape(model), dtype_name(weight.dtype), fixed, str(weight.device))
+        shape, item = family.input_shape(model), () if inputs is None else inputs.item(family.input_shape(model))
+        images = Images(shape, dtype_name(weight.dtype), fixed, str(weight.device), item)
         mean, std = family.normalization(model)
         costs, outputs = family.costs(model), output_kind_of(model)
         facts = {
@@ -131,13 +132,23 @@ class ExportSubject:
                 "tokens": described_tokens(model),
             },
             "normalization": {"mean": list(mean), "std": list(std)},
-            "preprocessing": None if images.shape[0] not in (1, 3) else preprocessing_of(model).to_dict(),
+            "preprocessing": preprocessing_of(model).to_dict() if shape[0] in (1, 3) and not item else None,
             "class_names": list(family.class_names(model)) if isinstance(outputs, Logits | Multilabel) else [],
             "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
         if is_inside and isinstance(outputs, Several):
             facts["outputs"] = dict(output_sizes(model))
         return cls(converted, images, calibration, facts, outputs)
+
+    @property
+    def of_items(self) -> nn.Module:
+        """The model as the file takes its inputs."""
+        return _OfItems(self.model, self.images.shape).eval() if self.images.item else self.model
+
+    def example(self, batch: int) -> Tensor:
+        """Returns zeros as the file takes them."""
+        images = self.images
+        return torch.zeros(batch, *images.sizes, dtype=images.dtype, device=images.device)
 
     @property
     def noun(self) -> str:
@@ -312,7 +323,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
     steps = track(("capturing", "writing", "comparing"), f"writing a file for {form.runtime}")
     next(steps)
     images = subject.images
-    capture_images = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
+    capture_images = subject.example(images.batch or CAPTURED)
     shapes, advice = None, ""
     problem = "this model cannot be captured by torch.export"
     if images.batch is None:
@@ -320,7 +331,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
         problem = "this model cannot be exported for batches of any size"
         advice = "Give batch=N, the number of images that the file is to take at once."
     with raising(problem, advice):
-        program = captured(subject.model, capture_images, shapes)
+        program = captured(subject.of_items, capture_images, shapes)
     next(steps)
     with temporary_folder(path) as room:
         written = room / path.name
@@ -328,7 +339,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
             # `raising` would report a full disk as a model that the format does not support.
             size = GRAPH_BYTES + sum(tensor.nbytes for tensor in program.state_dict.values())
             try:
-                form.write(program, written, batches)
+                form.write(program, written, [*map(images.as_items, batches)])
             except Exception as error:
                 reason = (error.strerror or error) if isinstance(error, OSError) else full_disk(room, size)
                 if reason is None:
@@ -595,6 +606,17 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
         write_json(facts_path(path), facts)
         for name in earlier["files"].keys() - files.keys():  # files that only the earlier export had
             path.with_name(name).unlink(missing_ok=True)
+
+
+class _OfItems(nn.Module):
+    """A model of images of this shape, which takes them with the axes of its own module."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
+        super().__init__()
+        self.model, self.shape = model, shape
+
+    def forward(self, items: Tensor) -> Any:
+        return self.model(items.flatten(1).unflatten(1, self.shape))
 
 
 class _Answer(nn.Module):

@@ -78,6 +78,11 @@ class ModuleInputs:
             return math.prod(channels), height, width
         return 1, 1, sum(field.size for field in self.fields)
 
+    def item(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape in which the module takes one input, for one of this shape in attnrx; () for the same."""
+        own = (*self.fields[0].shape[:-2], *shape[-2:])
+        return own if self.is_plain and len(own) != 3 else ()
+
     @property
     def is_plain(self) -> bool:
         """Whether the module takes one tensor of floating-point numbers of at least two axes."""
