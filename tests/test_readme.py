@@ -200,7 +200,7 @@ REPLACED = {
     "fine_tuned.pt": "vit-of-few-layers",
 }
 # Options behind those of the page, where it would take hours.
-SHORT = {"train": ("--epochs", "1"), "reproduce": ("--tiny", "--seeds", "7")}
+SHORT = {"train": ("--epochs", "1"), "reproduce": ("--tiny", "--seeds", "7"), "bench": ("--rounds", "2")}
 BUSY = "Measure on an idle machine"  # the answer to a promised speed where other programs run
 SHELL = """
 import io
