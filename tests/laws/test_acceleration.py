@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.decide.planning.cost_table import exact_cost_table
+from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import answer, family_of, working_copy
 from attnrx.vit.models.parts.record import record_of
@@ -115,7 +117,10 @@ def test_it_is_frozen_and_says_what_to_do() -> None:
 
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.slow
-def test_shrink_accelerates_a_result_of_latency_alone() -> None:
+def test_shrink_accelerates_a_result_of_latency_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = PlanTimer.timing  # costs and speeds as on an idle machine
+    monkeypatch.setattr(PlanTimer, "cost_table", lambda self: exact_cost_table(self.space, "macs"))
+    monkeypatch.setattr(PlanTimer, "timing", lambda *given: {**measured(*given), "faster": 1.12})
     model = of_timm(VIT, depth=4, img_size=64, patch_size=16, embed_dim=96).float()
     data = torch.randn(96, 3, 64, 64)
     assert type(rx.shrink(model, data, macs=0.7).model) is type(model)

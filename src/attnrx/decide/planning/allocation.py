@@ -324,9 +324,11 @@ def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> No
     axes = ", ".join(AXIS_WORDS.get(axis, axis) for axis in space.axes)
     if quantity == "latency":
         problem = f"faster={1 / limit:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
+        advice = "Request less, allow more axes, or measure on an idle machine."
     else:
         problem = f"{quantity}={limit:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {quantity}"
-    return NotSupported(f"{problem}, by the cost table. Request less, or allow more axes.")
+        advice = "Request less, or allow more axes."
+    return NotSupported(f"{problem}, by the cost table. {advice}")
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
