@@ -27,10 +27,10 @@ else:
 # %% [markdown]
 # ## Methods
 #
-# Write `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a
-# rule without a map is about qk). The kept share replaces `{share}`. `baseline:NAME` is a published method, implemented
-# as in its paper. Tensor decompositions of the scores are `baseline:tucker`, `baseline:tucker_terms`, and IrrAtt's
-# `qk=shared_rank:{share},form=literal`. Include a control: a method must beat it.
+# Write `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`).
+# A rule without a map applies to qk. attnrx replaces `{share}` by the kept share. `baseline:NAME` is a published
+# method, implemented as in its paper. Tensor decompositions of the scores are `baseline:tucker`,
+# `baseline:tucker_terms`, and IrrAtt's `qk=shared_rank:{share},form=literal`. Include a control: a method must beat it.
 
 # %%
 methods = [

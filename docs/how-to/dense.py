@@ -34,10 +34,10 @@ representatives = runs[-1].representatives()
 print(f"the patches of an image share {representatives[0].unique().numel()} tokens")
 
 # %% [markdown]
-# A model of timm has its own methods in addition, `small.forward_features(images)` and
-# `small.forward_intermediates(images, indices=4)`. A model of transformers is called as always:
+# A timm model also has its own methods, `small.forward_features(images)` and
+# `small.forward_intermediates(images, indices=4)`. You call a transformers model as always:
 # `small(pixel_values=images, output_hidden_states=True)`.
-# `representatives` holds, for every patch, the index of the token that represents it, -1 for a pruned patch.
+# For every patch, `representatives` holds the index of the token that represents it, or -1 if the patch was pruned.
 #
 # ## The error of the features
 
@@ -48,8 +48,8 @@ for finding in evidence.findings:
 
 # %% [markdown]
 # `attnrx verify small --reference MODEL --data DATA --checks features` does the same. For a model that returns
-# embeddings, `retrieval` adds the share of the nearest neighbours that it keeps. What a classifier of patches loses is
-# measured by `benchmarks/patch_probe.py`.
+# embeddings, `retrieval` adds the share of the nearest neighbours that it keeps. To measure what a patch classifier
+# loses, run `benchmarks/patch_probe.py`.
 #
 # ## What can go wrong
 #

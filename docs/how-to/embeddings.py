@@ -30,7 +30,7 @@ splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 # %% [markdown]
 # ## Smaller
 #
-# A target chooses the plan, `rx.shrink(model, splits, macs=0.6)`; here one is given. No label is used.
+# For a target, `rx.shrink(model, splits, macs=0.6)` chooses the plan; here you state the plan. Neither uses labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)

@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Models and pipelines of transformers
 #
-# You have an image model of transformers and want a smaller one for `pipeline` and `Trainer`. Needs `pip install
+# You have an image model from transformers and want a smaller one for `pipeline` and `Trainer`. Needs `pip install
 # 'attnrx[huggingface,train]'`.
 
 # %%

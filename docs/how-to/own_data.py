@@ -50,8 +50,8 @@ print(evidence.about["notes"][0])
 #
 # ## Training loaders
 #
-# A call reads the data once, and all of its passes see the same images: random crops, shuffling and samplers are one
-# draw of its `seed`. If another reading would give other images, a note in the evidence says so. `rx.shrink` divides
+# A call reads the data once, and all of its passes see the same images: random crops, shuffling and samplers are drawn
+# once, from its `seed`. If another reading would give other images, a note in the evidence says so. `rx.shrink` divides
 # the images by content, so no image is both planned and verified on. Images of 8-bit pixels take a byte per value; more
 # than 2 GiB are held in a temporary file. At most 50,000 images are read, 10,000 of an iterable without a length.
 #

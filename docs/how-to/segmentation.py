@@ -97,8 +97,8 @@ for finding in small.evidence.findings:
 #
 # ## What can go wrong
 #
-# - An IoU over the pixels of all images is no mean over images: pass `metric_of_set(outputs, labels)`, which returns
-#   one number of a whole set. Its interval is of resampled images. `rx.verify(small.model, model, test_data,
+# - An IoU over the pixels of all images is not a mean over images: pass `metric_of_set(outputs, labels)`, which returns
+#   one number for a whole set. attnrx resamples images for its interval. `rx.verify(small.model, model, test_data,
 #   metric=...)` measures either on other images.
 # - A function without gradients (an argmax) chooses plans; the fits of weights then use the squared error.
 # - The masks must have one shape: resize them in the dataset.

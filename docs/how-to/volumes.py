@@ -94,7 +94,7 @@ diagnosis = rx.diagnose(model, fitted.tensors[0][:256])
 #
 # attnrx finds the blocks by their names and shapes, and the rest by a pass of random volumes: where patches are made,
 # the norms, the MLPs. State the number of heads in the attention, here as `num_heads`. Then scores, values, heads,
-# units and tokens can be removed, as from a model of images.
+# units and tokens can be removed, as in an image model.
 
 # %%
 for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"):
@@ -105,13 +105,13 @@ for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"
             print(f"  {finding.claim}: {finding.value:.1f} {finding.unit}")
 
 # %% [markdown]
-# A decoder of volumes that reads several blocks, as UNETR's, gets all patches: removed ones are restored where they are
-# read. Attention of another kind is left alone; `hidden` removes units of the MLPs then.
+# A volume decoder that reads several blocks, such as UNETR's, gets all patches: removed patches are restored where it
+# reads them. If the attention is of another kind, attnrx leaves it alone, and `hidden` removes units of the MLPs.
 #
 # ## A series
 #
-# A model as PatchTST: every channel is cut into patches of 8 steps, all channels share one encoder, and a head predicts
-# the next 8 steps. The loader yields the past and the future, so `inputs` takes the past of a batch.
+# A model like PatchTST: every channel is cut into patches of 8 steps, all channels share one encoder, and a head
+# predicts the next 8 steps. The loader yields the past and the future, so `inputs` takes the past of a batch.
 
 # %%
 STEPS, CHANNELS, AHEAD = 64, 3, 8

@@ -217,10 +217,11 @@ def three_parts(
 ) -> ImageParts:
     """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
 
-    Of three splits each is a part, of two the first is divided, and of one all images are: a third at most to plan on
-    and to predict on, and the others to verify on. At most so many images are used of each part. Images are compared by
-    content: one that occurs several times is used once, to verify on rather than to predict on, and to predict on
-    rather than to plan on.
+    Three splits are used as the three parts. Of two splits, the first is divided. A single split is divided into all
+    parts: at most a third of it to plan on, at most half of the rest to predict on, and the others to verify on.
+    `planned`, `predicted` and `verified` limit how many images a part uses. Images are compared by content: an image
+    that occurs several times is used once, to verify on rather than to predict on, and to predict on rather than to
+    plan on.
 
     Raises:
         DataError: There are too few different images.
@@ -302,7 +303,7 @@ def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
 
 
 def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:
-    """Returns the images, or `maximum` of them, read once; those that are fixed already are returned unchanged.
+    """Reads the images, or `maximum` of them, once; returns images that are already fixed unchanged.
 
     Raises:
         DataError: There is no image, or one cannot be read.

@@ -339,7 +339,7 @@ class _ItemReader:
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
-        """Returns a tensor of so many dimensions; raises InvalidInput for what is no tensor of images, or of one."""
+        """Returns a tensor with `dimensions` axes; raises InvalidInput unless it is a tensor of images, or of one."""
         found = f"of type {type(images).__name__}"
         if isinstance(images, Tensor):
             if images.layout == torch.strided and not (images.is_meta or images.is_nested):

@@ -177,7 +177,7 @@ def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
 
 @contextmanager
 def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
-    """Turns the exceptions of runtimes and translators, which are of many types, into one kind with this message."""
+    """Turns any exception of a runtime or a translator into one of this `kind`, with this message."""
     try:
         yield
     except AttnrxError:

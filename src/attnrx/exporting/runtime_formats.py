@@ -134,7 +134,7 @@ class Onnx(Format):
         )
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""
+        """Starts an ONNX Runtime session on the CPU; its threads sleep while idle instead of spinning."""
         runtime = library("onnxruntime")
         options = runtime.SessionOptions()
         # The graph is run node by node, so threads between nodes would have no work.

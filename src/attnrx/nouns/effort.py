@@ -217,8 +217,9 @@ class PlanSettings:
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def while_planning(self, macs: float) -> "PlanSettings":
-        """Returns the settings by which plans for a model of so many MACs per image are timed: these, unless plans are
-        adjusted on a CPU.
+        """Returns the settings for timing plans of a model with `macs` MACs per image.
+
+        They are these settings, unless plans are adjusted on a CPU.
         """
         if not self.adjusts or self.conditions.on_cuda:
             return self
@@ -234,8 +235,9 @@ class PlanSettings:
 
 
 def final_rounds(batch: int, macs: float) -> int:
-    """Returns the rounds of a final latency measurement, for a batch and a model of so many MACs per image: more for
-    few images, and fewer for a large model.
+    """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
+
+    Few images get more rounds, and a large model gets fewer.
     """
     if batch * macs >= LONG_PASS:
         return LONGER_ROUNDS if batch * macs >= LONGER_PASS else LONG_ROUNDS
@@ -243,7 +245,7 @@ def final_rounds(batch: int, macs: float) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of images and steps that a model of maps of so many MACs per image is planned and fitted on."""
+    """Returns the share of images and steps used to plan and fit a model of maps with `macs` MACs per image."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 

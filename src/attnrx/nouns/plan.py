@@ -34,7 +34,7 @@ RECORD = kinds.record(
 class PredictedQuantity:
     """The prediction of one quantity: mean and standard deviation over images, and the number of images.
 
-    These images are not among those the plan was made on. `limits` is the range of the quantity (`limits_of`).
+    The plan was not made on these images. `limits` is the range of the quantity (`limits_of`).
     """
 
     value: float

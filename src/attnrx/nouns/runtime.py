@@ -47,11 +47,11 @@ class Runtime:
     page: str = "results/speed.md"
 
     def rank_step(self, head_dim: int) -> int:
-        """Returns the number that the ranks of heads with so many directions are multiples of."""
+        """Returns the number that ranks are multiples of, for heads with `head_dim` directions."""
         return min(self.rank_multiple, max(head_dim // PART, 1))
 
     def width_step(self, hidden: int) -> int:
-        """Returns the number that the widths of MLPs with so many hidden units are multiples of."""
+        """Returns the number that widths are multiples of, for MLPs with `hidden` units."""
         return min(self.width_multiple, max(hidden // PART, 1))
 
 

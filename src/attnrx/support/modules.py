@@ -208,7 +208,7 @@ def kept(build: Callable[P, Value]) -> Callable[P, Value]:
 
 
 def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:
-    """Yields the paths of the parts of which `found` returns something, and that; of nested parts the outermost."""
+    """Yields the outermost parts for which `found` returns something: the path, and what it returned."""
     outer: list[str] = []
     for path, part in model.named_modules():
         if not any(path.startswith(f"{above}.") or not above for above in outer):

@@ -293,8 +293,9 @@ def read_with_tensors(
     build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
     tensors_of: Callable[[Part], Mapping[str, Tensor]],
 ) -> Part:
-    """Returns what `build` makes of a record that `write_with_tensors` wrote, and of its tensors: those that
-    `tensors_of` returns for the result.
+    """Reads a record that `write_with_tensors` wrote, and its tensors; returns what `build` makes of them.
+
+    `tensors_of` returns the tensors that the result uses; the record may have no others.
 
     Raises:
         CheckpointError: A file is missing, damaged, of another kind or version, or a tensor is missing or not used.

@@ -200,12 +200,12 @@ class AttentionSpec:
 
     @property
     def fixes_scores(self) -> bool:
-        """Whether a norm over all directions of query or key prevents that directions are removed."""
+        """Whether directions cannot be removed because query or key is normalized over all of them."""
         return "query_norm" in self.inner_norms or "key_norm" in self.inner_norms
 
     @property
     def fixes_values(self) -> bool:
-        """Whether a norm over the outputs of all heads prevents that heads or value dimensions are removed."""
+        """Whether heads and value dimensions cannot be removed because one norm covers the outputs of all heads."""
         return "output_norm" in self.inner_norms
 
     @property

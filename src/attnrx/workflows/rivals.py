@@ -123,7 +123,7 @@ class FileRun:
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns the speed of a file relative to the baseline, which is at least a target's, and its factors."""
+        """Returns the speed of a file relative to the baseline, with `least` as its limit, and the speed's factors."""
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)

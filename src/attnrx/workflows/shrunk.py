@@ -268,8 +268,9 @@ def samples_of(
 
 
 def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check, ...]:
-    """Returns the checks of the outputs, with the limit of a target of their divergence; of embeddings also that of
-    search in an old index, with the limit of a target of recall.
+    """Returns the checks of the outputs; for embeddings also a search in an old index.
+
+    A target of divergence or recall sets the limit of its check.
     """
     fidelity = Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
     is_searched = isinstance(output_kind_of(model), Embeddings) and len(images) >= Index.least

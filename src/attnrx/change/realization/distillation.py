@@ -94,12 +94,13 @@ def descend_(
 
 @dataclass(frozen=True)
 class Distill:
-    """The settings: passes over the images, the learning rates of Adam that are tried, relative to the root mean square
-    of each tensor, and the images of a step.
+    """The settings of a distillation: how often it passes over the images, the learning rates of Adam that it tries
+    (relative to the root mean square of each tensor), and the images of a step.
 
-    Every learning rate decays to zero by a cosine. With `directions` the loss is the cosine distance of the embeddings,
-    as a search in an index of the reference's vectors compares them: their lengths are free. With `bits=8` the linear
-    maps of the candidate are computed as a file of 8 bits computes them (`EightBits`): for a model that is exported so.
+    Every learning rate decays to zero by a cosine. With `directions` the loss is the cosine distance of the embeddings.
+    A search in an index of the reference's vectors compares them in the same way, so their lengths do not matter. With
+    `bits=8` the linear maps of the candidate are computed as an 8-bit file computes them (`EightBits`). Use it for a
+    model that you will export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
@@ -200,7 +201,7 @@ class _OutputFit:
         self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """Computes the model as a file of so many bits does from now on, with ranges of the first images."""
+        """From now on computes the model as a file of `bits` bits does, with ranges from the first images."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 

@@ -207,7 +207,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the settings with as many steps, and the number of images, as the budget allows."""
+    """Returns the settings with the steps, and the number of images, that the budget of MACs allows."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -246,7 +246,7 @@ class _Layout:
         return cls(family.windows(model), family.grid_axis(model))
 
     def at(self, tokens: Tensor) -> "_Layout":
-        """Returns the layout with the sides of the grid of these tokens."""
+        """Returns the layout with the `sides` of the grid that these tokens form."""
         return self if self.width_axis is None else replace(self, sides=tokens.movedim(self.width_axis, -1).shape[1:3])
 
     def by_image(self, tokens: Tensor) -> Tokens:

@@ -129,9 +129,9 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
-    """Returns a pass of a module as a file of so many bits computes it; exactly for None.
+    """Returns a function that runs the pass of a module as a file of `bits` bits computes it; exactly for None.
 
-    The ranges are those of the `inputs` [any shape], one pass each.
+    The ranges come from the `inputs` [any shape], one pass each.
     """
     if bits is None:
         return run

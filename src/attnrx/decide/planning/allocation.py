@@ -86,8 +86,9 @@ class Frontier:
         return self._without_surplus(limit, now)
 
     def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
-        """Returns plans without ranks of one to FEW stages that cost at most this share: for every number of stages
-        those with the lowest predicted divergence at `count` sets of layers.
+        """Returns plans that only prune tokens, in one to FEW stages, and cost at most this share.
+
+        For every number of stages these are the plans with the lowest predicted divergence at `count` sets of layers.
         """
         # Costs and sensitivities add up over the stages, each of which changes them by the tokens before and after it,
         # so that all plans are compared.

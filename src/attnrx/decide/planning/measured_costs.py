@@ -219,8 +219,8 @@ def file_cost_table(
 ) -> CostTable:
     """Times some unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    What lower levels save of the time of a block is what they save of its multiply-accumulates; `corrected` scales it
-    by the times of whole files, of which every one takes seconds to write.
+    A lower level is taken to save the same share of a block's time as of its multiply-accumulates. `corrected` then
+    scales it by the times of whole files, each of which takes seconds to write.
 
     Raises:
         NotSupported: The layers do not all have the same shape.

@@ -45,9 +45,9 @@ class Deviation:
     """The deviation of a candidate from the original, per image.
 
     `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
-    temperature, `agrees` 1 for the same predicted class, and `change` +1 if only the candidate is correct, -1 if only
-    the original is, else 0; None for images without labels. Those of other outputs are in `attnrx.vit.outputs`; both
-    are None for a regression, which makes no decision.
+    temperature, `agrees` 1 for the same predicted class. `change` is +1 if only the candidate is correct, -1 if only
+    the original is, else 0; it is None for images without labels. `attnrx.vit.outputs` defines all of them for other
+    outputs. A regression makes no decision, so `agrees` and `change` are None.
     """
 
     divergence: Float[Tensor, "images"]
@@ -292,7 +292,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Returns the sums over images [layer] with one block at a time replaced by another model's."""
+        """Replaces one block at a time by another model's; returns the divergence summed over images, [layer]."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
@@ -301,7 +301,7 @@ class _BatchProbe:
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Returns the sums over images [layer] with `count` patches pruned before one layer at a time."""
+        """Prunes `count` patches before one layer at a time; returns the divergence summed over images, [layer]."""
         sums, reducer = np.zeros(len(self.calls)), self.space.reducer
         assert reducer is not None
         # A stage before the first layer is not possible: its place is measured before the second.

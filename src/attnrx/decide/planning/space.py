@@ -37,7 +37,7 @@ RELEVANCE = 0.3
 
 
 def format_of(settings: PlanSettings) -> Format | None:
-    """Returns the format of files that the settings name, or None.
+    """Returns the file format that the settings name, or None.
 
     Raises:
         UnknownName: There is no such format.
@@ -304,7 +304,7 @@ class Space(Displayed):
         return tuple(self.even_schedule(layers, count) for count in range(largest, 0, -self.step))
 
     def even_schedule(self, layers: Collection[int], count: int) -> Choices:
-        """Returns the plan that prunes so many patches before each of these layers, or as many as a stage may."""
+        """Returns the plan that prunes `count` patches before each of these layers, or the most that a stage may."""
         num_pruned = tuple(count * (layer in layers) for layer in range(self.depth))
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
@@ -348,7 +348,7 @@ class Space(Displayed):
         return self.most_stages is None or sum(map(bool, choices.num_pruned)) < self.most_stages
 
     def spread(self, stages: int | None) -> tuple[int, ...]:
-        """Returns the layers of so many stages at the boundaries of equal parts of the depth; None: all layers."""
+        """Returns the layers of `stages` stages at the boundaries of equal parts of the depth; None: all layers."""
         # A set, because in a shallow model two may coincide.
         parts = min(stages or self.depth, self.depth - 1) + 1
         return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))

@@ -97,8 +97,8 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
     """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
 
     The rewritten strengths are the singular values of the bilinear map in that metric; their square is the error of
-    removing a direction. All rules then apply as to learned strengths. Of the readings, the moments of queries and keys
-    are recomputed, and those that do not depend on the directions are kept; the others are removed.
+    removing a direction. All rules then apply as to learned strengths. The moments of queries and keys are recomputed.
+    Readings that do not depend on the directions are kept; all other readings are removed.
     """
     return diagnosis.once(("rewritten", metric), partial(_rewritten, diagnosis, metric))
 
@@ -340,7 +340,7 @@ def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
 
 
 def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
-    """Returns the decision about a layer's own directions with both rows of every pair of which it keeps one."""
+    """Returns the decision about a layer's own directions; if it keeps one row of a pair, it keeps both."""
     if spectrum.pairs is None or decision.basis is not None:
         return decision
     same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]
@@ -351,11 +351,10 @@ def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
 def coherence(
     attention: Float[Tensor, "batch heads queries keys"], positions: Positions, heads: tuple[int, ...]
 ) -> Float[Tensor, "heads frequencies"]:
-    """Returns the mean cosine of the rotation between a patch and the patches that it attends to, weighted by the
-    attention, for heads that are these of the original model.
+    """Returns the mean cosine of the rotation between a patch and the patches it attends to, weighted by attention.
 
-    Positions are the same for all images. Patches attend to near ones, so that more pairs count as slow than by the
-    mean over all patches of an image.
+    `heads` are the indices of the heads in the original model. Positions are the same for all images. Patches attend to
+    near ones, so more pairs count as slow than in the mean over all patches of an image.
     """
     assert positions.cos is not None and positions.sin is not None
     # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of

@@ -332,7 +332,7 @@ class LatencyComparison:
 
 
 def is_busy(taken: float | None) -> bool:
-    """Whether a measurement that lacked so many processors is one of a busy machine."""
+    """Whether a measurement that lacked `taken` processors was made on a busy machine."""
     return taken is not None and taken > BUSY
 
 
@@ -359,7 +359,7 @@ class LatencyProtocol:
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
     means "cuda" on a CUDA device and "wall" elsewhere.
 
-    With `processes` above 1 the rounds are divided between so many new processes, and the intervals include the
+    With `processes` above 1 the rounds are divided among that many new processes, and the intervals include the
     differences between them. Models that cannot be pickled are measured in this process instead, which
     `LatencyComparison.processes` states.
     """

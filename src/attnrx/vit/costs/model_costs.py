@@ -77,9 +77,9 @@ class LayerCosts:
         return _sum(self.parts.values())
 
     def over(self, lengths: Sequence[int], mlp_tokens: int | None = None) -> "LayerCosts":
-        """Returns the costs of the block when its attention is called, for one image, with sequences of so many tokens.
+        """Returns the costs of the block for one image, if its attention is called on sequences of these `lengths`.
 
-        The MLP has as many tokens, or `mlp_tokens`, if given.
+        The MLP processes all of these tokens, or `mlp_tokens` if given.
         """
         once, squares = sum(lengths), sum(length * length for length in lengths)
 
@@ -125,8 +125,10 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs inside a module that calls the parts in its own way for one image: every layer with
-        sequences of so many tokens (`LayerCosts.over`), the patch embedding and the classifier so often.
+        """Returns the costs inside a module that calls the parts in its own way for one image.
+
+        Every layer runs on sequences of its `lengths` (`LayerCosts.over`). The patch embedding and the predictors run
+        `patches` times, the classifier `heads` times.
         """
 
         def often(part: PartCosts) -> PartCosts:

@@ -25,8 +25,8 @@ class LayerStatistic(ABC):
 
     @abstractmethod
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "LayerStatistic":
-        """Returns the statistic of the kept tokens, by their indices among all tokens, and of so many new ones after
-        them, which have no past.
+        """Returns the statistic of the kept tokens, by their indices among all tokens, followed by `num_new` tokens
+        that have no past.
         """
 
     @abstractmethod
@@ -280,8 +280,9 @@ def stable_order(
 
 
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
-    """Returns the indices of the `count` largest values of every row, or of all if there are fewer, in any order; of
-    equal values the first ones, or any in a graph for a CPU.
+    """Returns the indices of the `count` largest values of every row, or of all if there are fewer, in any order.
+
+    Of equal values it takes the first ones, or any in a graph for a CPU.
     """
     # On CUDA and in ONNX a selection takes the first of equal values. On CUDA it is one kernel; a stable sort is four,
     # and compiled it is code whose compilation takes ten seconds. OpenVINO selects in a tenth of the time of a sort.
@@ -291,7 +292,10 @@ def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor,
 
 
 def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[Tensor, "batch kept"]:
-    """Returns the indices of the `count` best remaining patches (default: of all), ascending; the first of equals."""
+    """Returns the indices of the `count` most relevant patches that are present (no mask: all are), in ascending order.
+
+    Of equal patches it takes the first ones, as `first_best` does.
+    """
     if present_mask is not None:
         relevance = relevance.masked_fill(present_mask == 0, float("-inf"))
     return first_best(relevance, count).sort(dim=1).values

@@ -126,8 +126,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def stated_origin(
         self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
     ) -> Origin:
-        """Returns the origin of the Vision Transformer at a path in a module of a user, or of a model of the library
-        (None), in which the values in `stated` have precedence. `facts` are those of its `Record`.
+        """Returns the origin of the Vision Transformer at `path` in a user's module, or of a library's model if `path`
+        is None. The values in `stated` have precedence. `facts` are taken from its `Record`.
 
         Raises:
             NotSupported: The model does not state how it was created.
@@ -275,7 +275,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        """Returns the blocks of which the answer of a library's model needs all patches."""
+        """Returns the blocks after which the answer of a library's model needs all patches."""
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
@@ -726,7 +726,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model without other parts around; those of others are not known."""
+        """Returns the classifiers of a model without other parts around; for other models they are not known."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -793,9 +793,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs; all parameters before the first layer (tokens and position embeddings too) count as
-        patches, those of a layer outside attention and MLP (LayerScale and relative positions too) as its norms, and
-        all parts around the Vision Transformer as classifier. The parameters therefore add up to those of the model.
+        """Returns the costs. Their parameters add up to the parameters of the model.
+
+        Parameters before the first layer (tokens and position embeddings too) count as patches. A layer's parameters
+        outside attention and MLP (LayerScale and relative positions too) count as its norms. All parts around the
+        Vision Transformer count as classifier.
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around

@@ -289,9 +289,7 @@ class TokenReduction(nn.Module):
         return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
 
     def sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
-        """Returns the token sizes for proportional attention, of so many windows side by side; None where all sizes
-        count as 1.
-        """
+        """Returns the token sizes for proportional attention, for `windows` windows side by side; None if all are 1."""
         sizes = self._run.sizes if self.counts_sizes else None
         return sizes if sizes is None or windows == 1 else sizes.reshape(-1, windows * sizes.shape[1])
 
@@ -331,9 +329,9 @@ class TokenReduction(nn.Module):
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the tokens for a block, after the stage before it, if any; None for those that it is called with.
+        """Returns the tokens for a block, after the stage before it, if any; None if the block keeps its own input.
 
-        With `adds` they are the output of a layer that the reducer observes.
+        With `adds`, the tokens are the output of a layer that the reducer observes.
         """
         run = self._run
         present, run.present = run.present, None  # once: the next block may follow an output that is not restored
@@ -364,7 +362,7 @@ class TokenReduction(nn.Module):
     def add_capture(
         self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True, windows: int = 1
     ) -> None:
-        """Adds the captured attention of a layer with these heads of the original model, to so many windows at once.
+        """Adds a layer's captured attention for `windows` windows at once; `heads` are its heads' original indices.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
@@ -496,7 +494,7 @@ class TokenReduction(nn.Module):
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
     def normalized(self, norm: Callable[[Tensor], Tensor]) -> None:
-        """Normalizes the tokens that are left after the last block, where its output has those of all patches."""
+        """Normalizes the tokens left after the last block, if its output holds all patches."""
         run = self._run
         if run.is_past_blocks and run.present is not None:
             run.pooled = norm(run.present)
@@ -504,8 +502,8 @@ class TokenReduction(nn.Module):
     def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens that a pooling by attention attends to, and the logarithms of their sizes.
 
-        These tokens are the ones that are left, also where those of all patches were restored for other parts. The
-        sizes are None where no token was pruned, and where all count as 1.
+        These are the tokens that are left, even if all patches were restored for other parts. The sizes are None if no
+        token was pruned, or if all sizes count as 1.
         """
         run = self._run
         if run.is_past_blocks:

@@ -77,7 +77,7 @@ FACTS = ("pairs", "outer_macs", "head")
 
 
 class UnitsModel(Adopted):
-    """A module of any class, `source`, of which the hidden units of MLPs are read and nothing else."""
+    """A module of any class, `source`, in which only the hidden units of MLPs are read."""
 
     outer_macs = 0
     head = ""
@@ -410,11 +410,11 @@ def separate_pairs(
 ) -> tuple[tuple[Pair, ...], str]:
     """Returns the pairs of maps whose units are separate, and the path of the map that makes the output, "" for none.
 
-    Three forward passes on random images. In the second one half of the entries that the first map of every pair
-    returns are changed for the second image: of what the second map receives the same entries change. In the third the
-    first map, and the parts between, have half of their units: the second one receives the other half as before, and
-    the model returns what it returned. With `around` those outside of the part of this path, where units may be
-    channels of any convolutions.
+    It takes three forward passes on random images. In the second pass, half of the entries that the first map of every
+    pair returns are changed for the second image. Only the same entries of the second map's input may change. In the
+    third pass, the first map and the parts between have half of their units. The second map must receive the units
+    that are left as before, and the model must return what it returned before. With `around`, only pairs outside of
+    the part at this path are returned; there, units may be channels of any convolutions.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -474,7 +474,7 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit.
+    """Returns the pairs whose entries each depend on the same entry only; with a convolution between, the same unit.
 
     `images` is one random image, [1, channels, height, width].
     """

@@ -263,11 +263,11 @@ class Adopted(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Collection[int] | None = None) -> Iterator[None]:
-        """Runs one forward pass in its context, and removes the state of it at the end.
+        """Runs one forward pass in its context, and removes the state of the pass at the end.
 
-        Where tokens are pruned or merged, those of all patches are restored after these blocks only, by default after
-        those that parts around the Vision Transformer read; outside of the context after all blocks. Where no block is
-        given, the last block computes only the class token if the head uses no other token.
+        Where tokens are pruned or merged, all patches are restored after these blocks only, by default after the blocks
+        that parts around the Vision Transformer read. Outside of the context, all patches are restored after every
+        block. Where no block is given, the last block computes only the class token if the head uses no other token.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -515,7 +515,7 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
 
 
 class PlainShape:
-    """A model without its weights, of which copies are made; shared by all copies of what refers to it."""
+    """A model without its weights, to make copies of; shared by all copies of what refers to it."""
 
     def __init__(self, model: nn.Module):
         self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
@@ -549,8 +549,8 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module with other weights, made of each; the values of its buffers stay, since those that are
-    not saved are computed by the code of the module.
+    """Returns a copy of a module with the weights that `make` makes of its weights. The buffers keep their values,
+    because the module's code computes those that are not saved.
     """
     weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
     return copy_module(module, weights)
