@@ -56,94 +56,96 @@ RULES = {"qk": "qk=total_rank:0.75", "vo": "vo=total_rank:0.75", "hidden": "hidd
 NOISE = 0.02  # that is added to random weights: libraries start biases at zero, which would hide mistakes
 MEASURED = """## What was measured
 
-The smallest architecture of every row was created with random weights (`--measure`). `copy` is the largest difference
-of the outputs in attnrx's layers from the library's, relative to the standard deviation of the outputs. `MACs`: the
-closed form equals a count of matrix products, for this model and a smaller one; else their ratio. The smaller model
-has three quarters of `qk`, `vo` and `hidden`. `reloads`: it has the same outputs after it is saved and loaded, bit for
-bit. `ONNX`: it has a file with its outputs, or the reason why not.
+The smallest architecture of every row was created with random weights (`--measure`). `copy` compares the outputs of
+attnrx's layers with the library's: their largest difference, relative to the standard deviation of the outputs. `MACs`
+compares the closed form with a count of matrix products, for this model and a smaller one: "equal", or both ratios. The
+smaller model has three quarters of `qk`, `vo` and `hidden`. `reloads` states whether it has the same outputs, bit for
+bit, after it is saved and loaded. `ONNX` states whether it has a file with its outputs, or why not.
 """
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes the tables below: it creates every architecture without weights and reads it.
 `attnrx.load` then proves on random images that the copy returns your model's outputs. The columns are the axes of a
 prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and
-`fc2`) and `tokens`. A model without a reader has the axis `hidden` only, and keeps the library's own attention. Its
-MLPs were found in the smallest model of every kind.
+`fc2`) and `tokens`. If no reader knows a model, it has only the axis `hidden` and keeps the library's own attention.
+For these models, MLPs were searched only in the smallest model of every kind.
 
 ## The result is a model of your own class
 
-A smaller model is your module: `type(small) is type(model)`. Its keys, its call, its hooks and its methods stay. What
-you do with the original works on it: write attributes, replace the head, freeze weights by name, put it back into a
-larger model, train it with `Trainer`, add adapters of PEFT, compile it.
+A smaller model is your module: `type(small) is type(model)`. It keeps its keys, its call, its hooks and its methods.
+Whatever you do with the original works on it too: write attributes, replace the head, freeze weights by name, put it
+back into a larger model, train it with `Trainer`, add PEFT adapters, compile it.
 
 | what was removed | what changes in the module |
 |---|---|
 | hidden units, ranks of the MLP | the shapes of its linear maps; a map of low rank is two maps, `first` and `second` |
-| whole heads | the shapes of its projections (timm's Vision Transformers, most of transformers); else as below |
-| ranks of scores or values; a mask | attnrx attention replaces that attention: other keys, the same call |
-| tokens | hooks on the blocks, and a submodule `attnrx_tokens`; attention that weights tokens is replaced |
+| whole heads | the shapes of its projections, in timm's ViTs and most of transformers; elsewhere as in the next row |
+| ranks of scores or values; a mask | attnrx attention replaces the library's: other keys, the same call |
+| tokens | hooks on the blocks, a submodule `attnrx_tokens`; if attention weights merged tokens, attnrx attention |
 
 What to know about a smaller model:
 
-- Replaced attention returns no attention weights and refuses masks. It has no `nn.Linear`: PEFT and torchao find the
-  other maps only. It has no dropout either, which matters for training only.
-- `torch.fx` traces replaced attention as one call; `torch.jit.script` refuses it. Neither works on a model that prunes
-  tokens, nor does gradient checkpointing. `torch.jit.trace` and `torch.export` work on both.
-- With pruned tokens, `output_hidden_states=True` returns the states of all patches. `torch.compile` of a transformers
-  module that captures hidden states takes no token policy.
-- `save_pretrained` writes what your module has, so `from_pretrained` needs the original's shapes. `attnrx.save(small,
-  folder)` and `attnrx.load(folder)` always work.
-- `attnrx.accelerate(model)` returns a copy in attnrx's kernels, for float32 inference on a CPU. It refuses training and
-  new weights; `attnrx.plain(fast)` is the way back. `shrink(model, data, faster=1.6)` accelerates its result if the
-  target is a latency in eager PyTorch on a CPU.
+- Replaced attention returns no attention weights and refuses masks. It contains no `nn.Linear`, so PEFT and torchao
+  find only the maps outside attention. It has no dropout either, which matters only in training.
+- `torch.fx` traces replaced attention as one call; `torch.jit.script` refuses it. On a model that prunes tokens,
+  neither of them works, and gradient checkpointing does not work. `torch.jit.trace` and `torch.export` work in both
+  cases.
+- With pruned tokens, `output_hidden_states=True` returns the states of all patches. If a transformers module captures
+  hidden states, `torch.compile` does not support a token policy on it.
+- `save_pretrained` writes what your module has, but `from_pretrained` expects the original's shapes.
+  `attnrx.save(small, folder)` and `attnrx.load(folder)` always work.
+- `attnrx.accelerate(model)` returns a copy that computes in attnrx's kernels, for float32 inference on a CPU. The copy
+  refuses training and new weights; `attnrx.plain(fast)` undoes it. `shrink(model, data, faster=1.6)` accelerates its
+  result if the target is a latency in eager PyTorch on a CPU.
 
 ## Models of your own
 
-A class of your own has all axes without a `Reader` if its blocks have a fused projection, four projections or
-`nn.MultiheadAttention`, and its parts are called once per image. This covers the repositories of DINO, DINOv2 and MAE,
-vit-pytorch, and `nn.TransformerEncoder`. For other classes write a `Reader` ([Use a model of your
+A class of your own has all axes without a `Reader` under two conditions. Its blocks have a fused projection, four
+projections or `nn.MultiheadAttention`, and its parts are called once per image. This covers the repositories of DINO,
+DINOv2 and MAE, vit-pytorch, and `nn.TransformerEncoder`. For other classes write a `Reader` ([Use a model of your
 own](how-to/own_model.md)).
 
 A replaced head (`model.head = nn.Linear(192, 10)`) is read, saved and loaded with the model. So is a module that
 contains a supported model: a backbone with a decoder, several outputs, an averaged model. `attnrx.load(module)` returns
-a copy of the whole. Several towers: the largest Vision Transformer becomes smaller. It may be called several times in a
-forward pass (crops, tiles, frames); each call costs as many images.
+a copy of the whole. If there are several towers, attnrx makes the largest Vision Transformer smaller. The module may
+call it several times in a forward pass (crops, tiles, frames); each call costs as many images.
 
-Tensors, tuples and dictionaries of outputs are compared by the squared error relative to their variance, or by your own
-`divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module from its
-class or its library, else from `attnrx.load(folder, factory="module:function")`; `save` says which.
+If outputs are tensors, tuples or dictionaries, they are compared by the squared error relative to their variance. Or
+pass your own `divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). When you load a saved folder,
+the module is created from its class or its library. Otherwise pass a factory, `attnrx.load(folder,
+factory="module:function")`; `save` says which of these you need.
 
-Merge adapters, pruning masks and parametrizations into the weights first: `model.merge_and_unload()` of PEFT,
+First merge adapters, pruning masks and parametrizations into the weights: `model.merge_and_unload()` of PEFT,
 `torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.
 
 ## Images of other sizes
 
 `load(model, image_size=(280, 210))` makes a model for another size or for rectangles; the library's own code
-interpolates the position embeddings. `shrink` and `elastic` take the size of your images. Saved folders and smaller
-models load at another size too; a token policy keeps the same shares of the patches. A transformers model interpolates
-when you call it with `interpolate_pos_encoding=True`. Refused: timm's models with a bias for every pair of tokens
-(create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do not
-tile.
+interpolates the position embeddings. `shrink` and `elastic` take the size of your images. You can load saved folders
+and smaller models at another size too; a token policy then keeps the same shares of the patches. A transformers model
+interpolates when you call it with `interpolate_pos_encoding=True`. attnrx refuses another size for timm models with a
+bias for every pair of tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification` and open_clip.
+It also refuses a size that the patches do not tile.
 
-timm's models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, take any size that patches tile in
-every call, also after shrinking. One loader may mix sizes: the most frequent one is planned and compared on, and the
-evidence has divergence and agreement at the others too.
+timm models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, take a new size in every call, if patches
+tile it, also after shrinking. One loader may mix sizes. attnrx plans and compares on the most frequent size, and the
+evidence also has divergence and agreement at the other sizes.
 
 ## Other inputs
 
-A module whose forward needs more than images, and that has `get_image_features` or `encode_image` (CLIP with texts, a
-vision-language model), is planned and verified by its image features. Called with its own arguments, it returns what it
-returned before.
+If a module needs more than images but has `get_image_features` or `encode_image` (CLIP with texts, a vision-language
+model), attnrx plans and verifies it by its image features. You still call it with its own arguments, and it returns the
+same kind of output as before.
 
 For other modules, state what the forward takes: `shrink(module, loader, inputs=fn, macs=0.6)` calls it with
-`fn(batch)`, a tensor, a tuple or a mapping. That covers pairs of images, images with texts or masks, and timm's NaFlex
-patches (`inputs=lambda batch: (batch[0],)`). Labels are optional and go to a `metric` only. `attnrx.load(module,
-inputs=fn(batch))` does the same for single steps. A module that takes one tensor can be exported; export others with
-`torch.onnx.export`.
+`fn(batch)`, which is a tensor, a tuple or a mapping. This covers pairs of images, images with texts or masks, and
+timm's NaFlex patches (`inputs=lambda batch: (batch[0],)`). Labels are optional; only a `metric` receives them. For
+single steps, pass an example: `attnrx.load(module, inputs=fn(batch))`. A module that takes one tensor can be exported;
+export others with `torch.onnx.export`.
 
 Every verb takes what the loader yields: `pixel_values` [batch, frames, channels, height, width] (VideoMAE, ViViT),
 `input_values` [batch, time, mel] (AST), or SigLIP 2's padded patches with `pixel_attention_mask` and `spatial_shapes`.
-A smaller SigLIP 2 has no exported file, because transformers reads the grid of every image as Python integers.
+You cannot export a smaller SigLIP 2, because transformers reads the grid of every image as Python integers.
 """
 
 
