@@ -3,10 +3,12 @@
 # %% [markdown]
 # # Batch 1 on a CPU
 #
-# A camera or a request brings one image at a time. At batch 1, function calls and merging weigh more than at batch 32,
-# and they do not shrink. Plan for batch 1, measure at batch 1, and prefer a file to eager PyTorch
-# ([measured](../results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-conversions)). In eager PyTorch a
-# block is one call of a C++ kernel ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
+# A camera or a request brings one image at a time. At batch 1, function calls and merging operations take a larger
+# share of the time than at batch 32, and a smaller model does not reduce them. Plan for batch 1, measure at batch 1,
+# and prefer a file to eager PyTorch
+# ([measured](../results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-conversions)). In eager PyTorch,
+# attnrx computes a block with one call of a C++ kernel
+# ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
 
 # %%
 import os
@@ -28,8 +30,8 @@ image = next(iter(splits.test.batches(1))).images
 # %% [markdown]
 # ## Which candidates?
 #
-# Fewer hidden units make every product smaller and add no operation; one stage of merging adds a few. `rx.shrink(model,
-# splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides; here two candidates are timed.
+# Fewer hidden units make every product smaller and add no operation. One stage of merging adds a few. `rx.shrink(model,
+# splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides for you. Here you time two candidates.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -41,7 +43,8 @@ candidates = {
 # %% [markdown]
 # ## In PyTorch
 #
-# In turns, on one thread, against the model in the kernels of its library. More rounds give narrower intervals.
+# Each candidate and the original are timed in turns, on one thread. The original runs in its library's own kernels.
+# More rounds give narrower intervals.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rx.costs.Conditions(threads=1), rounds=10)
@@ -52,7 +55,8 @@ for name, candidate in candidates.items():
 # %% [markdown]
 # ## As a file
 #
-# The same candidate in ONNX Runtime, against the original's file there, and against eager PyTorch of the original.
+# The same candidate is exported for ONNX Runtime. It is compared with the original's file in that runtime, and with the
+# original in eager PyTorch.
 
 # %%
 exported = rx.export(candidates["half of the hidden units"], "runs/half.onnx")
@@ -62,13 +66,14 @@ found = rx.costs.compare_latency(exported, model, image, protocol).faster
 print(f"the file: {found.value:.2f}x the original in PyTorch")
 
 # %% [markdown]
-# On the command line: `attnrx shrink MODEL --data DATA --faster 1.4 --batch 1 --threads 1 --to onnx --out faster`, or
-# `--to 'openvino(precision=bf16)'` where the CPU computes in bfloat16. `--faster` then counts from the vendor's own
-# file of your model, which is timed first.
+# On the command line: `attnrx shrink MODEL --data DATA --faster 1.4 --batch 1 --threads 1 --to onnx --out faster`. If
+# the CPU computes in bfloat16, use `--to 'openvino(precision=bf16)'`. `--faster` is then relative to the vendor's own
+# file of your model, which attnrx times first.
 #
 # ## What can go wrong
 #
-# - A plan for batch 32 can be slower at batch 1: merging in every layer most of all.
-# - A hook on a part of a block, gradients (use `torch.inference_mode()`), or autocast: its parts are called one by one.
-# - Two threads at batch 1 help little on small models; measure with the threads that you deploy with.
-# - This model is so small that calls of functions are most of its time: the numbers of this page are about the page.
+# - A plan for batch 32 can be slower at batch 1, above all if it merges in every layer.
+# - A hook on a part of a block, gradients or autocast: then attnrx calls the parts of the block one by one, which is
+#   slower. Use `torch.inference_mode()`.
+# - Two threads at batch 1 help little on small models. Measure with the number of threads that you deploy with.
+# - This page's model is so small that function calls take most of its time. Do not expect its numbers from your model.

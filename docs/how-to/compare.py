@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Compare methods
 #
-# Which method loses the least at the same cost? A *method* is one way of compressing, as text. All methods use the same
-# diagnosis and are measured on the same images.
+# Which method loses the least at the same cost? A *method* is one way of compressing a model, written as text. All
+# methods use the same diagnosis and are measured on the same images.
 
 # %%
 import os
@@ -30,7 +30,8 @@ else:
 # Write `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`).
 # A rule without a map applies to qk. attnrx replaces `{share}` by the kept share. `baseline:NAME` is a published
 # method, implemented as in its paper. Tensor decompositions of the scores are `baseline:tucker`,
-# `baseline:tucker_terms`, and IrrAtt's `qk=shared_rank:{share},form=literal`. Include a control: a method must beat it.
+# `baseline:tucker_terms`, and IrrAtt's `qk=shared_rank:{share},form=literal`. Include a control, such as `random`: a
+# useful method must beat it.
 
 # %%
 methods = [
@@ -46,8 +47,8 @@ methods = [
 # %% [markdown]
 # ## At equal MACs
 #
-# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs, found in closed form
-# before anything is built. Changes are paired with the original; intervals are 95 % over the images. Nothing is
+# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs. attnrx finds it in closed
+# form before it builds anything. Changes are paired with the original; intervals are 95 % over the images. Nothing is
 # fine-tuned.
 
 # %%
@@ -57,13 +58,13 @@ trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 
 # %% [markdown]
-# A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal shares
-# instead. The file has every number. A trained model is a method, too: `spot=runs/spot` names its folder.
+# If a method cannot reach the target, the table lists it with its smallest cost. To compare at equal shares instead,
+# pass `shares=[0.5]`. The file has every number. A trained model is a method too: `spot=runs/spot` names its folder.
 #
 # ## Figures
 #
-# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. The CSV files hold the numbers, if
-# you draw by yourself. It needs `attnrx[figures]`.
+# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. The CSV files hold the numbers, in
+# case you draw your own figures. This needs `attnrx[figures]`.
 
 # %%
 drawn = rx.figures(["comparison.json", bench.diagnosis], "figures", formats=["svg", "csv"])
@@ -72,9 +73,9 @@ print(*(path.name for path in drawn if path.suffix == ".svg"))
 # %% [markdown]
 # ## Measured latency
 #
-# `compare_speeds` times all methods in turns, round by round, beside the model's own library, so that other load slows
-# all of them. "ideal" is the speed-up that the share of the MACs predicts. Timing needs no real images, so the bench
-# may hold noise.
+# `compare_speeds` times all methods and the model in its own library in turns, round by round. So other load on the
+# machine slows all of them alike. "ideal" is the speed-up that the share of the MACs predicts. Timing needs no real
+# images, so the bench may hold noise.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine
@@ -83,11 +84,11 @@ speeds = compare_speeds(noise_bench(model), methods, rates, out="speeds.json")
 print(speeds.to_markdown())
 
 # %% [markdown]
-# This model is so small that most of its time is function-call overhead, so no method makes it faster.
-# Check the last column on your model, your hardware and your batch size before you choose.
+# This model is so small that function calls take most of its time, so no method makes it faster. Before you choose,
+# check the last column on your model, your hardware and your batch size.
 #
-# Equal latency rather than equal MACs? Time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`, and compare
-# methods whose intervals overlap.
+# To compare at equal latency rather than equal MACs, time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`. Then
+# compare methods whose intervals of latency overlap.
 #
 # ## The same on the command line
 #
@@ -101,8 +102,8 @@ print(speeds.to_markdown())
 #
 # ## The table of the field
 #
-# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it takes ours, token reducers,
-# low ranks, pruning, a lower resolution and the vendor's 8 bits. All are calibrated on the same images.
+# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it takes attnrx's plans, token
+# reducers, low ranks, pruning, a lower resolution and the vendor's 8 bits. All are calibrated on the same images.
 #
 # ```bash
 # attnrx bench timm:vit_tiny_patch16_224 --data path/to/images --tasks classification,retrieval,dense --out table
@@ -110,21 +111,21 @@ print(speeds.to_markdown())
 #
 # | task | what is measured |
 # |---|---|
-# | `classification` | accuracy, its change, the answers that stay, the divergence |
+# | `classification` | accuracy, its change, the share of unchanged answers, the divergence |
 # | `retrieval` | how many of an image's 10 nearest neighbours the smaller tower finds |
 # | `dense` | cosine and error of the features of all patches |
-# | `speed` | latency only; the default without `--data` |
+# | `speed` | only latency; the default without `--data` |
 #
 # Budgets are shares of the MACs (`--macs 0.7,0.5,0.35`), or measured speeds (`--faster 1.3,1.6 --runtime onnx`).
 # `--batches 1,8` adds the latency of every row. A method that cannot reach a budget has a row that says so.
 #
-# Open `table/index.html` in a browser: it filters and sorts. `table/rows` has a file for every row. Stop the command
-# and run it again: it goes on with the next row. `--repeat 10` measures ten rows again with another seed, and tells
-# which ones leave their intervals.
+# Open `table/index.html` in a browser to filter and sort the table. `table/rows` has a file for every row. If you stop
+# the command and run it again, it continues with the next row. `--repeat 10` measures ten rows again with another seed,
+# and reports which of them leave their intervals.
 #
 # ## Your method in the table
 #
-# Put a function into a file. It gets the model, the calibration images and a share of the MACs:
+# Put a function into a file. It receives the model, the calibration images and a share of the MACs:
 #
 # ```python
 # import attnrx as rx
@@ -135,11 +136,12 @@ print(speeds.to_markdown())
 #     return rx.shrink(model, images, macs=macs).model
 # ```
 #
-# The same `--out` adds its rows to the table. For the next smaller model give its name or folder:
+# With the same `--out`, the command adds the rows of your method to the table. To compare with the next smaller model,
+# pass its name or folder as a method:
 #
 # ```bash
 # attnrx bench timm:deit_small_patch16_224 --data path/to/images --out table \
 #     --plugin mine.py --methods 'mine=baseline:mine' 'smaller=timm:deit_tiny_patch16_224'
 # ```
 #
-# Token Transforming (arXiv 2506.05709) is not in the table: its abstract does not determine its matrices.
+# Token Transforming (arXiv 2506.05709) is not in the table, because its abstract does not determine its matrices.

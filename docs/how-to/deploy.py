@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Deploy: folders, ONNX Runtime, int8
 #
-# Save a smaller model as a folder that loads anywhere, or export a file for ONNX Runtime, OpenVINO or PyTorch. The file
-# needs neither attnrx nor the original.
+# Save a smaller model as a folder that loads anywhere, or export a file for ONNX Runtime, OpenVINO or PyTorch. The
+# exported file needs neither attnrx nor the original.
 
 # %%
 import os
@@ -35,9 +35,9 @@ evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.
 # %% [markdown]
 # ## A folder
 #
-# `save` writes weights (safetensors), `config.json`, the prescription, the evidence and a model card that a hub can
-# read. `load` builds the model from the folder alone. `rx.push_to_hub(folder, "you/name")` publishes it, and
-# `rx.load("hub:you/name")` loads it.
+# `save` writes the weights (safetensors), `config.json`, the prescription, the evidence and a model card that a hub can
+# read. `load` needs only the folder. `rx.push_to_hub(folder, "you/name")` publishes it, and `rx.load("hub:you/name")`
+# loads it.
 
 # %%
 folder = rx.save(slim, OUT / "slim", prescription=prescription, evidence=evidence)
@@ -48,8 +48,8 @@ print((folder / "README.md").read_text().splitlines()[0:6])
 # %% [markdown]
 # ## A file for ONNX Runtime
 #
-# attnrx runs the exported file and compares it with the model before it saves it; a file with other outputs is refused.
-# A JSON file next to it has the shape and scale of the images, class names, versions, and the parity.
+# attnrx runs the exported file and compares it with the model before it saves the file. If the outputs differ, it
+# refuses the file. A JSON file next to it has the shape and scale of the images, class names, versions, and the parity.
 
 # %%
 exported = rx.export(slim, OUT / "slim.onnx")
@@ -57,7 +57,7 @@ for finding in exported.facts["parity"]:
     print(f"{finding['claim']}: within {finding['limit']:g}" if finding["limit"] is not None else finding["claim"])
 
 # %% [markdown]
-# Every verb accepts the file as a model, so that the evidence is about the deployed file:
+# Every verb accepts the file in place of a model. So the evidence can be about the deployed file:
 
 # %%
 fidelity = rx.verify(rx.load(OUT / "slim.onnx"), slim, splits.test, [rx.checks.Fidelity()])
@@ -65,12 +65,13 @@ agreement = fidelity.of("fidelity")[1]
 print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 
 # %% [markdown]
-# Export `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` in the
-# same way. A `.pt2` file (the first two) can run any code of its author when it is opened. `rx.load` opens one only
-# with `trust=True`, a command with `--trust`. On a CPU that computes in bfloat16, `"openvino(precision=bf16)"` is the
-# fastest at almost no cost ([OpenVINO](openvino_file.md)).
-# `int8` is quantized by NNCF on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). It needs
-# `pip install 'attnrx[int8]'`. Its cost is measured in the same way:
+# Export to `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` in the
+# same way. The first two write a `.pt2` file, which can run any code of its author when it is opened. `rx.load` opens
+# such a file only with `trust=True`, and a command only with `--trust`. On a CPU that computes in bfloat16,
+# `"openvino(precision=bf16)"` is the fastest, with almost no loss ([OpenVINO](openvino_file.md)).
+#
+# For `int8`, NNCF quantizes the model on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). This needs
+# `pip install 'attnrx[int8]'`. You measure its cost in the same way:
 
 # %%
 int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8", calibration=splits.train)
@@ -80,12 +81,12 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Phones and browsers
 #
-# ONNX Runtime Web runs the ONNX files as they are, by `ort.InferenceSession.create("slim.onnx")`. A ViT-Tiny, unchanged
-# and with three stages of merging, gave the outputs of PyTorch to 1.5e-6 in its WebAssembly (onnxruntime-web 1.30 in
-# Node; WebGPU was not tried).
+# ONNX Runtime Web runs the ONNX files without changes: `ort.InferenceSession.create("slim.onnx")`. A ViT-Tiny was tried
+# in its WebAssembly, unchanged and with three stages of merging. The outputs agreed with PyTorch's to 1.5e-6
+# (onnxruntime-web 1.30 in Node; WebGPU was not tried).
 #
-# Core ML is written from the program, for models whose tokens are not pruned or merged: its converter has no stable
-# sort. The conversion was checked on Linux (coremltools 9.0), where Core ML itself does not run:
+# For Core ML, convert the program. This works for models without pruned or merged tokens, because the converter has no
+# stable sort. The conversion was checked on Linux (coremltools 9.0), where Core ML itself does not run:
 #
 # ```python
 # rx.export(slim, "slim.pt2", to="program", batch=1)
@@ -94,7 +95,7 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # ```
 
 # %% [markdown]
-# On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
-# `attnrx verify slim.onnx --reference slim --data DATA`. In Python `rx.exporting.compare_with_original` times a file
-# beside the original's in the same runtime; `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that
-# runtime, with the original exported in the same way.
+# On the command line: `attnrx export slim --to onnx --out slim.onnx`, then `attnrx verify slim.onnx --reference slim
+# --data DATA`. In Python, `rx.exporting.compare_with_original` times a file beside the original's file in the same
+# runtime. `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, and exports the original
+# in the same way.

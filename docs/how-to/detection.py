@@ -3,10 +3,10 @@
 # %% [markdown]
 # # A detector
 #
-# You want a smaller detector with your head, your outputs and your boxes, verified by the objects that it finds. The
-# module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the object whose
-# centre it contains. It is trained in half a minute on digits of different sizes in noise. Yours may return any
-# tensors, in tuples or dictionaries, before or after your own selection of boxes.
+# You want a smaller detector that keeps your head, your outputs and your boxes, verified by the objects that it finds.
+# The module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the object
+# whose centre it contains. It is trained in half a minute on digits of different sizes in noise. Your module may return
+# any tensors, in tuples or dictionaries, before or after your own selection of boxes.
 
 # %%
 import timm
@@ -38,7 +38,8 @@ class Detector(nn.Module):
 
 
 # %% [markdown]
-# A loader yields images and their objects, [batch, objects, 5]: class, centre, width and height, in shares of the side.
+# A loader yields images and their objects, [batch, objects, 5]: class, centre, width and height. Lengths are shares of
+# the image's side.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -87,10 +88,10 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two answers in
-# different units, so say how they are weighed. Here it is the divergence of the classes in all patches, plus the error
-# of the boxes where the original sees an object. `metric(outputs, (images, labels))` is what you report: the share of
-# objects found, with the right class and an overlap (IoU) of one half.
+# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two outputs in
+# different units, so you must say how to weigh them. Here it is the divergence of the classes in all patches, plus the
+# error of the boxes where the original sees an object. `metric(outputs, (images, labels))` is the number that you
+# report. Here it is the share of objects that are found, with the right class and an overlap (IoU) above one half.
 
 
 # %%
@@ -128,17 +129,18 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)["boxes"]` are its boxes, and your selection among them stays as it is.
+# The result is your module: `small.model(images)["boxes"]` are its boxes. Your selection of boxes works on them as
+# before.
 #
 # ## The average precision
 #
-# AP belongs to a whole data set: the boxes of all images are ranked by their scores. So it cannot choose a plan, and
-# you measure it once, with your own evaluation. Which box finds which object is decided within an image. So images can
-# be drawn anew, and the change of AP has an interval.
+# AP belongs to a whole data set, because it ranks the boxes of all images by their scores. So it cannot choose a plan.
+# You measure it once, with your own evaluation. Which box finds which object is decided within one image. So you can
+# resample images, which gives the change of AP an interval.
 
 
 # %%
-def ranked_boxes(detector, scenes):  # of every box: image, class, score, and whether it finds an object first
+def ranked_boxes(detector, scenes):  # for every box: image, class, score, and whether it is the first to find an object
     boxes = []
     for image, (picture, objects) in enumerate(scenes):
         with torch.no_grad():
@@ -153,7 +155,7 @@ def ranked_boxes(detector, scenes):  # of every box: image, class, score, and wh
     return torch.tensor(sorted(boxes, key=lambda box: -box[2]))
 
 
-def average_precision(boxes, scenes, weights):  # at an IoU of 0.5; how often every image counts
+def average_precision(boxes, scenes, weights):  # at an IoU of 0.5; `weights`: how often every image counts
     areas = []
     for each in range(CLASSES):
         image, _, _, hit = boxes[boxes[:, 1] == each].T
@@ -177,10 +179,10 @@ print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old
 # %% [markdown]
 # ## Windows and merging
 #
-# A backbone inside a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR) is found in the same way: pass the whole
-# detector. LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. Ranks, heads and
-# units are removed there, too. Tokens are merged within every window, as many in each, and restored before the head.
-# Here an LW-DETR with random weights; `from_pretrained` gives yours.
+# attnrx finds a backbone inside a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR) in the same way: pass the whole
+# detector. LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. Ranks, heads and units
+# can be removed there, too. Tokens are merged within every window, equally many in each, and restored before the head.
+# The example is an LW-DETR with random weights; `from_pretrained` loads yours.
 
 # %%
 torch.manual_seed(0)
@@ -202,8 +204,8 @@ print(f"{100 * after / before:.0f} % of the MACs; boxes of two images: {tuple(sm
 # %% [markdown]
 # ## What can go wrong
 #
-# - A selection of boxes inside `forward` (a threshold, non-maximum suppression) returns tensors whose sizes depend on
-#   the image. Pass the module without it, and select afterwards.
-# - A DETR returns queries in place of patches. Compare the same query of both models, weighted by the scores of the
-#   original, as above.
-# - Boxes of all images must have one shape: pad the lists of objects in the dataset.
+# - If `forward` selects boxes (by a threshold, or non-maximum suppression), the sizes of its tensors depend on the
+#   image. Pass the module without this selection, and select boxes afterwards.
+# - A DETR returns queries in place of patches. Compare the same query of both models, and weight it by the scores of
+#   the original, as above.
+# - The lists of objects must have one shape for all images: pad them in the dataset.

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # An embedding tower
 #
-# A tower has no classes: its answer is a vector for retrieval, deduplication or zero-shot classification (CLIP, SigLIP,
-# DINOv2). So attnrx measures the cosine distance of the vectors and the neighbours that stay, not accuracy.
+# A tower has no classes. Its output is a vector for retrieval, deduplication or zero-shot classification (CLIP, SigLIP,
+# DINOv2). So attnrx does not measure accuracy, but the cosine distance of the vectors and the neighbours that stay.
 
 # %%
 import os
@@ -30,7 +30,8 @@ splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 # %% [markdown]
 # ## Smaller
 #
-# For a target, `rx.shrink(model, splits, macs=0.6)` chooses the plan; here you state the plan. Neither uses labels.
+# If you have a target, `rx.shrink(model, splits, macs=0.6)` chooses the plan. Here you state the plan yourself. Neither
+# way uses labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -42,8 +43,8 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## What it costs
 #
-# `fidelity` compares the vectors, `retrieval` the neighbours of every image. The share of other zero-shot classes is a
-# divergence of your own: with one vector per class of the text tower,
+# `fidelity` compares the vectors, `retrieval` the neighbours of every image. To measure how many images change their
+# zero-shot class, pass a divergence of your own. If `texts` holds the text tower's vector of every class, call
 # `rx.verify(..., divergence=lambda a, b: ((a @ texts.T).argmax(-1) != (b @ texts.T).argmax(-1)).float())`.
 
 # %%
@@ -54,7 +55,7 @@ for finding in rx.verify(small, model, splits.test.take(256), checks).findings:
 # %% [markdown]
 # ## What can go wrong
 #
-# - An index holds vectors of the original. Vectors of the smaller model are near, not equal: embed the index again, or
-#   [search with the old index](old_index.md), for which the smaller model can be fitted.
-# - Both towers of a pair can be compressed; each is loaded and compared by itself.
+# - An index holds vectors of the original. The smaller model's vectors are near them, but not equal. Embed the index
+#   again, or fit the smaller model to the index that you have: [Search with an old index](old_index.md).
+# - You can compress both towers of a pair. Load and compare each tower by itself.
 # - Repair and distillation fit the vectors themselves: `rx.repair(small, model, images)`, `rx.distill(...)`.

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # A fine-tuned model
 #
-# You have fine-tuned a timm or transformers model on your classes: its head was replaced, and you have a folder of
-# images. One call makes it smaller. This page first makes such a model and folder; use yours instead.
+# You have fine-tuned a timm or transformers model on your own classes. It has a new head, and you have a folder of
+# images. One call makes it smaller. This page first makes such a model and such a folder; use yours instead.
 
 # %%
 from pathlib import Path
@@ -42,10 +42,10 @@ for images, labels in loader:
 # %% [markdown]
 # ## Smaller
 #
-# The new head needs no configuration: attnrx adopts the model as it is and proves that the copy has its outputs. Use
-# `faster=1.5` in place of `macs=0.7` for a target of measured time. Labels are used only for the accuracy. That is too
-# high on images that the model was trained on, as here. Pass images that it has not seen, or `{"train": loader, "test":
-# loader_of_unseen_images}`: attnrx plans on the first and reports accuracy on the second.
+# The new head needs no configuration: attnrx adopts the model as it is and proves that the copy has the same outputs.
+# For a target of measured time, pass `faster=1.5` in place of `macs=0.7`. Labels are used only for the accuracy. On
+# images that the model was trained on, as here, this accuracy is too high. Pass images that it has not seen, or
+# `{"train": loader, "test": loader_of_unseen_images}`: attnrx plans on the first and reports accuracy on the second.
 
 # %%
 shrunk = rx.shrink(model.eval(), loader, macs=0.7, threads=1)
@@ -56,8 +56,8 @@ print("verified:", ", ".join(sorted({finding.check for finding in shrunk.evidenc
 # %% [markdown]
 # ## The folder
 #
-# It has the model, its ONNX file with a script that runs it, the evidence and a report. Class names of the folder of
-# images are in the file.
+# It has the model, its ONNX file with a script that runs it, the evidence and a report. The ONNX file has the class
+# names of the folder of images.
 
 # %%
 folder = shrunk.save("runs/faster")
@@ -79,7 +79,8 @@ print(rx.exporting.load_exported(folder / "model.onnx").facts["class_names"])
 #
 # ## What can go wrong
 #
-# - Few images: attnrx plans on a share of them and verifies on the others. With fewer than 1,000 the intervals are
+# - Few images: attnrx plans on a part of them and verifies on the rest. With fewer than 1,000 images the intervals are
 #   wide, and claims are undecided.
-# - A head of several inputs or outputs (detection, two tasks) is [a model of your own](own_model.md).
-# - Fine-tune first, then compress. A compressed model can be trained further with `rx.train` or your own loop.
+# - A head with several inputs or outputs (detection, two tasks): see [Use a model of your own](own_model.md).
+# - The order: fine-tune first, then compress. You can train a compressed model further with `rx.train` or your own
+#   loop.

@@ -19,9 +19,9 @@ transformers.logging.set_verbosity_error()
 # %% [markdown]
 # ## Load
 #
-# `rx.load("hf:google/vit-base-patch16-224")` reads a model of the hub, `rx.load("hf:FOLDER")` one that
-# `save_pretrained` wrote. `rx.load(model)` adopts an instance: here a small one with fresh weights, so that the page
-# runs without a download. attnrx proves on random images that the copy has the same outputs.
+# `rx.load("hf:google/vit-base-patch16-224")` reads a model from the hub. `rx.load("hf:FOLDER")` reads a model that
+# `save_pretrained` wrote. `rx.load(model)` adopts an instance. Here it is a small one with fresh weights, so that the
+# page runs without a download. attnrx proves on random images that the copy has the same outputs.
 
 # %%
 config = transformers.ViTConfig(
@@ -40,8 +40,8 @@ model = rx.load(original)
 # %% [markdown]
 # ## Make it smaller
 #
-# With images and a target, `rx.shrink(original, loader, macs=0.6)` chooses the ranks, units and tokens; here they are
-# given. A loader may yield what a processor returns: `{"pixel_values": ..., "labels": ...}`.
+# With images and a target, `rx.shrink(original, loader, macs=0.6)` chooses the ranks, units and tokens. Here you state
+# them. A loader may yield what a processor returns: `{"pixel_values": ..., "labels": ...}`.
 
 # %%
 processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
@@ -57,8 +57,8 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## pipeline
 #
-# Load a saved folder with `rx.load` and pass the model to a pipeline, with the original's processor. The labels come
-# from its configuration.
+# Load a saved folder with `rx.load`, and pass the model to a pipeline with the original's processor. The labels come
+# from the model's configuration.
 
 # %%
 rx.save(small, "runs/small-hf")
@@ -70,8 +70,8 @@ print(sorted(answer["label"] for answer in answers))
 # %% [markdown]
 # ## Trainer
 #
-# The model takes `pixel_values` and `labels` and returns logits with a loss, so that `Trainer` evaluates and fine-tunes
-# it. The ranks and the token policy stay as they are. (`rx.distill` and `rx.train` fit it without labels.)
+# The model takes `pixel_values` and `labels` and returns logits with a loss. So `Trainer` can evaluate and fine-tune
+# it. The ranks and the token policy stay as they are. (`rx.distill` and `rx.train` fit the model without labels.)
 
 # %%
 rows = [{"pixel_values": image, "labels": label % 3} for label, image in enumerate(pixels)]
@@ -93,10 +93,11 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 # %% [markdown]
 # ## What can go wrong
 #
-# - `type(small)` is `transformers.ViTForImageClassification`, but its weights have other shapes: `from_pretrained` of
-#   transformers refuses the folder. Attention that lost ranks computes no weights (`output_attentions=True`).
-# - `trainer.save_model(folder)` and the checkpoints of `Trainer` are folders that `rx.load` opens.
-# - A processor is not saved with the model: keep the original's, or its folder.
+# - `type(small)` is `transformers.ViTForImageClassification`, but its weights have other shapes. So `from_pretrained`
+#   of transformers refuses the folder. Attention with reduced ranks returns no attention weights
+#   (`output_attentions=True`).
+# - `rx.load` opens the folders that `trainer.save_model(folder)` and the checkpoints of `Trainer` write.
+# - The processor is not saved with the model: keep the original's processor, or its folder.
 # - `rx.load` refuses what it cannot copy exactly, and names the block or the feature ([which classes are
 #   read](../models.md)).
 # - Dense tasks need all patches: prune or merge tokens only if the class token gives the answer.
