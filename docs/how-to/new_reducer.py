@@ -1,10 +1,10 @@
-"""Add a token reducer: a class of ten lines, in texts, files, plans and training like the others."""
+"""Add a token reducer: a class of ten lines that works in texts, files, plans and training like the others."""
 
 # %% [markdown]
 # # Add a reducer
 #
-# A token reducer scores patches or combines tokens. A class that scores is a few lines. It then works in texts, saved
-# models, checks, plans and exported files.
+# A token reducer scores patches or combines tokens. A class that scores patches takes a few lines. It then works in
+# texts, saved models, checks, plans and exported files.
 
 # %%
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ import attnrx as rx
 # %% [markdown]
 # ## The class
 #
-# `Selecting` keeps the patches of the highest `relevance` [batch, patches]. A field is a knob in texts. This one keeps
-# the patches whose features are the largest, in a norm of choice. `state` always has
+# `Selecting` keeps the patches with the highest `relevance` [batch, patches]. A field of the class is an option in
+# texts. This class keeps the patches whose features have the largest norm, and its field chooses the norm. `state`
+# always has these fields:
 #
 # | field | shape | is |
 # |---|---|---|
-# | `tokens` | [batch, tokens, width] | all tokens; the first `prefix` are no patches |
-# | `patches` | [batch, patches, width] | the others |
+# | `tokens` | [batch, tokens, width] | all tokens; the first `prefix` are not patches |
+# | `patches` | [batch, patches, width] | the tokens that are patches |
 # | `sizes` | [batch, tokens] | how many patches of the image a token stands for; 0 if it is masked |
 # | `patch_indices` | [batch, patches] | the place of every patch in the image |
 # | `stage`, `layer`, `depth` | numbers | where the stage is |
 #
-# and, if the class names them in `needs = ("keys",)`, what the layer before computed:
+# It also has the following results of the previous layer, if the class names them, as in `needs = ("keys",)`:
 #
 # | value of `needs` | shape |
 # |---|---|
@@ -54,7 +55,7 @@ rx.tokens.REDUCERS.register(LargestFeatures)  # its name in texts: largest_featu
 # %% [markdown]
 # ## Use it
 #
-# By its name, beside a control of the same shares:
+# Use the reducer by its name. Beside it runs a control that keeps the same shares:
 
 # %%
 checks = [rx.checks.Fidelity()]
@@ -66,7 +67,7 @@ for name in ("largest_features(order=1)", "random"):
 # %% [markdown]
 # ## Save and load
 #
-# The text is saved; the class must be registered before the model is loaded.
+# A saved model contains the reducer's text. So register the class before you load the model.
 
 # %%
 small = rx.realize(model, rx.prescribe(model, "tokens=largest_features:0.7@2,3"))
@@ -78,14 +79,15 @@ with torch.no_grad():
 # %% [markdown]
 # ## On the command line
 #
-# Put the class into a file, and name it in any command: `attnrx compare ... --plugin largest_features.py`. An installed
-# package names its modules as entry points of the group `attnrx.parts`, and needs no option.
+# Put the class into a file, and pass the file to any command: `attnrx compare ... --plugin largest_features.py`. An
+# installed package needs no option if it names its modules as entry points of the group `attnrx.parts`.
 #
 # ## In the package
 #
-# A reducer of the package is such a class in `src/attnrx/vit/tokens/`, one line in `REDUCERS`, one export, and one line
-# in `tests/support/cases.py`. The laws of `tests/laws/` then hold it to what every reducer keeps: masks equal removal,
-# costs are as counted, batches do not mix, exported files agree ([Architecture](../architecture.md)).
+# A reducer of the package is the same kind of class in `src/attnrx/vit/tokens/`. It also needs one line in `REDUCERS`,
+# one export, and one line in `tests/support/cases.py`. The laws in `tests/laws/` then check what every reducer must
+# guarantee: masks equal removal, costs are as counted, batches do not mix, exported files agree
+# ([Architecture](../architecture.md)).
 #
-# Where tokens are merged, implement `Reducer.reduce` (see `Ward`); where scores are learned,
+# If your reducer merges tokens, implement `Reducer.reduce` (see `Ward`). If it learns its scores, subclass
 # `attnrx_lab.tokens.Predicting` (see `Spot` there).

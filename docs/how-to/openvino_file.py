@@ -3,9 +3,9 @@
 # %% [markdown]
 # # OpenVINO
 #
-# On a CPU of x86-64 that computes in bfloat16 (AMX, AVX-512 BF16), OpenVINO in bfloat16 is the fastest way that was
-# measured, and costs next to nothing ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). Needs
-# `pip install 'attnrx[openvino]'`.
+# Use OpenVINO in bfloat16 on an x86-64 CPU that computes in bfloat16 (AMX, AVX-512 BF16). It was the fastest way that
+# was measured there, with almost no loss ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). Needs `pip
+# install 'attnrx[openvino]'`.
 
 # %%
 import os
@@ -29,10 +29,10 @@ else:
 # %% [markdown]
 # ## Write
 #
-# The file is run, and refused if its outputs differ from the model's. `openvino(precision=bf16)` computes in bfloat16
-# on CPUs that can. `openvino(precision=int8)` is quantized on your images by NNCF (`pip install 'attnrx[int8]'`).
-# `rx.shrink(..., to="openvino(precision=int8)")` repairs and distills with the rounding in place, so that the fit
-# corrects it. In your own code pass the settings `rx.realization.repair.Repair(bits=8)` and
+# attnrx runs the file, and refuses it if its outputs differ from the model's. `openvino(precision=bf16)` computes in
+# bfloat16 on CPUs that can. For `openvino(precision=int8)`, NNCF quantizes the model on your images (`pip install
+# 'attnrx[int8]'`). `rx.shrink(..., to="openvino(precision=int8)")` repairs and distills with the rounding in place, so
+# that the fit corrects it. In your own code, pass the settings `rx.realization.repair.Repair(bits=8)` and
 # `rx.realization.distillation.Distill(bits=8)`.
 
 # %%
@@ -45,7 +45,7 @@ print(", ".join(sorted(path.name for path in OUT.glob("slim*"))))
 # %% [markdown]
 # ## Evidence about the file
 #
-# Every verb takes the file in place of a model.
+# Every verb accepts the file in place of a model.
 
 # %%
 evidence = rx.verify(exported, model, splits.test, [rx.checks.Accuracy(), rx.checks.Fidelity()])
@@ -55,7 +55,7 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Speed
 #
-# Beside the original in the same runtime, in turns, so that the ratio is what the compression gives.
+# The file and the original's file are timed in turns, in the same runtime. So the ratio is the gain of the compression.
 
 # %%
 for found in rx.exporting.compare_with_original(exported, model, threads=1, batches=(8,), rounds=5):
@@ -63,9 +63,10 @@ for found in rx.exporting.compare_with_original(exported, model, threads=1, batc
 
 # %% [markdown]
 # One command plans for the speed of the file, writes it and verifies it: `attnrx shrink MODEL --data DATA --faster 1.3
-# --batch 32 --threads 1 --to 'openvino(precision=bf16)' --out faster`. `--faster` counts from OpenVINO's own file.
+# --batch 32 --threads 1 --to 'openvino(precision=bf16)' --out faster`. `--faster` is relative to OpenVINO's own file.
 #
 # ## What can go wrong
 #
-# - A CPU without bfloat16 computes such a file in float32, without a message: compare the speeds of both.
+# - A CPU without bfloat16 computes such a file in float32, without a message. Compare the speeds of a bfloat16 file and
+#   a float32 file.
 # - The two files, `.xml` and `.bin`, belong together.

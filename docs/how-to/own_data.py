@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Use your own data
 #
-# Every verb takes a `DataLoader`, a dataset, a list of batches, a tensor or a Hugging Face dataset. Labels are needed
+# Every verb takes a `DataLoader`, a dataset, a list of batches, a tensor or a Hugging Face dataset. You need labels
 # only where accuracy is measured.
 
 # %%
@@ -22,8 +22,9 @@ loader = DataLoader(TensorDataset(images, labels), batch_size=32)
 # %% [markdown]
 # ## Images and labels
 #
-# A batch is a pair `(images, labels)`, or a mapping with a key such as `pixel_values` and one such as `labels`. Images
-# are float tensors on the scale that the model was trained with; otherwise there is a `ScaleWarning`.
+# A batch is a pair `(images, labels)`, or a mapping with keys such as `pixel_values` and `labels`. Images are float
+# tensors on the scale that the model was trained with. If they seem to have another scale, attnrx issues a
+# `ScaleWarning`.
 
 # %%
 diagnosis = rx.diagnose(model, loader)
@@ -35,7 +36,7 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Images without labels
 #
-# Without labels, the standard checks that need them are skipped, and the evidence lists them.
+# Without labels, attnrx skips the standard checks that need them, and the evidence lists the skipped checks.
 
 # %%
 evidence = rx.verify(slim, model, images)
@@ -44,16 +45,18 @@ print(evidence.about["notes"][0])
 # %% [markdown]
 # ## Pictures
 #
-# Items may be PIL pictures, as `torchvision.datasets.ImageFolder("photos")` or `datasets.load_dataset("imagefolder",
-# data_dir="photos")["train"]` yield them. The model's own library resizes, crops and normalizes them: timm's transform,
-# or the image processor of transformers. Other models follow `rx.load_data`.
+# Items may be PIL pictures, such as those from `torchvision.datasets.ImageFolder("photos")` or
+# `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. The model's own library resizes, crops and
+# normalizes them: with timm's transform, or with the image processor of transformers. For other models, attnrx prepares
+# them like `rx.load_data`.
 #
 # ## Training loaders
 #
-# A call reads the data once, and all of its passes see the same images: random crops, shuffling and samplers are drawn
-# once, from its `seed`. If another reading would give other images, a note in the evidence says so. `rx.shrink` divides
-# the images by content, so no image is both planned and verified on. Images of 8-bit pixels take a byte per value; more
-# than 2 GiB are held in a temporary file. At most 50,000 images are read, 10,000 of an iterable without a length.
+# A call reads the data once, and all of its passes see the same images. Random crops, shuffling and samplers are drawn
+# once, from the call's `seed`. If reading the data again would give other images, a note in the evidence says so.
+# `rx.shrink` divides the images by content, so it never verifies on an image that it planned on. 8-bit images take one
+# byte per value; more than 2 GiB go to a temporary file. attnrx reads at most 50,000 images, or 10,000 from an iterable
+# without a length.
 #
 # ## Training
 #
@@ -69,12 +72,12 @@ print(f"{len(run.history)} epoch")
 # %% [markdown]
 # ## What can go wrong
 #
-# - Images of type `uint8` are refused: divide them by 255 and normalize them.
-# - A generator is refused, because it can be read only once: give a list or a `DataLoader`.
-# - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
-#   `rx.train` takes it.
-# - A fit to images of few classes loses more on other classes. Add images of other classes to lower that loss
-#   ([measured](../results/hidden.md#does-it-hold-for-other-classes)). Pass `{"train": ConcatDataset([yours, others]),
-#   "test": ...}` with the label -1 for them.
-# - `images=N` and `take(N)` select images of all classes if the dataset lists its labels (`targets`), otherwise evenly
-#   spaced rows: datasets are often sorted by class.
+# - attnrx refuses images of type `uint8`: divide them by 255 and normalize them.
+# - It refuses a generator, because a generator can be read only once: pass a list or a `DataLoader`.
+# - A `DataLoader` with its own sampler, or over an `IterableDataset`, is read in its own order. Every verb except
+#   `rx.train` accepts it.
+# - A model that was fitted to images of few classes loses more on other classes. To reduce this loss, add images of
+#   other classes ([measured](../results/hidden.md#does-it-hold-for-other-classes)). Pass `{"train":
+#   ConcatDataset([yours, others]), "test": ...}`, with the label -1 for the others.
+# - `images=N` and `take(N)` select images from all classes if the dataset lists its labels (`targets`). Otherwise they
+#   take evenly spaced rows, because datasets are often sorted by class.

@@ -1,11 +1,11 @@
-"""Use a model of your own: five lines say where its parts are, and the copy is proved on random images."""
+"""Use a model of your own: five lines say where its parts are, and random images prove the copy."""
 
 # %% [markdown]
 # # Use a model of your own
 #
-# attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip, and finds the parts of many
-# others by itself ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, a `Reader` says where the
-# parts are. The model may be any `torch.nn.Module`:
+# attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip. It finds the parts of many
+# other models by itself ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, a `Reader` tells
+# attnrx where the parts are. The model may be any `torch.nn.Module`:
 
 # %%
 from dataclasses import replace
@@ -64,9 +64,9 @@ mine = MyViT(depth=3).eval()
 # %% [markdown]
 # ## The reader
 #
-# All names are paths: `blocks` in the model, `attention`, `norm_before` and `mlp` in a block, `projections` in the
-# attention, `maps` in the MLP. The arguments are those with which the class is created again when a saved model is
-# loaded.
+# All names are paths. `blocks` is a path in the model; `attention`, `norm_before` and `mlp` are paths in a block.
+# `projections` are paths in the attention, and `maps` in the MLP. With `arguments`, the class is created again when you
+# load a saved model.
 
 # %%
 reader = rx.Reader(
@@ -80,9 +80,9 @@ with torch.no_grad():
     print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
 
 # %% [markdown]
-# `rx.load` changes a copy, and compares both models' logits on random images before it returns. If the outputs are no
-# class logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or `"embedding"`. All verbs take
-# the model:
+# `rx.load` changes only a copy, and compares the logits of both models on random images before it returns. If the
+# outputs are not class logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or
+# `"embedding"`. All verbs take the model:
 
 # %%
 diagnosis = rx.diagnose(model, images)
@@ -94,8 +94,9 @@ print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
 # %% [markdown]
 # ## Save and load
 #
-# A folder holds the weights, the name of the class, its arguments and the reader: never code, and nothing is imported
-# or called by a name in a file. `rx.load` finds the class if it has been imported; otherwise give it as `factory`.
+# A folder holds the weights, the name of the class, its arguments and the reader. It never holds code, and nothing is
+# imported or called because a file names it. `rx.load` finds the class if it has been imported; otherwise pass it as
+# `factory`.
 
 # %%
 rx.save(slim, "runs/own-model")
@@ -106,7 +107,7 @@ with torch.no_grad():
 # %% [markdown]
 # ## What can go wrong
 #
-# A reader that does not fit is refused, and the message names what was not found, or the first block that differs:
+# A reader that does not fit is refused. The message names what was not found, or the first block that differs:
 
 # %%
 try:
@@ -115,8 +116,8 @@ except rx.AttnrxError as error:
     print(str(error).partition("cannot be adopted: ")[2])
 
 # %% [markdown]
-# - An attention module may be called with the tokens alone: masks and positions raise `NotSupported`.
-# - `nn.MultiheadAttention` with `batch_first=True` is read without `projections`.
+# - The model must call the attention module with the tokens only: masks and positions raise `NotSupported`.
+# - `nn.MultiheadAttention` with `batch_first=True` needs no `projections`.
 # - Blocks must be called with the tokens as their first argument, [batch, tokens, width].
-# - `pooling` is "class" or "mean"; with any other name the model works, and tokens are not pruned.
-# - `maps=None` states an MLP of another kind (gated, experts): it is left as it is.
+# - `pooling` is "class" or "mean". With any other name the model works, but its tokens cannot be pruned.
+# - `maps=None` states that the MLP is of another kind (gated, experts). attnrx then leaves it as it is.

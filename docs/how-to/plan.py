@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Plan for a target
 #
-# State a latency, a number of MACs or an accuracy, not a rank or a keep ratio. `plan` divides one budget over the ranks
-# of scores, values and MLP, and over the tokens, layer by layer.
+# State a latency, a number of MACs or a limit on the loss, not a rank or a keep ratio. `plan` divides one budget over
+# the ranks of scores, values and MLP, and over the tokens, layer by layer.
 
 # %%
 import os
@@ -24,11 +24,11 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# The cost of each choice comes from tables: closed form for MACs and parameters, measurements on your machine for
-# latency. Its sensitivity is its effect on the outputs, measured one layer at a time, without labels. Dynamic
-# programming over the layers gives the best plan if sensitivities add up. They do not exactly, so a search tries whole
-# plans, then varies the best one a few layers at a time. It compares softened outputs, which need few images, and the
-# best few plans on all images. More trials give better plans.
+# Tables state the cost of each choice: in closed form for MACs and parameters, by measurements on your machine for
+# latency. The sensitivity of a choice is its effect on the outputs, measured one layer at a time, without labels. If
+# sensitivities added up, dynamic programming over the layers would give the best plan. They do not add up exactly. So a
+# search tries whole plans, and then varies the best one a few layers at a time. It compares softened outputs, which
+# need few images, and then the best few plans on all images. More trials give better plans.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
@@ -41,11 +41,12 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
     print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
 
 # %% [markdown]
-# `plan.explained` has one line for every choice: its saving and its own effect on the outputs.
+# `plan.explained` has one line for every choice, with what it saves and its own effect on the outputs.
 #
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
-# them: on other images the means must lie within the predicted interval, and a target of latency must be measured
-# again. A claim holds only if these images exclude twice the promised loss; with fewer it is undecided.
+# these predictions on other images. Each mean must not be worse than the predicted interval, and a target of latency is
+# measured again. A claim holds only if the images are enough to exclude twice the promised loss. With fewer images it
+# is undecided.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]
@@ -55,6 +56,6 @@ for finding in evidence.of("promises"):
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}, promised {promised:.3g}, limit {finding.limit:.3g}")
 
 # %% [markdown]
-# On the command line `attnrx shrink MODEL --faster 1.6 --data DATA --out slim` does all of it. `plan.save("plan")`
-# writes files for `attnrx realize MODEL --prescription plan/prescription.json --out slim` and
-# `attnrx verify slim --reference MODEL --data DATA --checks promises`.
+# On the command line, `attnrx shrink MODEL --faster 1.6 --data DATA --out slim` does all of this. `plan.save("plan")`
+# writes files for `attnrx realize MODEL --prescription plan/prescription.json --out slim` and `attnrx verify slim
+# --reference MODEL --data DATA --checks promises`.

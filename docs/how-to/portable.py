@@ -3,9 +3,9 @@
 # %% [markdown]
 # # A checkpoint that loads without attnrx
 #
-# You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, as
-# it loads any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes. On
-# the command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
+# You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, like
+# any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes. On the
+# command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
 
 # %%
 import os
@@ -29,9 +29,9 @@ else:
 # %% [markdown]
 # ## Shrink
 #
-# All MLPs get one width, a multiple of 8 (`multiple=`). Heads are pruned too where the class states their number, as
-# most classes of transformers do. Which units stay is decided per layer on your images, and the result is repaired and
-# verified as always. With `faster=1.3` the speed is the speed in the library's own code.
+# All MLPs get the same width, a multiple of 8 (`multiple=`). Heads are pruned too if the class lets you state their
+# number, as most transformers classes do. attnrx decides per layer, on your images, which units stay. The result is
+# repaired and verified as always. With `faster=1.3`, the speed is measured in the library's own code.
 
 # %%
 shrunk = rx.shrink(model, splits, params=0.8, portable=True)
@@ -42,7 +42,7 @@ print(f"{type(shrunk.model).__module__}: {sum(weight.numel() for weight in shrun
 # ## Save
 #
 # The folder is the library's checkpoint: `config.json` and `model.safetensors` as timm or transformers read them.
-# `attnrx.json` beside them is for `rx.load`. Evidence, report and card are there as in every folder, and the card has
+# `attnrx.json` beside them is for `rx.load`. Evidence, report and model card are there as in every folder. The card has
 # the code that loads the model.
 
 # %%
@@ -54,7 +54,7 @@ print(code)
 # %% [markdown]
 # ## Load it without attnrx
 #
-# This code needs the library only. The outputs are the same to the last bit.
+# This code needs only the library. The outputs are equal to the last bit.
 
 # %%
 loaded = {}
@@ -67,10 +67,10 @@ print(f"largest difference: {float(difference)}")
 # %% [markdown]
 # ## Fewer blocks
 #
-# A library's class states its number of blocks, too. `least_needed_blocks` removes one block after the other, each time
-# the one without which the outputs change least. A plan never does this by itself: on pre-trained models a removed
-# block costs more than narrower MLPs of the same price ([measured](../results/plan.md#what-does-a-removed-block-cost)).
-# Distill such a model, with many images.
+# A library's class also states its number of blocks. `least_needed_blocks` removes blocks one after the other, each
+# time the block whose removal changes the outputs least. A plan never does this by itself. On pre-trained models a
+# removed block costs more quality than narrower MLPs that save as much
+# ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill such a model with many images.
 
 # %%
 depth = rx.planning.least_needed_blocks(model, splits.train.take(64), 1)
@@ -83,20 +83,20 @@ print(f"{after} of {before} blocks")
 # %% [markdown]
 # ## A file for other runtimes
 #
-# TensorRT, Core ML and NPUs run what a portable model needs: products, softmax, GELU and norms. Write an ONNX file with
-# operator set 17, which older versions of them read too, and with a fixed number of images. Pass the `multiple` of [the
-# table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
+# TensorRT, Core ML and NPUs run the operations of a portable model: products, softmax, GELU and norms. Write an ONNX
+# file with operator set 17, which their older versions also read, and with a fixed number of images. Pass the
+# `multiple` from [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
 
 # %%
 file = rx.export(shrunk.model, "runs/portable.onnx", to="onnx(opset=17)", batch=1)
 print("operator set", onnx.load(file.path).opset_import[0].version)
 
 # %% [markdown]
-# The commands of the next three sections were **not run here**: no machine of this project has these devices.
+# The commands in the next three sections were **not run here**: no machine of this project has these devices.
 #
 # ### TensorRT
 #
-# Shrink with `portable=True, multiple=64`; the widths were measured [on a GPU](../results/gpu.md#what-to-do-on-a-gpu),
+# Shrink with `portable=True, multiple=64`. The widths were measured [on a GPU](../results/gpu.md#what-to-do-on-a-gpu),
 # in PyTorch.
 #
 # ```
@@ -105,19 +105,19 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 #
 # ### Core ML
 #
-# Shrink with `multiple=32`: the Neural Engine aligns the last axis of a buffer to 64 bytes, which are 32 numbers of
-# half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime gives the file to Core ML:
+# Shrink with `multiple=32`. The Neural Engine aligns the last axis of a buffer to 64 bytes, which hold 32 numbers in
+# half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime passes the file to Core ML:
 #
 # ```python
 # providers = ["CoreMLExecutionProvider", "CPUExecutionProvider"]
 # session = onnxruntime.InferenceSession("runs/portable.onnx", providers=providers)
 # ```
 #
-# For an `.mlpackage`, convert the program in place of the ONNX file: see [Deploy](deploy.md#phones-and-browsers).
+# For an `.mlpackage`, convert the program instead of the ONNX file: see [Deploy](deploy.md#phones-and-browsers).
 #
 # ### An NPU
 #
-# An NPU takes fixed shapes only (OpenVINO, "Supported Devices"), as in this file. Shrink with `multiple=64`.
+# An NPU takes only fixed shapes (OpenVINO, "Supported Devices"), as in this file. Shrink with `multiple=64`.
 #
 # ```python
 # compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")
@@ -126,13 +126,13 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # %% [markdown]
 # ## What can go wrong
 #
-# - All layers have one width. After the repair a width per layer is hardly better
-#   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want it, prescribe `hidden=...`
-#   without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`: the folder then has `modeling.py`, a
-#   short file that creates the model. For transformers that is remote code (`trust_remote_code=True`): whoever loads it
-#   runs that file, so let them read it.
+# - All layers have one width. After the repair, a separate width for each layer is hardly better
+#   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want separate widths, prescribe
+#   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`. The folder then has
+#   `modeling.py`, a short file that creates the model. transformers treats it as remote code
+#   (`trust_remote_code=True`): whoever loads the model runs that file, so let them read it.
 # - Ranks of scores and values, and pruned or merged tokens, need attnrx: `rx.save(..., portable=True)` refuses them.
-# - A head that you replaced is not the one that the library creates. Create the model with the right arguments
-#   (`num_classes=10`), load the weights into that, and shrink that one.
-# - DINOv2 of transformers states its width as a whole multiple of the embedding: its plans have few sizes.
-# - A file of the folder that you edit, e.g. `config.json`, is not overwritten when you save again.
+# - The library cannot create a head that you replaced. Create the model with the right arguments (`num_classes=10`),
+#   load the weights into it, and shrink that model.
+# - DINOv2 in transformers states its width as a whole multiple of the embedding width, so its plans have few sizes.
+# - If you edit a file of the folder, such as `config.json`, saving again does not overwrite it.
