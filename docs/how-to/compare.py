@@ -14,7 +14,7 @@ from attnrx_lab.comparison import Method, MethodBench, Rates, compare_methods, c
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
-LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,10
+LAYERS = os.environ.get("LAYERS", "2,3")  # with twelve layers, take 4,7,10
 
 # %%
 if MODEL:

@@ -25,7 +25,7 @@ class Detector(nn.Module):
     def __init__(self):
         super().__init__()
         sizes = {"img_size": SIZE, "patch_size": PATCH, "in_chans": 1, "embed_dim": 48, "depth": 3, "num_heads": 3}
-        scale = {"mean": digits.normalization.mean, "std": digits.normalization.std}  # of the images, for timm
+        scale = {"mean": digits.normalization.mean, "std": digits.normalization.std}  # timm needs the images' scale
         self.backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0, pretrained_cfg_overlay=scale, **sizes)
         self.head = nn.Linear(48, CLASSES + 1 + 4)
         cells = torch.stack(torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="xy"), -1)
@@ -117,7 +117,7 @@ def objects_found(outputs, batch):
     _, objects = batch
     right_class = outputs["logits"].argmax(-1)[..., None] == objects[:, None, :, 0]
     found = (overlaps(outputs["boxes"], objects) > 0.5) & right_class
-    return found.any(1).float().mean(1)  # over the objects of the image
+    return found.any(1).float().mean(1)  # the mean over the objects of the image
 
 
 # %%

@@ -17,7 +17,7 @@ import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_base_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
-LAYERS = os.environ.get("LAYERS", "2")  # of twelve layers one would take 3,6
+LAYERS = os.environ.get("LAYERS", "2")  # with twelve layers, take 3,6
 BATCH = int(os.environ.get("BATCH", "64"))
 device = "cuda" if torch.cuda.is_available() else "cpu"  # the page runs on both
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import attnrx as rx
 
-# In place of your own loader: the test images as tensors on the model's scale, and their labels.
+# This stands for your own loader: the test images as tensors on the model's scale, and their labels.
 batches = list(splits.test.batches(64))
 images = torch.cat([batch.images for batch in batches])
 labels = torch.cat([batch.labels for batch in batches])

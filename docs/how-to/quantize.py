@@ -3,9 +3,9 @@
 # %% [markdown]
 # # Quantize afterwards
 #
-# You made a model smaller, and now run the usual tool on its file: `nncf.quantize` for OpenVINO, ONNX Runtime's
-# quantizers, a conversion to half precision. They cost a smaller model what they cost the original. Needs
-# `pip install 'attnrx[onnx,openvino]' nncf onnxconverter-common`; a tool that is not installed is left out here.
+# You made a model smaller, and now want to run a usual tool on its file: `nncf.quantize` for OpenVINO, ONNX Runtime's
+# quantizers, or a conversion to half precision. A smaller model loses as much by them as the original. Needs `pip
+# install 'attnrx[onnx,openvino]' nncf onnxconverter-common`. This page skips a tool that is not installed.
 
 # %%
 import contextlib
@@ -26,7 +26,7 @@ MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, 
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
 OUT = Path(os.environ.get("OUT", "runs/quantize"))
 OUT.mkdir(parents=True, exist_ok=True)
-logging.disable(logging.WARNING)  # the tools'
+logging.disable(logging.WARNING)  # of the tools
 
 # %%
 if MODEL:
@@ -52,8 +52,8 @@ def unchanged(logits) -> str:
 # %% [markdown]
 # ## NNCF, for OpenVINO
 #
-# State `model_type`. Without it NNCF quantizes the additions between the blocks too. That ruins most Vision
-# Transformers, and timm's own unchanged model as well.
+# State `model_type`. Without it NNCF also quantizes the additions between the blocks. That ruins most Vision
+# Transformers, and also timm's unchanged model.
 
 # %%
 xml = rx.export(slim, OUT / "slim-openvino.xml", to="openvino").path
@@ -71,10 +71,10 @@ if importlib.util.find_spec("nncf"):
 # %% [markdown]
 # ## ONNX Runtime
 #
-# Name the operations, because ONNX Runtime's quantizers take many more than linear maps. Dynamic quantization needs no
-# images. By default it mistakes ONNX's own attention for another one of the same name and writes a file that no session
-# opens. Name the operations, or write the file with `to="onnx(opset=22)"`: there attention is two products and a
-# softmax, which take a few percent more time.
+# Name the operations, because by default ONNX Runtime's quantizers take many more than linear maps. Dynamic
+# quantization needs no images. By default it confuses ONNX's own attention with another operation of the same name, and
+# writes a file that no session opens. Name the operations, or write the file with `to="onnx(opset=22)"`. Attention is
+# then two products and a softmax, which take a few percent more time.
 
 # %%
 maps = ["MatMul", "Gemm"]
@@ -96,8 +96,8 @@ print("dynamic:", unchanged(run(OUT / "slim-dynamic.onnx")))
 # %% [markdown]
 # ## Half precision
 #
-# ONNX Runtime cannot add at indices in half precision on a CPU. Merging tokens is such an addition: leave
-# `ScatterElements` in float32 for a file that has to run there.
+# On a CPU, ONNX Runtime has no scatter-add in half precision, and merging tokens is a scatter-add. If the file must run
+# there, leave `ScatterElements` in float32.
 
 # %%
 if importlib.util.find_spec("onnxconverter_common"):
@@ -112,10 +112,10 @@ if importlib.util.find_spec("onnxconverter_common"):
 # %% [markdown]
 # ## What can go wrong
 #
-# - A quantizer with other settings than these may quantize the comparison of tokens, too. Compare the answers of the
-#   file with the model's, as above, before you deploy it.
-# - Some pre-trained models have single features that are a hundred times larger than all others. 8 bits cost such
-#   models much, with or without attnrx. NNCF's SmoothQuant divides such features by a factor first: use
-#   `to="int8"` of [Deploy](deploy.md), which is NNCF with the settings of this page.
-# - An older runtime or tool may not know the newest operator set: `rx.export(..., to="onnx(opset=17)")`, or
+# - A quantizer with other settings than these may also quantize the comparison of tokens. Before you deploy the file,
+#   compare its answers with the model's, as above.
+# - In some pre-trained models, single features are a hundred times larger than all others. With 8 bits such models lose
+#   much, with or without attnrx. NNCF's SmoothQuant first divides such features by a factor: use `to="int8"` from
+#   [Deploy](deploy.md), which is NNCF with the settings of this page.
+# - An older runtime or tool may not know the newest operator set. Then write `rx.export(..., to="onnx(opset=17)")` or
 #   `Shrunk.save(..., opset=17)`.

@@ -3,9 +3,9 @@
 # %% [markdown]
 # # Reproduce a table
 #
-# Recipes of the three papers train, prescribe, realize and measure again, and print their table beside the paper's
-# numbers. `--tiny` runs the whole protocol in seconds on generated images, to show that it runs; it compares only
-# numbers that follow from formulas, e.g. MACs. Needs `pip install 'attnrx[lab]'`.
+# Recipes of the three papers train, prescribe, realize and measure again. They print their table beside the paper's
+# numbers. To see that a recipe runs, pass `--tiny`: it runs the whole protocol in seconds on generated images. It
+# compares only numbers that follow from formulas, such as MACs. Needs `pip install 'attnrx[lab]'`.
 
 # %%
 import io
@@ -44,9 +44,9 @@ print("row:", row.split("|")[1].strip())
 # %% [markdown]
 # ## In full
 #
-# On the real data, a table takes from minutes to hours. A training says how long it will take. A stopped command
-# (`timeout -s INT 3600 attnrx ...` stops it after an hour) continues where it was. Commands share a folder and its
-# runs, so you can run several side by side:
+# On the real data, a table takes from minutes to hours. Each training states how long it will take. If you stop a
+# command, the next call continues where it was (`timeout -s INT 3600 attnrx ...` stops it after an hour). Commands
+# share a folder and its runs, so you can run several at the same time:
 #
 # ```bash
 # for seed in 42 43 44; do attnrx reproduce svda/table1 --seeds $seed & done; wait    # trains three runs at a time
@@ -54,12 +54,12 @@ print("row:", row.split("|")[1].strip())
 # attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
 # ```
 #
-# What came out is in the [results](../results/svda.md#at-the-papers-protocol), beside the paper's numbers. What is
-# exact, and what is missing, is [one list](../results/papers.md).
+# The [results](../results/svda.md#at-the-papers-protocol) show what came out, beside the paper's numbers. [One
+# list](../results/papers.md) states what is exact and what is missing.
 #
 # ## What will it take?
 #
-# `--dry-run` trains nothing. It states every training with its images, steps, operations, and hours on one H100:
+# `--dry-run` trains nothing. It lists every training with its images, steps, operations, and hours on one H100:
 
 # %%
 print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
@@ -67,15 +67,15 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # %% [markdown]
 # ## On several GPUs
 #
-# A launcher's processes make every run together: all train, and the first one writes. The batch size is the sum over
-# all processes, so the protocol stays the paper's.
+# The processes of a launcher compute every run together: all train, and the first one writes. The batch size counts the
+# images of all processes, so the protocol is still the paper's.
 #
 # ```bash
 # torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 8 GPUs
 # attnrx reproduce spot/table2 --only deit_small --accumulate 4 --out runs                    # 1 GPU, with less memory
 # ```
 #
-# Several machines, launch files and Slurm are on [a page of their own](several_gpus.md).
+# For several machines, launch files and Slurm, see [Train on several GPUs](several_gpus.md).
 #
 # ## Models and images of yours
 #
@@ -84,11 +84,12 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # attnrx reproduce spot/figure3 --only deit_small --data path/to/imagenet --tuned runs/spot    # which patches it keeps
 # ```
 #
-# `--tuned` takes a model with a token policy, so nothing is fine-tuned. Pictures are in the folder of the run. In
+# `--tuned` takes a model with a token policy, so nothing is fine-tuned. The pictures are in the folder of the run. In
 # Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")` draws them for any model that prunes tokens.
 #
 # ## What can go wrong
 #
-# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`. DTD and EuroSAT are on
-#   no hub: the error names where their authors publish them.
-# - A recipe differs from the paper where the paper does not state something; the table lists it.
+# - `datasets` downloads CIFAR-10, FashionMNIST and others, or you pass them with `--data PATH`. DTD and EuroSAT are not
+#   on the hub: the error says where their authors publish them.
+# - If the paper does not state something, the recipe chooses it and may differ from the paper. The table lists each
+#   case.

@@ -1,11 +1,11 @@
-"""Make a segmentation model smaller as a whole: judged by a divergence and a metric of your own, e.g. the mean IoU."""
+"""Make a whole segmentation model smaller, judged by a divergence and a metric of your own, e.g. the mean IoU."""
 
 # %% [markdown]
 # # A segmentation model, and a measure of your own
 #
-# You want a smaller module with your decoder and your outputs, planned and verified by what counts in your task. The
-# module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits. Yours may
-# return any tensors, in tuples or dictionaries.
+# You want a smaller module that keeps your decoder and your outputs, planned and verified by what counts in your task.
+# The module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits. Your module
+# may return any tensors, in tuples or dictionaries.
 
 # %%
 import timm
@@ -22,7 +22,7 @@ class Segmenter(nn.Module):
     def __init__(self):
         super().__init__()
         sizes = {"img_size": SIZE, "patch_size": PATCH, "in_chans": 1, "embed_dim": 48, "depth": 3, "num_heads": 3}
-        scale = {"mean": digits.normalization.mean, "std": digits.normalization.std}  # of the images, for timm
+        scale = {"mean": digits.normalization.mean, "std": digits.normalization.std}  # timm needs the images' scale
         self.backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0, pretrained_cfg_overlay=scale, **sizes)
         self.decoder = nn.ConvTranspose2d(48, CLASSES, PATCH, PATCH)
 
@@ -63,10 +63,10 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` says how far the outputs are from the original's, one number per image; plans, the
-# repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))` is
-# what you report; labels of any shape reach it as your loader yields them. Without these functions the maps are
-# compared by their squared error, and the labels are not read.
+# `divergence(original, smaller)` says how far the outputs are from the original's, with one number per image. Plans,
+# the repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))`
+# is the number that you report. It receives labels of any shape, as your loader yields them. Without these functions,
+# attnrx compares the maps by their squared error and does not read the labels.
 
 
 # %%
@@ -80,7 +80,7 @@ def mean_iou(outputs, batch):
     found = nn.functional.one_hot(outputs.argmax(1), CLASSES).bool()
     true = nn.functional.one_hot(masks, CLASSES).bool()
     shared, either = (found & true).sum((1, 2)), (found | true).sum((1, 2))
-    return (shared / either.clamp_min(1)).sum(1) / (either > 0).sum(1)  # over the classes of the image
+    return (shared / either.clamp_min(1)).sum(1) / (either > 0).sum(1)  # the mean over the classes of the image
 
 
 # %%
@@ -92,13 +92,13 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)` has the outputs of `model(images)`, and `small.model.decoder` is its
-# decoder. The plan was made on a part of `data`, and the numbers above are about the others.
+# The result is your module: `small.model(images)` has outputs of the same form as `model(images)`, and
+# `small.model.decoder` is its decoder. The plan was made on a part of `data`. The numbers above are from the rest.
 #
 # ## What can go wrong
 #
 # - An IoU over the pixels of all images is not a mean over images: pass `metric_of_set(outputs, labels)`, which returns
 #   one number for a whole set. attnrx resamples images for its interval. `rx.verify(small.model, model, test_data,
-#   metric=...)` measures either on other images.
-# - A function without gradients (an argmax) chooses plans; the fits of weights then use the squared error.
+#   metric=...)` measures either kind on other images.
+# - A divergence without gradients (an argmax) can choose plans. The fits of weights then use the squared error instead.
 # - The masks must have one shape: resize them in the dataset.

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Make a classifier smaller
 #
-# You have a trained model and images of its kind, and want a smaller model with evidence of its cost. You need labels
-# for the last step only, and nothing is trained.
+# You have a trained model and images like those it was trained on. You want a smaller model with evidence of what it
+# costs. You need labels only to measure accuracy, and nothing is trained.
 
 # %%
 import os
@@ -19,9 +19,9 @@ DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a kn
 # %% [markdown]
 # ## A model and images
 #
-# `rx.load` adopts a model of timm or Hugging Face: a copy with the same logits, whose attention can be decomposed and
-# compressed. An instance can replace the name. `rx.adapt_preprocessing` puts the images on the scale that
-# the model was trained with, and raises DataError for images that do not fit.
+# `rx.load` adopts a timm or Hugging Face model: it returns a copy with the same logits, whose attention can be
+# decomposed and compressed. You can pass an instance instead of a name. `rx.adapt_preprocessing` puts the images on the
+# scale that the model was trained with, and raises DataError for images that do not fit.
 
 # %%
 if MODEL:
@@ -34,8 +34,9 @@ else:
 # %% [markdown]
 # ## Diagnose
 #
-# One pass over some images, without labels. Per layer, the diagnosis holds the tables of the scores (its *spectrum*),
-# named readings for every head and direction, and the moments of the inputs of values and MLP.
+# A diagnosis is one pass over some images, without labels. For every layer it holds the tables of the scores (the
+# layer's *spectrum*) and named readings for every head and direction. It also holds the moments of the inputs of values
+# and MLP.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96))
@@ -45,8 +46,9 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # %% [markdown]
 # ## Prescribe
 #
-# One rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5` keeps
-# half of the directions of every layer, allocated to the heads by their spectra. Each head has its reason.
+# Write one rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5`
+# keeps half of the directions of every layer, and divides them among the heads by their spectra. Every head states its
+# reason.
 
 # %%
 prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5")
@@ -55,8 +57,8 @@ for layer, ranks in enumerate(prescription.ranks, start=1):
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# What a prescription costs is known in closed form, before anything is built. For a target, `rx.plan` chooses the
-# ranks of every layer ([how](plan.md)).
+# The cost of a prescription is known in closed form, before anything is built. If you have a target, `rx.plan` chooses
+# the ranks of every layer ([how](plan.md)).
 
 # %%
 costs = rx.planning.prescribed_costs(model, prescription)
@@ -65,7 +67,8 @@ print(f"share of the MACs: {costs.macs / rx.models.family_of(model).costs(model)
 # %% [markdown]
 # ## Realize
 #
-# As a mask (same shapes, zeros), or smaller. Both are copies with equal logits; the model is unchanged.
+# Realize the prescription as a mask (same shapes, zeros) or as a smaller model. Both are copies, and their logits are
+# equal. The original is unchanged.
 
 # %%
 masked = rx.realize(model, prescription, by="mask")
@@ -92,8 +95,8 @@ print("after: ", [f"{value:.1e}" for value in repaired.after])
 # %% [markdown]
 # ## Verify
 #
-# Paired on the same images: accuracy before and after, distance of the logits, and savings, each with its
-# interval. Without `checks=` the standard checks run: latency and calibration, too ([how to
+# The findings are paired on the same images: accuracy before and after, distance of the logits, and savings, each with
+# its interval. Without `checks=`, `verify` runs the standard checks, which include latency and calibration ([how to
 # read them](evidence.md)).
 
 # %%
@@ -106,9 +109,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Save
 #
-# The folder holds the weights, the prescription with its reasons, the evidence, and a model card; the tensors of the
-# prescription are in a file whose name contains their hash. `rx.load` loads the folder. Saving into it again replaces
-# all of this at once and keeps every file that attnrx did not write.
+# The folder holds the weights, the prescription with its reasons, the evidence, and a model card. The tensors of the
+# prescription are in a file whose name contains their hash. `rx.load` loads the folder. If you save into it again,
+# attnrx replaces all of this at once and keeps every file that it did not write.
 
 # %%
 folder = rx.save(repaired.model, "slim", prescription=prescription, evidence=evidence)

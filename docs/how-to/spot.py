@@ -3,9 +3,10 @@
 # %% [markdown]
 # # SPOT with a model of your own
 #
-# SPOT predicts from a token and from the attention of earlier layers whether to keep it. Its predictors start at
-# random, so train them for some epochs, with the task and with `keep_ratio`. That term pulls their sampled masks to the
-# policy's shares. The whole model is trained, the predictors at ten times the rate.
+# SPOT predicts from a token and from the attention of earlier layers whether to keep the token. Its predictors start at
+# random. So train them for some epochs, with the loss of the task and with `keep_ratio`. `keep_ratio` pulls the shares
+# of the sampled masks to the policy's shares. The whole model is trained, and the predictors at ten times the learning
+# rate.
 
 # %%
 import os
@@ -16,7 +17,7 @@ from attnrx_lab.tokens import KeepRatio
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:deit_small_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
-LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,10
+LAYERS = os.environ.get("LAYERS", "2,3")  # with twelve layers, take 4,7,10
 
 # %%
 if MODEL:
@@ -64,9 +65,9 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # %% [markdown]
 # ## A loop of your own
 #
-# `reducing` is a module with the interface of the original, so any loop trains it. In training mode it samples masks
-# and processes all tokens; in evaluation mode it removes them. Its loss needs the term of `KeepRatio` beside
-# the task's, which `rx.train` computes.
+# `reducing` is a module with the interface of the original, so any loop can train it. In training mode it samples masks
+# and processes all tokens. In evaluation mode it removes tokens. Your loss needs the term of `KeepRatio` beside the
+# task's; `rx.train` computes both.
 #
 # ## On the command line
 #
@@ -78,6 +79,6 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 #
 # ## What can go wrong
 #
-# - Without training, `spot` keeps patches by random predictors.
+# - Without training, the predictors of `spot` are random, and so are the patches that it keeps.
 # - After one to three epochs, merging without training was closer to the original than every trained reducer
 #   ([measured](../results/spot.md#which-reducer-is-closest-to-the-dense-model-after-distillation)): try `ward` first.

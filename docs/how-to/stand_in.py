@@ -1,7 +1,7 @@
 """A model and images for trying the pages: a small ViT, trained on handwritten digits in seconds.
 
-`from stand_in import model, splits`. It is a model of timm where timm is installed, and ours where it is not. The
-training is resumable: in a folder where it was done it is read, not done again.
+`from stand_in import model, splits`. The model is timm's if timm is installed, and attnrx's own if not. The training is
+resumable: in a folder where it has ended, its result is read.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def _of_timm():
         embed_dim=SIZES["width"],
         depth=SIZES["depth"],
         num_heads=SIZES["heads"],
-        # Digits fill the images: without a crop.
+        # Digits fill the images, so nothing is cropped.
         pretrained_cfg_overlay={"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0, "interpolation": "bilinear"},
     )
 
@@ -33,7 +33,7 @@ def _of_timm():
 torch.manual_seed(0)
 fresh = rx.load(_of_timm()) if importlib.util.find_spec("timm") else rx.models.build_model("dense:digits", **SIZES)
 for weight in fresh.parameters():
-    if weight.ndim == 2:  # as wide as is usual for a net that is trained from nothing: attention selects sooner
+    if weight.ndim == 2:  # as wide as usual for a net trained from scratch: attention becomes selective sooner
         torch.nn.init.xavier_uniform_(weight)
 splits = rx.adapt_preprocessing(rx.load_data("digits"), fresh)
 training = rx.TrainingConfig(

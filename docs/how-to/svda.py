@@ -4,8 +4,8 @@
 # # Train an SVDA ViT
 #
 # In SVDA attention every direction of every head has a learned strength. The rows of query and key have norm one, so a
-# strength measures how important its direction is. Energy retention keeps the strongest directions of each head until
-# they hold a given share of its energy.
+# strength measures how important its direction is. In each head, energy retention keeps the strongest directions that
+# together hold a given share of the head's energy.
 
 # %%
 import os
@@ -22,8 +22,8 @@ EPOCHS = int(os.environ.get("EPOCHS", "6"))  # the paper trains 80
 # %% [markdown]
 # ## Train
 #
-# Strengths start at one by default and spread slowly. In a short training, let them start higher and learn faster than
-# the other weights; over 80 epochs you need neither. The paper does not state the initial strengths.
+# By default strengths start at one and move apart slowly. In a short training, let them start higher and learn faster
+# than the other weights. Over 80 epochs you need neither. The paper does not state the initial strengths.
 
 # %%
 splits = rx.load_data(DATA)
@@ -32,7 +32,7 @@ scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
 model = rx.models.build_model(NAME, seed=0, **shape, **scale)
 torch.manual_seed(0)
 for weight in model.parameters():
-    if weight.ndim == 2:  # wider than the default, for so few epochs; leave it out when you train for long
+    if weight.ndim == 2:  # a wider start, for so few epochs; leave it out in a long training
         torch.nn.init.xavier_uniform_(weight)
 config = rx.TrainingConfig(
     epochs=EPOCHS,
@@ -49,8 +49,9 @@ run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# What the settings do on the digits: two layers of four heads with 16 directions, 600 steps of 64, learning rate 2e-3,
-# one seed, mean over the heads. The retained rank is the number of directions with 90 % of the energy.
+# The table shows what the settings do on the digits: two layers of four heads with 16 directions, 600 steps of 64
+# images, learning rate 2e-3, one seed, mean over the heads. The retained rank is the number of directions that hold 90
+# % of the energy.
 #
 # | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
 # |---|---|---|---|---|---|
@@ -61,13 +62,13 @@ print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 # | `strength_decay=10` | 0.02 | 8.8 | 8.5 | 0.000 | 76.0 % |
 # | `strength_learning_rate=10` | 2.03 | 12.3 | 10.9 | 0.028 | 80.8 % |
 #
-# The run can be stopped at any step: the same call continues it, bit for bit on a CPU. On a GPU the backward pass of
+# You can stop the run at any step: the same call continues it, bit for bit on a CPU. On a GPU the backward pass of
 # fused attention is deterministic only after `torch.use_deterministic_algorithms(True)`.
 #
 # ## Diagnose
 #
-# The effective rank of every head (Eq. 24) measures the spread of its strengths: equal strengths give the number of
-# directions, one strong direction gives one.
+# The effective rank of every head (Eq. 24) measures how evenly its strengths are spread. If all strengths are equal, it
+# is the number of directions. If one direction dominates, it is one.
 
 # %%
 diagnosis = rx.diagnose(run.model, splits.validation)
@@ -78,8 +79,8 @@ for number, layer in enumerate(diagnosis.layers, start=1):
 # %% [markdown]
 # ## Prescribe
 #
-# `rho` is the kept share of the energy. The removed directions hold at most 1 - rho of it, and no masked score changes
-# by more than the bound in the reason.
+# `rho` is the kept share of the energy. The removed directions hold at most 1 - rho of the energy. The reason states a
+# bound, and no masked score changes by more.
 
 # %%
 for rho in (0.95, 0.90, 0.80):
@@ -89,14 +90,15 @@ prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# Rules combine: `energy_retention:0.90 & threshold:0.1` keeps what both keep, `energy_retention:0.90 | top_rank:8` what
-# either keeps.
+# Rules combine: `energy_retention:0.90 & threshold:0.1` keeps the directions that both rules keep, and
+# `energy_retention:0.90 | top_rank:8` those that either rule keeps.
 #
 # ## Realize in three ways
 #
 # Deleting directions changes the norms that the rows are divided by, so there are [three compressions](../exact.md).
-# `compress` equals the mask to rounding and saves the least; `renormalized` is the paper's; `refit` is equally small,
-# and fits the kept strengths on some images. For spread strengths, as here, `compress` is the nearest to the original.
+# `compress` equals the mask to rounding and saves the least. `renormalized` is the paper's. `refit` is as small as
+# `renormalized`, and fits the kept strengths on some images. If the strengths differ much, as here, `compress` is the
+# nearest to the original.
 
 # %%
 masked = rx.realize(run.model, prescription, by="mask")

@@ -4,7 +4,7 @@
 # # Prune or merge tokens
 #
 # Most of a ViT's arithmetic is proportional to the number of patches. A *policy* names a token reducer, the layers
-# before which it runs, and the kept share. It needs no diagnosis.
+# before which it runs, and the share of patches that it keeps. It needs no diagnosis.
 
 # %%
 import os
@@ -13,7 +13,7 @@ import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
-LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,10
+LAYERS = os.environ.get("LAYERS", "2,3")  # with twelve layers, take 4,7,10
 
 # %%
 if MODEL:
@@ -27,8 +27,8 @@ else:
 # ## Without training
 #
 # ToMe merges the patches with the most similar keys. EViT keeps the patches with the highest class attention and fuses
-# the rest into one token. `random` is the control that both must beat. A keep ratio of 0.7 is the share of the
-# remaining patches at every stage. The costs are known before `realize`: every layer has its own number of tokens.
+# the rest into one token. `random` is the control that both must beat. A keep ratio of 0.7 keeps 70 % of the remaining
+# patches at every stage. The costs are known before `realize`, because every layer's number of tokens is known.
 
 # %%
 before = rx.models.family_of(model).costs(model)
@@ -41,7 +41,7 @@ for name in ("random", "tome", "evit"):
 print("; ".join(prescription.tokens.reasons))
 
 # %% [markdown]
-# The change of accuracy, paired on the same images, with 95 % intervals:
+# The following shows the change of accuracy, paired on the same images, with 95 % intervals:
 
 # %%
 checks = [rx.checks.Accuracy(), rx.checks.Fidelity()]
@@ -62,6 +62,6 @@ for name, slim in slims.items():
 # attnrx costs timm:vit_tiny_patch16_224 --tokens tome:13@every
 # ```
 #
-# Reducers that learn which patches to keep are on [the page about SPOT](spot.md); a reducer of your own is
-# [ten lines](new_reducer.md). All reducers are in the [reference](../api/tokens.md), and measurements on a real
-# ViT-Tiny in the [results](../results/spot.md).
+# For reducers that learn which patches to keep, see [the page about SPOT](spot.md). A reducer of your own takes [ten
+# lines](new_reducer.md). The [reference](../api/tokens.md) lists all reducers. The [results](../results/spot.md) have
+# measurements on a real ViT-Tiny.

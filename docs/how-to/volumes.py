@@ -1,15 +1,15 @@
-"""Make a model of volumes and a model of series smaller: classes of your own, and what they take."""
+"""Make a model of volumes and a model of time series smaller: classes of your own, with inputs that are not images."""
 
 # %% [markdown]
 # # Volumes and series
 #
-# Your model takes no images: volumes [batch, channels, depth, height, width], or series [batch, steps, channels].
-# State what its forward takes with `inputs`. Nothing else changes: the result is a module of your class.
+# Your model does not take images, but volumes [batch, channels, depth, height, width] or series [batch, steps,
+# channels]. State what its forward takes with `inputs`. Nothing else changes: the result is a module of your class.
 #
 # ## A volume
 #
-# A Vision Transformer of a class of your own, with patches of 4 x 4 x 4 voxels. It is trained in seconds on balls,
-# boxes and sticks in noise.
+# The model is a Vision Transformer of your own class, with patches of 4 x 4 x 4 voxels. It is trained in seconds on
+# balls, boxes and sticks in noise.
 
 # %%
 import torch
@@ -82,7 +82,7 @@ fitted, tested = TensorDataset(*volumes(800, 0)), TensorDataset(*volumes(300, 1)
 original = trained(VolumeViT(), fitted, nn.functional.cross_entropy, 8)
 
 # %% [markdown]
-# `inputs` is an example of what the forward takes: a tensor, a tuple of arguments, or a mapping of named ones. The
+# `inputs` is an example of what the forward takes: a tensor, a tuple of arguments, or a mapping of named arguments. The
 # verbs then take tensors, datasets and loaders of such volumes.
 
 # %%
@@ -92,8 +92,8 @@ diagnosis = rx.diagnose(model, fitted.tensors[0][:256])
 # %% [markdown]
 # ## All axes
 #
-# attnrx finds the blocks by their names and shapes, and the rest by a pass of random volumes: where patches are made,
-# the norms, the MLPs. State the number of heads in the attention, here as `num_heads`. Then scores, values, heads,
+# attnrx finds the blocks by their names and shapes. A pass of random volumes finds the rest: where patches are made,
+# the norms, the MLPs. The attention must state its number of heads, here as `num_heads`. Then scores, values, heads,
 # units and tokens can be removed, as in an image model.
 
 # %%
@@ -106,12 +106,14 @@ for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"
 
 # %% [markdown]
 # A volume decoder that reads several blocks, such as UNETR's, gets all patches: removed patches are restored where it
-# reads them. If the attention is of another kind, attnrx leaves it alone, and `hidden` removes units of the MLPs.
+# reads them. If attnrx does not know the kind of attention, it leaves the attention alone, and `hidden` removes units
+# of the MLPs.
 #
 # ## A series
 #
-# A model like PatchTST: every channel is cut into patches of 8 steps, all channels share one encoder, and a head
-# predicts the next 8 steps. The loader yields the past and the future, so `inputs` takes the past of a batch.
+# The example is a model like PatchTST. Every channel is cut into patches of 8 steps, all channels share one encoder,
+# and a head predicts the next 8 steps. The loader yields the past and the future, so `inputs` takes the past of a
+# batch.
 
 # %%
 STEPS, CHANNELS, AHEAD = 64, 3, 8
@@ -154,11 +156,12 @@ small = rx.shrink(forecaster, loader, macs=0.7, inputs=lambda batch: batch[0], m
 print(small.summary())
 
 # %% [markdown]
-# `small.model` is a `SeriesTransformer` that takes what yours takes. Without a `metric` the futures are not read.
+# `small.model` is a `SeriesTransformer` with the same inputs as yours. Without a `metric`, the futures are not read.
 #
 # ## What can go wrong
 #
-# - All items have one shape: cut series and volumes to it in the dataset. Padding with a mask is a second input.
+# - All items must have one shape: cut series and volumes to it in the dataset. If you pad them with a mask, the mask is
+#   a second input.
 # - Integers and masks are inputs too: return a tuple or a mapping.
-# - An item's output must not depend on the others in its batch. Normalize over steps, not over the batch.
+# - The output for an item must not depend on the other items in its batch. Normalize over steps, not over the batch.
 # - A module that takes one tensor can be exported with `rx.export`; export others with `torch.onnx.export`.
