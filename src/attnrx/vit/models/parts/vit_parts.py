@@ -175,9 +175,10 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Turns errors while a model is read into NotSupported, with the original error as its cause.
+    """Raises NotSupported, with the original error as its cause, if reading a model in the context raises an error.
 
-    They mean that the model lacks parts of its class. If the model's code ends the process, UserCodeError is raised.
+    Such an error means that the model lacks parts of its class. If the model's code ends the process, it raises
+    UserCodeError.
     """
     try:
         yield
