@@ -316,7 +316,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
                 replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
                 places[_joined(path, block, "norm")] = f"{target}.0"
             elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-                raise _NeedsBlocks  # it takes tokens first
+                raise _NeedsBlocks  # the library's module takes [tokens, batch, width]
             result.set_submodule(target, replaced)
 
 

@@ -73,7 +73,7 @@ class TorchvisionFamily(AdoptedFamily):
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
-        size = stored["image_size"]  # torchvision's models take square images of three channels only
+        size = stored["image_size"]  # torchvision's models take only square images of three channels
         return Origin("VisionTransformer", arguments, image_shape((3, size, size)), *IMAGENET)
 
     def _resized(self, source: Any, origin: Origin, height: int, width: int) -> Origin:

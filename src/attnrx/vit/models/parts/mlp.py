@@ -48,7 +48,7 @@ class LowRankLinear(nn.Module):
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
-    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and has none with shapes
+    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and knows no shapes
         return self.second(self.first(features))
 
 

@@ -12,7 +12,7 @@ from attnrx.vit.models.parts.mlp import CONVOLUTIONS, keep_units_of_, sides_of
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.vit_parts import require_parts
 
-IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
+IMAGE_METHODS = ("get_image_features", "encode_image")  # of models for images and texts
 DETECTIONS = ("logits", "pred_boxes", "pred_masks")
 # For each way to read the outputs: what was assumed, why, and the argument of `load(model, outputs=...)` for the other.
 DOUBTS = {

@@ -32,7 +32,7 @@ class Refusal:
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Yields a refusal for every projection that is not a plain nn.Linear: adapted, quantized or parametrized."""
     for name in names:
-        # The exact class: a subclass may compute something else, and quantized or adapted ones do.
+        # Only the exact class: a subclass may compute something else, and quantized or adapted maps do.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
@@ -184,10 +184,10 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
         yield
     except AttnrxError:
         raise
-    except SystemExit as stop:  # which would end the user's process, with a code that means something else
+    except SystemExit as stop:  # it would end the user's process, with a code that means something else
         raise UserCodeError(f"the code of {model_name(model)} ended the process (SystemExit: {stop}).") from stop
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
-        part = getattr(error, "obj", None)  # which has no such attribute
+        part = getattr(error, "obj", None)  # the part that lacks the attribute
         path = next((path for path, each in model.named_modules() if each is part), "")
         where = f" of {path}" if path else ""
         raise NotSupported(

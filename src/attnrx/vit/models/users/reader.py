@@ -253,7 +253,7 @@ def imported_class(name: str) -> type[nn.Module] | None:
     return target if isinstance(target, type) and issubclass(target, nn.Module) else None
 
 
-# What is found.
+# Finding the structure of a model.
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class StructureFamily(AdoptedFamily):
         return origin
 
 
-# By names and shapes.
+# The search by names and shapes.
 
 
 def _projections(part: nn.Module) -> tuple[str, ...] | None:
@@ -526,7 +526,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
     return tuple(f"{path}.layers.{index}".lstrip(".") for index in range(len(made))), "attention"
 
 
-# By the order of calls.
+# The search by the order of calls.
 
 
 def _observed(
