@@ -58,9 +58,9 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """Records in a working copy that neither its library nor its class creates the module, if that is no longer true.
+    """Records in a working copy if neither its library nor its class creates the module any longer.
 
-    It is no longer true if the user changed the module after loading it.
+    This is so if the user changed the module after loading it.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:

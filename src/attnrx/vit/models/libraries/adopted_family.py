@@ -882,7 +882,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._own(model)
 
     def require_rebuilt(self, adopted: Adopted) -> None:
-        """Raises NotSupported if the library creates a model differently from what it is now.
+        """Raises NotSupported if its library would create the model differently from its present state.
 
         Parts outside of the blocks may have been replaced; they are recorded in the origin.
         """

@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks so that pooling the tokens that are left replaces pooling all patches."""
+    """Attaches hooks so that the tokens that are left are pooled in the way that all patches would be."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
