@@ -1,1 +1,1 @@
-"""A smaller model: decompositions, realization and its fits, files for other runtimes."""
+"""A smaller model: decompositions, realization with its fits, and files for other runtimes."""

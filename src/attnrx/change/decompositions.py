@@ -1,7 +1,7 @@
 """Decompositions of matrices: functions of tensors, independent of attention.
 
-First balanced directions of a bilinear form, then directions of the outputs of a linear map, greedy elimination of
-units with a compensation, and the distribution of a total rank.
+The first part finds balanced directions of a bilinear form, the second directions of the outputs of a linear map. The
+third eliminates units greedily, with a compensation. The last one distributes a total rank.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,31 @@ __all__ = [
     "factor_directions", "output_pca", "pays", "plain_svd", "read_out", "svd_directions", "unit_losses", "water_fill",
 ]  # fmt: skip
 
-# Asymmetries up to this share of a Gram's size are rounding (float32 sums).
+# Asymmetries up to this share of a Gram's size count as rounding (float32 sums).
 TOLERANCE = 1e-5
-# Singular values are accurate to about d * 2e-16 of the form's scale: below this share, a row divided by one is noise.
+# Singular values are accurate to about d * 2e-16 of the form's scale; below this share, a row divided by one is noise.
 NULL_SHARE = 1e-13
-# Kept features are duplicates if the eigenvalues of their correlations are below this share of the largest one, or if
+# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one, or if
 # their energy is below this share of the energy of the features that they combine.
 COPY_SHARE = 1e-12
-# The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of 1e-4 to 0.3 it has
-# the smallest KL divergence on images of other classes than those of the calibration (docs/results/hidden.md).
+# The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of the values from
+# 1e-4 to 0.3, it has the smallest KL divergence on images of other classes than the calibration's
+# (docs/results/hidden.md).
 RIDGE = 0.1
-# So many eliminated units are deleted from the tables at once.
+# How many eliminated units are deleted from the tables at once.
 BLOCK = 64
-# So many rows of a table are updated at once.
+# How many rows of a table are updated at once.
 UPDATED = 512
-# Of 1,537 features 256 rows of a Gram at once halve its time, of 4,096 too (2026-11-28, EPYC, two threads).
+# With 1,537 or 4,096 features, computing 256 rows of a Gram at once halves the time (2026-11-28, EPYC, two threads).
 GRAM_BLOCK = 256
-# A later removal counts as more than all earlier ones, so that ties do not change the order of elimination.
+# A later removal counts as more than every earlier one, so that ties do not change the order of elimination.
 STEP = 1 + 1e-9
-# Of heads, relative to the mean variance: makes the covariance invertible where features are constant or duplicates.
+# For heads, relative to the mean variance: keeps the covariance invertible if features are constant or duplicates.
 DAMPING = 1e-8
 
 Weight = Float[Tensor, "outputs inputs"]
 Directions = tuple[Float[Tensor, "most"], Float[Tensor, "most outputs"]]
-"""Strengths, descending, and directions: the squared error of rank r is the sum of the squared strengths beyond it."""
+"""Strengths, descending, and directions: the squared error of rank r is the sum of the squared strengths beyond r."""
 
 Ranks = tuple[int, ...]
 
@@ -54,14 +55,14 @@ class Balanced:
     """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
 
     The form old_left^T old_right of two tables [d, width] becomes sum over r of strength[r] * (left[r] @ old_left)^T
-    (right[r] @ old_right). All directions together are the original form for any input. The first r are the best form
-    of rank r in the metric, with the sum of the discarded squared strengths as squared error. The bases are nested: one
-    `Balanced` serves every rank.
+    (right[r] @ old_right). All directions together give the original form for any input. The first r give the best form
+    of rank r in the metric; its squared error is the sum of the discarded squared strengths. The bases are nested, so
+    one `Balanced` serves every rank.
 
     `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy, left[r] G_left
-    left[r]^T = 1 and the same on the right. The following ones are null: one of their two sides has no energy, so they
-    contribute nothing in the metric, but they can for other inputs. They have no unit energy, and their strength is a
-    placeholder, 1e-13 of the form's scale, so that left, right and the order of the strengths remain finite and valid.
+    left[r]^T = 1, and the same on the right. The following ones are null: one of their two sides has no energy. They
+    contribute nothing in the metric, but they can contribute for other inputs. They do not have unit energy. Their
+    strength is a placeholder, 1e-13 of the form's scale, which keeps left, right and the order of strengths valid.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -72,15 +73,15 @@ class Balanced:
 
 @one_thread()
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
-    """Balances the form left . right of two vectors whose second moments are the given Grams (float64 inside).
+    """Balances the form left . right of two vectors whose second moments are the given Grams (in float64).
 
     With G = R^T R on each side and R_left R_right^T = U diag(s) V^T, the directions are left = diag(1/s) V^T R_right
     and right = diag(1/s) U^T R_left: square-root balanced truncation, as in model reduction (Moore, 1981). For
     independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on the whitened form.
-    No Gram is inverted; Grams may be singular, zero and of any scale.
+    No Gram is inverted, so Grams may be singular, zero and of any scale.
 
     Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
-    the rows themselves are available. Raises InvalidInput for Grams that are not finite or not symmetric.
+    the rows themselves are available. Raises InvalidInput if Grams are not finite or not symmetric.
     """
     return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
@@ -90,7 +91,7 @@ def svd_directions(
 ) -> Balanced:
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
-    The product is never formed: two thin QR factorizations and one d x d SVD per head preserve the precision of small
+    The product is never formed. Two thin QR factorizations and one d x d SVD per head preserve the precision of small
     singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
     """
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
@@ -104,9 +105,9 @@ def factor_directions(
     """Balances in the metric of the Grams factor^T factor, given the factors (whose rows may be samples).
 
     Null directions complete the basis: with L and R the other directions, I - L^T diag(s) R is a projector on the
-    remaining space. Its singular vectors are rotated so that each of them, or its partner, has no energy in the metric.
-    Then right = diag(1/strength) left^-T makes the identity hold to rounding: 2e-16 of the largest |left|^T strength
-    |right|, which is about 1e-15, but more if the two metrics contradict each other over many orders of magnitude.
+    remaining space. Its singular vectors are rotated so that each vector, or its partner, has no energy in the metric.
+    Then right = diag(1/strength) left^-T makes the identity hold up to rounding: 2e-16 of the largest |left|^T strength
+    |right|. That is about 1e-15, but more if the two metrics contradict each other over many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -118,7 +119,7 @@ def factor_directions(
     significant = values > floor[:, None]
     inverse = torch.where(significant, 1 / values, 0)[..., None]
     left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
-    # Head by head from here on, because heads differ in the number of null directions.
+    # Head by head from here on, because heads have different numbers of null directions.
     strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
     ranks = significant.sum(-1).tolist()
     for head, rank in enumerate(ranks):
@@ -131,12 +132,12 @@ def factor_directions(
             # A row with left energy has no right energy, because the remaining form is zero in the metric.
             rows = torch.linalg.svd(remaining).U.mT[: size - rank]
             rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
-            # Divided by the root of their strength, so that both sides have the same size.
+            # Divided by the root of their strength, so that both sides are equally large.
             full[head, rank:] = rows / floor[head].sqrt()
-    # Signs that make the largest entry of every row positive, so that results agree between machines.
+    # The signs make the largest entry of every row positive, so that results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
     full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
-    # Rows of unit length are well conditioned to invert.
+    # Rows of unit length are well conditioned for the inversion.
     length = full.norm(dim=-1, keepdim=True)
     right = torch.linalg.inv(full / length).mT / length / strength[..., None]
     return Balanced(full, right, strength, tuple(ranks))
@@ -153,7 +154,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 
 def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
-    """Returns rows^T rows; of wide rows on a CPU the blocks below the diagonal are copied from those above."""
+    """Returns rows^T rows; for wide rows on a CPU, blocks below the diagonal are copied from the blocks above it."""
     if rows.device.type != "cpu" or rows.shape[1] < 2 * GRAM_BLOCK:
         return rows.T @ rows
     product = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -174,7 +175,7 @@ def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d
 
 
 def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
-    """Returns R with R^T R = gram, from the correlations, so that badly scaled features keep their precision."""
+    """Returns R with R^T R = gram, computed from correlations, so that badly scaled features keep their precision."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram)
     if gram.numel() == 0:
@@ -196,10 +197,10 @@ def read_out(
 ) -> Float[Tensor, "features kept"]:
     """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
 
-    A head gives the features left[kept] @ o_h; with K the projection of all heads, each head restored alone has the
-    weight W0 = strength * right. With the `covariance` C of the outputs of all heads, features ordered head by head, it
-    is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C K^T)^+ is a minimum of
-    E |o - W K o - constant|^2, the one nearest to W0 if kept features are duplicates.
+    Head h gives the features left[kept] @ o_h. Let K be the projection of all heads. Restoring each head separately has
+    the weight W0 = strength * right. If the `covariance` C of the outputs of all heads is given (features ordered head
+    by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C K^T)^+ is a
+    minimum of E |o - W K o - constant|^2. If kept features are duplicates, it is the minimum nearest to W0.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -211,9 +212,9 @@ def read_out(
     moved = projections @ covariance
     moment = moved @ projections.mT
     energy = moment.diagonal().clamp_min(0)
-    # The energy of a constant feature is rounding, in proportion to the energy of the features that it combines.
+    # A constant feature has only rounding as energy, in proportion to the energy of the features that it combines.
     alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
-    # On correlations: kept features differ in scale by many orders of magnitude.
+    # Computed on correlations, because kept features differ in scale by many orders of magnitude.
     unit = torch.where(alive, energy.rsqrt(), 0)
     inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
     return weight + (missed @ moved.mT * unit) @ inverse * unit
@@ -222,7 +223,7 @@ def read_out(
 # Directions of the outputs of a linear map ----------------------------------------------------------------------------
 
 # Projected on r orthonormal directions V, given as rows, y = W x + b becomes V^T V W x + b: two factors of rank r. All
-# directions together are the original map for any input.
+# directions together give the original map for any input.
 
 
 def plain_svd(weight: Weight) -> Directions:
@@ -232,19 +233,19 @@ def plain_svd(weight: Weight) -> Directions:
 
 
 def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
-    """Returns the directions of the least E |W x - W' x|^2 over inputs of this second moment or covariance.
+    """Returns the directions of the least E |W x - W' x|^2 over inputs with this second moment or covariance.
 
-    They are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput for moments that are not finite
-    or not symmetric.
+    They are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput if the moment is not finite or
+    not symmetric.
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
-    # The last argument bounds the entries of the moment of the outputs, and so their rounding.
+    # The last argument bounds the entries of the outputs' moment, and so their rounding.
     return _leading(basis, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
 
 
 def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> Directions:
-    """Returns the directions of `activation_aware` from the second moment or covariance of W x alone.
+    """Returns the directions of `activation_aware`, from only the second moment or covariance of W x.
 
     Statistics outside the range of W, which no output can have, are discarded.
     """
@@ -254,7 +255,7 @@ def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> 
 
 
 def pays(rank: int, outputs: int, inputs: int) -> bool:
-    """Whether two factors of this rank have fewer entries and MACs than the matrix that they replace."""
+    """Whether two factors of this rank have fewer entries and MACs than the matrix they replace."""
     return rank < break_even_rank(outputs, inputs)
 
 
@@ -266,7 +267,7 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
     """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
 
-    A square rotation in that basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
+    A square rotation in this basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -276,10 +277,11 @@ def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[T
 
 
 def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
-    """Returns the leading eigenvectors of a moment in a basis; strengths within the rounding of numbers as large as
-    `bound` are zero.
+    """Returns the leading eigenvectors of a moment in a basis, and their strengths.
+
+    A strength that may be rounding, for numbers as large as `bound`, is set to zero.
     """
-    # Descending: eigh sorts ascending.
+    # Flipped to descending order, because eigh sorts ascending.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     return torch.where(values > rounding, values, 0).sqrt(), (basis @ vectors).mT
@@ -291,20 +293,20 @@ def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
 def unit_losses(
     covariance: Float[Tensor, "units units"], weight: Float[Tensor, "outputs units"], ridge: float = RIDGE
 ) -> Float[Tensor, "units"]:
-    """Returns for every unit the increase of the error at its removal, in the order of greedy backward elimination.
+    """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
 
-    `covariance` belongs to the activations; `weight` is the map that reads them. With P = (covariance + penalty)^-1 the
-    removal of unit u, compensated by the units that remain, adds |w_u|^2 / P_uu to the mean squared error of the output
-    plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are
-    updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that
-    the k largest are those of the last k units.
+    `covariance` belongs to the activations; `weight` is the map that reads them. With P = (covariance + penalty)^-1,
+    removing unit u and compensating by the remaining units adds |w_u|^2 / P_uu to the error: the mean squared error of
+    the output plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). After
+    every removal, weights and P are updated by a matrix of rank one. The increases are strictly increasing in that
+    order, so the k largest belong to the last k units.
 
     Raises:
         InvalidInput: The ridge is not positive.
     """
-    # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
-    # applied by products of matrices, as in blocked factorizations. Of the weights only their products with each other
-    # are needed, so that the rows of a block stay in the cache whatever the number of outputs is. Both tables are
+    # Removing a unit is a step of elimination in P. Blocks of removals collect their rank-one updates, which are then
+    # applied by matrix products, as in blocked factorizations. The algorithm needs only the products of the weights
+    # with each other, so the rows of a block stay in the cache, however many outputs there are. Both tables are
     # symmetric, and only their upper halves are updated.
     precision = torch.cholesky_inverse(torch.linalg.cholesky(penalized(covariance, ridge)))
     products = gram(weight.detach().double())
@@ -321,7 +323,7 @@ def unit_losses(
             precision[block, start:].addmm_(rows[:, block].T, rows[:, start:], alpha=-1)
             half = products[block, start:].addmm_(changes[:, block].T, rows[:, start:], alpha=-1)
             half.addmm_(rows[:, block].T, changes[:, start:], alpha=-1)
-        # Tables without the removed units are smaller, and copied: at every quarter that is gone.
+        # Smaller tables without the removed units are copied whenever a quarter of the units is gone.
         if is_left.double().mean() <= 0.75:
             chosen = is_left.nonzero()[:, 0]
             precision, products = (each[chosen].index_select(1, chosen) for each in (precision, products))
@@ -332,23 +334,23 @@ def unit_losses(
 def _eliminated(
     precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
-    """Returns the next BLOCK of the units that are left, their errors, and the updates: precision - rows^T rows, and
-    products - changes^T rows - rows^T changes.
+    """Returns the next BLOCK of the remaining units, their errors, and the updates of the tables.
 
-    The tables themselves are not changed: products of matrices afterwards take less time than `count` updates.
+    The updates are precision - rows^T rows, and products - changes^T rows - rows^T changes. The tables themselves are
+    not changed, because matrix products afterwards take less time than `count` updates.
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
-    # Only what the choice needs is updated at every step: the diagonal of P and the squared norms of the weights.
+    # Every step updates only what the choice needs: the diagonal of P and the squared norms of the weights.
     diagonal, squares = precision.diagonal().clone(), products.diagonal().clone()
     removed: list[int] = []
     losses: list[float] = []
     for step in range(count):
         errors = squares.clamp_min(0) / diagonal
-        errors[gone] = torch.inf  # also in place of NaN: their diagonals are zero
+        errors[gone] = torch.inf  # this also replaces NaN, because their diagonals are zero
         unit = int(errors.argmin())
         loss, root = float(errors[unit]), diagonal[unit].sqrt()
-        # The rows of this unit in both tables, with the earlier updates of the block.
+        # This unit's row in each table, including the earlier updates of the block.
         earlier, factors = rows[:step], rows[:step, unit]
         row = (_row(precision, unit) - factors @ earlier) / root
         # w_j becomes w_j - row_j w_u / root, with the squared norm |w_j|^2 - 2 row_j (w_u . w_j) / root + row_j^2 loss.
@@ -364,7 +366,7 @@ def _eliminated(
 
 
 def _row(table: Float[Tensor, "units units"], unit: int) -> Float[Tensor, "units"]:
-    """Returns a row of a symmetric table by its upper half."""
+    """Returns a row of a symmetric table from its upper half."""
     return torch.cat([table[:unit, unit], table[unit, unit:]])
 
 
@@ -385,7 +387,7 @@ def compensated(
     penalty, weights = penalized(covariance, ridge), weight.detach().double()
     if not bool(keep.any()):
         return weights[:, keep]
-    # What the removed units add, projected on those that stay; the penalty is on the diagonal alone.
+    # What the removed units add, projected on the kept ones; the penalty is only on the diagonal.
     columns = penalty[:, keep]
     removed = weights[:, ~keep] @ columns[~keep]
     factor = torch.linalg.cholesky(columns[keep])
@@ -402,20 +404,20 @@ def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[T
     if not ridge > 0:
         raise InvalidInput(f"ridge={ridge}: give a positive number, e.g. {RIDGE}.")
     scale = moments.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny ** 0.5)
-    moments.diagonal().add_(ridge * scale)  # a tensor of its own
+    moments.diagonal().add_(ridge * scale)  # `moments` is a new tensor
     return moments
 
 
 def elimination_losses(
     covariance: Float[Tensor, "features features"], gram: Float[Tensor, "units size size"]
 ) -> Float[Tensor, "units"]:
-    """Returns for every unit the increase of the error at its removal, in the order of greedy backward elimination.
+    """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
 
     The features o of the units are concatenated, with covariance C; `gram` is W^T W of the weights that read each unit.
     The best affine estimate of the removed features S from the others has the covariance (P_SS)^-1 with P = C^-1, the
     block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed
     units u. Every step removes the unit with the smallest error. The increases are strictly increasing in that order,
-    so that the k largest are those of the last k units.
+    so the k largest belong to the last k units.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -423,7 +425,7 @@ def elimination_losses(
     scale = moments.diagonal().mean().clamp_min(tiny)
     precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))
     features = torch.arange(len(moments)).unflatten(0, (units, size))
-    # Every candidate is evaluated anew, without updates of the inverse: heads are few.
+    # Every candidate is evaluated from scratch, without updates of the inverse, because heads are few.
     losses, removed, error, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
     while len(removed) < units:
         errors = {
@@ -453,27 +455,27 @@ def water_fill(
 ) -> tuple[Ranks, ...]:
     """Returns the rank of every unit of every layer that minimizes the sum of the discarded squared strengths.
 
-    `strengths` has one tensor [units, directions] per layer (units are heads; the number of directions may differ
-    between layers), of any sign and in any order; rank r keeps the r strongest directions of a unit. Pass one layer to
-    allocate within a layer, all layers to allocate over the model.
+    `strengths` has one tensor [units, directions] per layer, of any sign and in any order. Units are heads, and the
+    number of directions may differ between layers. Rank r keeps the r strongest directions of a unit. Pass one layer to
+    allocate within it, or all layers to allocate over the model.
 
-    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of `multiple` and
+    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, even in steps of `multiple` and
     above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
-    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`,
-    rounded up to it. Raises InvalidInput for a total out of range or another multiple.
+    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and is at least
+    `minimum`, rounded up to a multiple. Raises InvalidInput if the total is out of range, or `multiple` does not fit.
     """
     for strength in strengths:
         require_directions(strength.shape[1], multiple, minimum)
     # The energy that each step of `multiple` directions adds, [units, steps], descending along a unit.
     energies = [each.detach().cpu().double().square().sort(dim=1, descending=True).values for each in strengths]
     layers = [each.unflatten(1, (-1, multiple)).sum(-1) if each.shape[1] else each for each in energies]
-    # In steps of `multiple` from here on; every unit has `floor` steps before any gains are compared.
+    # In steps of `multiple` from here on; every unit gets `floor` steps before any gains are compared.
     floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
     require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
     gains = [layer[:, floor:] for layer in layers]
-    # An empty tensor first, because `cat` needs one.
+    # An empty tensor comes first, because `cat` needs at least one.
     order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
-    # Gains decrease along a unit, so the selected steps of a unit are its first ones: their number is its rank.
+    # Gains decrease along a unit, so its selected steps are its first ones: how many there are is its rank.
     selection = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
     parts = selection.split([layer.numel() for layer in gains])
     counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
@@ -481,7 +483,7 @@ def water_fill(
 
 
 def require_total(total: int, multiple: int, least: int, largest: int) -> None:
-    """Raises InvalidInput for a total rank that is out of range, or no multiple."""
+    """Raises InvalidInput if a total rank is out of range or not a multiple of `multiple`."""
     if multiple < 1 or total % multiple or not least <= total <= largest:
         raise InvalidInput(
             f"a total rank of {total} in multiples of {multiple} is not possible: give a multiple between {least} and "
@@ -490,7 +492,7 @@ def require_total(total: int, multiple: int, least: int, largest: int) -> None:
 
 
 def require_directions(directions: int, multiple: int, minimum: int) -> None:
-    """Raises InvalidInput for a multiple or a minimum that so many directions do not have."""
+    """Raises InvalidInput if `directions` directions do not fit the multiple or the minimum."""
     if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
         raise InvalidInput(
             f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "

@@ -1,4 +1,4 @@
-"""Runs models over images, and compares their outputs: checks, plans, fits and comparisons of methods use this."""
+"""Runs models on images and compares their outputs; checks, plans, fits and comparisons of methods use this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from attnrx.vit.attention import Observation
 from attnrx.vit.models import InputValidation, answer, family_of, observing
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
-BATCH = 64  # images at once where the caller states nothing
+BATCH = 64  # images at once by default
 
 
 @dataclass(frozen=True)
 class Predictions:
     """The outputs of several models by role, on the same images in the same order.
 
-    `labels` belong to the images, negative for images without, and `kind` states how the outputs are compared.
+    `labels` belong to the images; images without a label have a negative one. `kind` states how to compare the outputs.
     """
 
     outputs: Mapping[str, Float[Tensor, "images classes"]]
@@ -32,8 +32,8 @@ class Predictions:
         return len(self.labels)
 
     def divergence(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the divergence of a model from another per image, in the unit of the kind."""
-        # Of all images together: the scale of a divergence may be that of the outputs of all images.
+        """Returns the divergence of a model from another, per image, in the unit of `kind`."""
+        # Computed on all images together, because the scale of a divergence may depend on all outputs.
         return self.kind.divergence(self.outputs[base], self.outputs[other])
 
     def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
@@ -41,7 +41,7 @@ class Predictions:
         return self.kind.decisions(self.outputs[role])
 
     def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the share of equal decisions of two models per image."""
+        """Returns the share of equal decisions of two models, per image."""
         return self.kind.agreement(self.decisions(base), self.decisions(other))
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
@@ -50,7 +50,7 @@ class Predictions:
         Raises:
             DataError: Some of the images have no label.
         """
-        # Here and not for every comparison: others read no labels.
+        # Required only here, because the other comparisons read no labels.
         require_labelled(self.labels)
         return self.kind.correct(self.decisions(role), self.labels)
 
@@ -71,7 +71,7 @@ def outputs_of(
 
 
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
-    """Returns outputs on the CPU in float32 or float64: sums and comparisons of half precision would be rounded."""
+    """Returns outputs on the CPU in float32 or float64, because half precision would round sums and comparisons."""
     return outputs.detach().cpu().to(torch.promote_types(outputs.dtype, torch.float32))
 
 
@@ -83,15 +83,15 @@ def observe_images(
     task: str,
     batch_size: int = BATCH,
 ) -> list[str]:
-    """Runs a model over images and calls `observe` with the number and the intermediate results of every layer.
+    """Runs a model on images, and calls `observe` with the number and the intermediate results of every layer.
 
     Args:
         model: The model, in evaluation mode during the call.
-        images: The images; a ScaleWarning is issued if they are not on the scale of the model.
-        observe: Is called once per layer and batch.
+        images: The images; a ScaleWarning is issued if they are not on the model's scale.
+        observe: A function that is called once per layer and batch.
         operation: The name of the public function, for errors and warnings.
-        task: What is shown as progress.
-        batch_size: Images at once.
+        task: The text to show with the progress.
+        batch_size: How many images to run at once.
 
     Returns:
         Notes on the images.
@@ -104,7 +104,7 @@ def observe_images(
     with evaluating([model]), observing(model, family, observe):
         for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
             model(validation.take(batch.images))
-    return validation.notes()  # which warns, too
+    return validation.notes()  # this also warns
 
 
 def predict(
@@ -115,14 +115,14 @@ def predict(
     device: torch.device | str | None = None,
     task: str = "comparing predictions",
 ) -> Predictions:
-    """Runs all models on each batch of the images, which are so read once and paired whatever their order is.
+    """Runs all models on each batch of the images, so that images are read once, and outputs are paired in any order.
 
     Args:
         models: The models by role; the first states how outputs are compared.
-        images: The images on the scale of the models.
-        batch_size: Images at once.
-        device: The device of the models; None for the first one's.
-        task: What the progress shows.
+        images: The images, on the scale of the models.
+        batch_size: How many images to run at once.
+        device: The device of the models; None for the first model's.
+        task: The text to show with the progress.
 
     Returns:
         The outputs of all models, on the CPU.

@@ -1,36 +1,35 @@
-"""The maps of a transformer block: the names that rules, decisions, realizations, plans and costs share."""
+"""The maps of a transformer block, under the names that rules, decisions, realizations, plans and costs share."""
 
 from collections.abc import Mapping
 
 LINEAR_MAPS = ("fc1", "fc2")
-"""The two linear maps of an MLP, in their order."""
+"""The two linear maps of an MLP, in order."""
 
 OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
-"""Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
+"""Maps whose output rank is reduced: the value rows together with the output projection ("vo"), and the MLP's maps."""
 
 HEADS, HIDDEN = "heads", "hidden"
 UNIT_MAPS = (HEADS, HIDDEN)
-"""Maps whose directions are fixed units, which are kept or removed whole: the heads of a layer, and the hidden units of
-its MLP."""
+"""Maps whose directions are fixed units, each kept or removed whole: a layer's heads, and its MLP's hidden units."""
 
 LAYER_MAPS = ("qk", *OUTPUT_MAPS, *UNIT_MAPS)
-"""The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
+"""The maps of a layer that rules apply to; "qk" are the query and key rows of every head."""
 
 DEPTH, TOKENS = "depth", "tokens"
 MAPS = (*LAYER_MAPS, DEPTH, TOKENS)
-"""The names of all decisions of a prescription, as in its text form."""
+"""The names of all decisions in a prescription, as in its text form."""
 
 COST_PARTS: Mapping[str, tuple[str, ...]] = {
     "qk": ("query_key", "scores", "diagonal", "fusion"),
     "vo": ("value_output", "read_out"),
     "mlp": ("mlp",),
 }
-"""The parts of `costs.LayerCosts` that depend on the rank of a map. Both maps of the MLP share theirs, and the number
-of heads changes those of "qk" and "vo"."""
+"""The parts of `costs.LayerCosts` that depend on the rank of a map. Both maps of the MLP share one part. The number of
+heads changes the parts of "qk" and "vo"."""
 
 REALIZATIONS = ("compress", "mask")
-"""How a prescription is realized (`by`): the removed parts are deleted, or set to zero with every shape kept. A form of
-attention may add ways to delete them (`spec.Compression`)."""
+"""How a prescription is realized (`by`): removed parts are deleted ("compress"), or set to zero with every shape kept
+("mask"). A form of attention may add other ways to delete them (`spec.Compression`)."""
 
 FITS = ("repair", "distill")
-"""The fits of the weights of a compressed model, in the order in which they are applied."""
+"""The fits of a compressed model's weights, in the order in which they are applied."""

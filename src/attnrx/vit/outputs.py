@@ -1,6 +1,4 @@
-"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how the outputs of two models are
-compared.
-"""
+"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how to compare two models' outputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +20,10 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import family_of, known_family, num_outputs, stated_outputs
 from attnrx.vit.models.parts.record import record_of
 
-# Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
-# so that the number is fixed: results on different numbers of images can be compared.
+# The number of images among which the nearest neighbours of an embedding are searched. A neighbour is harder to keep
+# among more images, so the number is fixed: results on different numbers of images can then be compared.
 GROUP = 64
-# Queries that are compared with an index at once, and the rounding of a similarity of float32 vectors.
+# How many queries are compared with an index at once, and the rounding error of a similarity of float32 vectors.
 QUERIES, EQUALLY_NEAR = 512, 1e-7
 Rows = Float[Tensor, "images features"]
 PerImage = Float[Tensor, "images"]
@@ -33,11 +31,12 @@ Decisions = Int[Tensor, "images *labels"]
 
 
 class OutputKind(ABC):
-    """How outputs are compared: a divergence per image, and a decision per image that both models make.
+    """How outputs are compared: by a divergence per image, and by a decision per image that each model makes.
 
-    `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` head tables for accuracy and
-    divergence, `returns` is for errors; `unit` is the divergence's, and `flip_divergence` a divergence at which a
-    decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
+    `noun`, `distance`, `decision` and `accuracy` are the words in findings. `columns` are the headings for accuracy and
+    divergence in tables. `returns` is used in errors. `unit` is the unit of the divergence, and `flip_divergence` a
+    divergence at which a decision may change. Without `has_decisions` there are no decisions, so neither agreement nor
+    accuracy.
     """
 
     name: ClassVar[str]
@@ -51,9 +50,9 @@ class OutputKind(ABC):
     flip_divergence: ClassVar[float]
     has_decisions: ClassVar[bool] = True
     needed_images: ClassVar[float] = 1.0
-    """The share of the usual number of images on which a mean divergence is as precise as that of logits."""
+    """The share of the usual number of images with which a mean divergence is as precise as for logits."""
     note: str = ""
-    """A note on such outputs, which a call logs first, and which its evidence has."""
+    """A note on such outputs, which a call logs first and adds to its evidence."""
 
     @abstractmethod
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -61,7 +60,7 @@ class OutputKind(ABC):
 
     @abstractmethod
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns a divergence per image that varies less between images; plans are searched by it."""
+        """Returns a divergence per image that varies less between images, for searching plans."""
 
     @abstractmethod
     def decisions(self, outputs: Rows) -> Decisions:
@@ -76,7 +75,7 @@ class OutputKind(ABC):
         return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
-        """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
+        """Returns whether the label that follows from the decision is true; with several labels, all must be."""
         return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
@@ -88,7 +87,7 @@ class OutputKind(ABC):
 
 
 class Logits(OutputKind):
-    """Class logits: the Kullback-Leibler divergence in nats, and the class."""
+    """Class logits: the Kullback-Leibler divergence in nats, and the predicted class."""
 
     name, noun, unit, flip_divergence = "logits", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
@@ -99,7 +98,7 @@ class Logits(OutputKind):
         return width
 
     def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
-        """Returns one logit per class, whose softmax are the predicted probabilities."""
+        """Returns one logit per class; their softmax are the predicted probabilities."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -109,10 +108,10 @@ class Logits(OutputKind):
     def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
 
-        It is half the variance over the classes of the difference of the logits. All classes contribute, so that it
-        varies much less between images than the divergence, which few images dominate.
+        It is half the variance, over the classes, of the difference of the logits. All classes contribute, so it varies
+        much less between images than the divergence, which a few images dominate.
         """
-        # A variance ignores constants, so that logits and log-probabilities give the same.
+        # A variance ignores constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
 
     def decisions(self, outputs: Rows) -> Decisions:
@@ -125,11 +124,11 @@ class Logits(OutputKind):
 
 
 class BinaryLogit(Logits):
-    """One logit per image: class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
+    """One logit per image for class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
 
-    The divergence is between the two Bernoulli distributions, and an eighth of the squared difference of the logits its
-    softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, unless it is
-    stated (`load(..., outputs="regression")`).
+    The divergence is between the two Bernoulli distributions; its softened limit is an eighth of the squared difference
+    of the logits. A classifier with one logit looks like a regression model, unless you state which one it is
+    (`load(..., outputs="regression")`).
     """
 
     name = "binary_logit"
@@ -142,15 +141,15 @@ class BinaryLogit(Logits):
         return 2
 
     def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
-        # A softmax of (0, z) has the probabilities 1 - sigmoid(z) and sigmoid(z). Of z alone it would be constant.
+        # The softmax of (0, z) is the pair 1 - sigmoid(z), sigmoid(z). The softmax of z alone would be constant.
         return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
 
 
 class Multilabel(OutputKind):
-    """One logit per label, each with a sigmoid of its own; a label is predicted above zero.
+    """One logit per label, each with its own sigmoid; a label is predicted above zero.
 
-    The divergence is between Bernoulli distributions, summed over the labels, and an eighth of the squared differences
-    its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
+    The divergence is between Bernoulli distributions, summed over the labels. Its softened limit is an eighth of the
+    squared differences. Agreement is the share of equal label decisions; an answer is correct if all labels are.
     """
 
     name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
@@ -158,13 +157,13 @@ class Multilabel(OutputKind):
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
     def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
-        """Returns one logit per label, whose sigmoid are the predicted probabilities."""
+        """Returns one logit per label; its sigmoid is the predicted probability."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
         base, other = (self.label_logits(rows.double()) for rows in (base, other))
         total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
-        for sign in (1, -1):  # the label is present, or absent
+        for sign in (1, -1):  # the label is present or absent
             before, after = (nn.functional.logsigmoid(sign * logits) for logits in (base, other))
             total = total + (before.exp() * (before - after)).sum(-1)
         return total
@@ -182,7 +181,7 @@ class Multilabel(OutputKind):
 
 
 class LabelProbabilities(Multilabel):
-    """One probability per label, of a module that ends with a sigmoid: as `Multilabel`, with the logits of these."""
+    """One probability per label, for a module that ends with a sigmoid: like `Multilabel`, with their logits."""
 
     name, noun = "label_probabilities", "probability"
     returns = "one probability per label"
@@ -194,8 +193,8 @@ class LabelProbabilities(Multilabel):
 class Regression(OutputKind):
     """Numbers: the squared error relative to the variance of the reference's outputs over the images, per output.
 
-    The divergence is the mean over the outputs, so that outputs of different units count the same: over all images it
-    is the share of the variance that is lost. There is no decision.
+    The divergence is the mean over the outputs, so outputs with different units count the same. Over all images, it is
+    the share of the variance that is lost. There is no decision.
     """
 
     name, noun, unit, flip_divergence = "regression", "output", "", 0.05
@@ -211,7 +210,7 @@ class Regression(OutputKind):
         return self.divergence(base, other)
 
     def decisions(self, outputs: Rows) -> Decisions:
-        """Has no value.
+        """Raises an error, because there are no decisions.
 
         Raises:
             InvalidInput: Always.
@@ -224,28 +223,28 @@ class Regression(OutputKind):
 
     def _scale(self, base: Rows) -> Float[Tensor, "numbers"]:
         variance, square = base.var(0, correction=0), base.square().mean(0)
-        # Equal outputs, or those of one image, have no variance.
+        # Equal outputs, or the outputs for one image, have no variance.
         return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
 
 
 class Map(Regression):
-    """A map per image, or any other tensor: the squared error relative to the variance of the reference's numbers, over
-    all images and positions.
+    """A map per image, or any other tensor.
 
-    The divergence is the mean over the numbers of an image, and so is 0 for equal maps and about 1 for a constant one:
-    without a shift or a scale, one minus the squared correlation. Of several tensors it is the mean over the tensors.
+    The divergence is the squared error relative to the variance of the reference's numbers over all images and
+    positions, averaged over the numbers of an image. It is 0 for equal maps and about 1 for a constant map. Without a
+    shift or scale it is one minus the squared correlation. For several tensors, it is the mean over the tensors.
     """
 
     name, noun = "map", "number of a map"
     returns = "a map per image"
-    needed_images = 0.25  # the divergence of an image is a mean over its positions, and varies less between images
+    needed_images = 0.25  # an image's divergence is a mean over its positions, so it varies less between images
     note = (
         "the outputs are compared as maps, by the squared error relative to the variance of the reference's numbers; "
         "there is no decision, and so neither agreement nor accuracy."
     )
 
     def __init__(self, sizes: tuple[int, ...] = ()):
-        """`sizes` are the numbers per image of every tensor, in their order in a row; () for one tensor."""
+        """`sizes` are how many numbers every tensor has per image, in the order of a row; () for one tensor."""
         self.sizes = sizes
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -253,7 +252,7 @@ class Map(Regression):
         return torch.stack([super(Map, self).divergence(*pair) for pair in pairs]).mean(0)
 
     def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
-        # Divided by the root of their number, as the divergence is a mean.
+        # Divided by the root of how many numbers there are, because the divergence is a mean.
         drawn = [super(Map, self).drawn(part, generator) / part.shape[1] ** 0.5 for part in self._tensors(outputs)]
         return torch.stack(drawn).sum()
 
@@ -265,7 +264,7 @@ class Map(Regression):
 
 
 class Several(Map):
-    """Several tensors per image: the mean over the tensors of the divergence of maps."""
+    """Several tensors per image: the divergence is the mean over the tensors of `Map`'s divergence."""
 
     name, noun, returns = "several", "number of the outputs", "several tensors per image"
     note = (
@@ -278,7 +277,7 @@ class Several(Map):
 class Embeddings(OutputKind):
     """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
 
-    The label that follows is the neighbour's, so accuracy is the 1-nearest-neighbour classifier's.
+    The label that follows from a decision is the neighbour's, so accuracy is that of a 1-nearest-neighbour classifier.
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
@@ -301,7 +300,7 @@ class Embeddings(OutputKind):
         return labels[decisions]
 
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
-        # Embeddings are compared by their angle, so their lengths do not count.
+        # Embeddings are compared by their angle, so their lengths do not matter.
         direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
         return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
@@ -309,15 +308,15 @@ class Embeddings(OutputKind):
 def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
     """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
 
-    In a last group of fewer images, neighbours are repeated.
+    If the last group has fewer images, neighbours are repeated.
     """
-    # Groups of consecutive images: memory is linear in their number, and the task as hard for any number of them.
+    # Groups of consecutive images keep memory linear in the number of images, and the task equally hard for any number.
     unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
     for start in range(0, len(unit), GROUP):
         group = unit[start : start + GROUP]
         similarity = group @ group.T
-        similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
-        # Stable: equal similarities, e.g. of repeated images, have the same order in both models.
+        similarity.fill_diagonal_(-torch.inf)  # an image is not its own neighbour, unless it is alone in its group
+        # Stable, so that equal similarities, e.g. of repeated images, have the same order in both models.
         order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
         neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
     return torch.cat(neighbours)
@@ -326,11 +325,10 @@ def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
 def recalled(
     base: tuple[Rows, Rows], other: tuple[Rows, Rows], ks: Sequence[int], own: Int[Tensor, "images"] | None = None
 ) -> Float[Tensor, "images ks"]:
-    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` finds, by exact
-    search.
+    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` finds.
 
-    Each pair has the embeddings of the queries and of the index, in the same order, compared by cosine similarity.
-    `own` are the rows of the queries in the index, where they are in it: an image is no neighbour of its own.
+    The search is exact. Each pair has the embeddings of the queries and of the index, in the same order, compared by
+    cosine similarity. If the queries are in the index, `own` are their rows in it: an image is not its own neighbour.
     """
     pairs = [tuple(nn.functional.normalize(rows.double(), dim=-1) for rows in pair) for pair in (base, other)]
     shares = [torch.zeros(0, len(ks), dtype=torch.float64, device=base[0].device)]
@@ -343,7 +341,7 @@ def recalled(
             similarities.append(similarity)
         nearest, matched = similarities[0].topk(max(ks)).values, similarities[1].topk(max(ks)).indices
         matched = similarities[0].gather(1, matched)
-        # By the similarity of the k-th neighbour: repeated images are equally near, and any of them counts.
+        # Counted by the similarity of the k-th neighbour: repeated images are equally near, and any of them counts.
         found = [(matched[:, :k] >= nearest[:, k - 1, None] - EQUALLY_NEAR).double().mean(1) for k in ks]
         shares.append(torch.stack(found, dim=1))
     return torch.cat(shares)
@@ -366,22 +364,22 @@ KINDS: dict[str, OutputKind] = {
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# One number per image: of the outputs of the original and of the smaller model, as the model returns them.
+# Returns one number per image from the outputs of the original and of the smaller model, as the models return them.
 Divergence = Callable[[Any, Any], PerImage]
-# One number per image: of the outputs of a model, and of a pair of the images and their labels.
+# Returns one number per image from the outputs of a model, and a pair of images and labels.
 Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
-# One number: of the outputs of a model for all images, and of their labels.
+# Returns one number from the outputs of a model for all images, and their labels.
 SetMetric = Callable[[Any, Tensor], float | Tensor]
-MOST_NUMBERS = 2**26  # of the outputs of a model that are compared, 256 MiB in float32 and several times that in sums
-CHUNK = 64  # images of one call of such a function
-SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
+MOST_NUMBERS = 2**26  # of outputs to compare: 256 MiB in float32, and several times that in sums
+CHUNK = 64  # images per call of such a function
+SHIFT = 0.1  # of the outputs, in standard deviations, to measure the curvature of a divergence
 
 
 @dataclass(eq=False)
 class Judgement:
     """The functions by which a user compares the outputs of models during one call.
 
-    `templates` are the outputs of the call's models for one image, by input shape.
+    `templates` hold the outputs of the call's models for one image, by input shape.
     """
 
     divergence: Divergence | None = None
@@ -391,7 +389,7 @@ class Judgement:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether labels of any shape are read, for the functions that take them."""
+        """Whether labels of any shape are read, because a function takes them."""
         return self.metric is not None or self.metric_of_set is not None
 
     def template(self, model: nn.Module) -> Any:
@@ -404,11 +402,11 @@ class Judgement:
         return self.templates[shape]
 
     def measured(self, model: nn.Module, rows: Rows, others: Any, what: str) -> Tensor:
-        """Returns the numbers of a function per image: "divergence" with other rows, "metric" with images and labels.
+        """Returns one number per image from "divergence" with other rows, or from "metric" with images and labels.
 
         Raises:
             UserCodeError: The function raised an exception.
-            InvalidInput: It does not return one number per image.
+            InvalidInput: The function does not return one finite number per image.
         """
         function, parts, template = getattr(self, what), [], self.template(model)
         for start in range(0, len(rows), CHUNK):
@@ -431,7 +429,7 @@ class Judgement:
 
         Raises:
             UserCodeError: The function raised an exception.
-            InvalidInput: It does not return one finite number.
+            InvalidInput: The function does not return one finite number.
         """
         function = self.metric_of_set
         with user_code(f"metric_of_set ({name_of(function)})", UserCodeError):
@@ -455,8 +453,8 @@ _JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
 def judging(
     divergence: Divergence | None, metric: Metric | None = None, metric_of_set: SetMetric | None = None
 ) -> Iterator[None]:
-    """Compares all outputs in this context by a user's functions; without any the functions of the outer one stay."""
-    # Not an attribute of a model: a function may be one that no process can send to another.
+    """Compares all outputs in this context by a user's functions; if none is given, the outer context's stay."""
+    # Not stored on a model, because a function may not be sendable to another process.
     if divergence is None and metric is None and metric_of_set is None:
         yield
         return
@@ -479,7 +477,7 @@ def judged(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_judgement() -> Judgement:
-    """Returns the functions of the current call, which are None where it was given none."""
+    """Returns the functions of the current call; a function that was not given is None."""
     return _JUDGEMENT.get() or Judgement()
 
 
@@ -489,9 +487,9 @@ def name_of(function: Any) -> str:
 
 
 def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputKind:
-    """Returns a kind as this one, whose divergence is the user's."""
+    """Returns the same kind with the user's divergence."""
     base, name = type(kind), name_of(judgement.divergence)
-    judgement.template(model)  # now: later the calls of the model may be recorded
+    judgement.template(model)  # made now, because later calls of the model may be recorded
 
     class Judged(base):  # type: ignore[misc, valid-type]
         distance, columns, unit = name, (kind.columns[0], name), ""
@@ -503,11 +501,11 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
         def softened(self, base: Tensor, other: Tensor) -> Tensor:
             values = self.divergence(base, other)
-            # A function of decisions, e.g. an intersection over union, has no gradient: a fit takes that of the kind.
+            # A function of decisions, e.g. an intersection over union, has no gradient; a fit then uses the kind's own.
             return super().softened(base, other) if other.requires_grad and not values.requires_grad else values
 
         def drawn(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-            # Near equal outputs the divergence is quadratic: its gradient at a small random shift is its curvature
+            # Near equal outputs, the divergence is quadratic: its gradient at a small random shift is its curvature
             # times the shift.
             noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
             shifted = outputs.detach() + SHIFT * outputs.detach().std() * noise
@@ -520,23 +518,24 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
 
 def most_images(model: nn.Module) -> int:
-    """Returns on how many images the outputs of a model can be compared in memory: maps have a number per pixel."""
+    """Returns on how many images a model's outputs can be compared in memory; maps have a number per pixel."""
     numbers = sum(output_sizes(model).values()) or 1
     return max(MOST_NUMBERS // max(numbers, 1), 2)
 
 
 def output_sizes(model: nn.Module) -> Mapping[str, int]:
-    """Returns the numbers per image of every tensor that a whole module, or its file, returns; {} for other models."""
+    """Returns how many numbers per image every tensor of a whole module, or its file, has; {} for other models."""
     record = record_of(model)
     found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
     return found if isinstance(found, Mapping) else {}
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns the kind of a model's outputs: the stated one, else its family's, or logits where it has none; its
-    divergence is the one of the call, if any (`judging`).
+    """Returns the kind of a model's outputs: the stated one, else its family's, or logits if it has no family.
+
+    If the call has a divergence (`judging`), the kind uses it.
     """
-    family = known_family(model)  # not `family_of`, which raises: checks also take modules of no family
+    family = known_family(model)  # not `family_of`, which raises an error: checks also take modules without a family
     name = stated_outputs(model) or ("logits" if family is None else family.output_kind(model))
     heads = () if family is None or name != "logits" else family.heads(model)
     kind = KINDS["binary_logit" if heads and num_outputs(heads[0]) == 1 else name]
@@ -549,7 +548,7 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
-# What a user states -> the kind, which is the name that `state_outputs_` takes.
+# From what a user states to the kind, the name that `state_outputs_` takes.
 STATEMENTS = {
     "classes": "logits",
     "multilabel": "multilabel",

@@ -1,4 +1,4 @@
-"""Realizes prescriptions: a smaller copy of a model, or a masked one, and fits of its weights."""
+"""Realizes prescriptions: makes a smaller or a masked copy of a model, and fits its weights."""
 
 from attnrx.change.realization.realizing import (
     compressed_spec,

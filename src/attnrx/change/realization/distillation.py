@@ -1,6 +1,6 @@
 """Distillation: fits all weights of a compressed model together to the outputs of the original, without labels.
 
-Adam with learning rates relative to the size of each tensor, and the result of a fit, are as in `repair`.
+Adam's learning rates are relative to the size of each tensor, and a fit returns a `Fitted`, both as in `repair`.
 """
 
 import copy
@@ -26,9 +26,9 @@ from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Embeddings, output_kind_of
 
-# One image in so many is not fitted to: it decides whether a fit is kept.
+# One in this many images is not fitted to; these images decide whether a fit is kept.
 HELD_OUT = 8
-# The ranges of activations are taken from as many images, as files of 8 bits are calibrated on.
+# The ranges of activations come from this many images, as many as 8-bit files are calibrated on.
 RANGE_IMAGES = 256
 
 
@@ -36,11 +36,11 @@ RANGE_IMAGES = 256
 class Fitted:
     """A fitted model, the errors that the fit minimizes, before and after, and notes on the images.
 
-    `repair` has the relative squared error of the output of each block on held-out images, after the repair of the
-    blocks before; `distill` one divergence of the outputs on held-out images (`OutputKind.softened`): half the variance
-    of the difference of the logits, an eighth of the squared differences of the logits of labels, the squared error of
-    a regression relative to its variance, or half the squared distance of embeddings relative to their squared norm.
-    `learning_rate` is the one of several that `distill` chose; None if no fit was better than none.
+    `repair` stores one error per block: the relative squared error of its output on held-out images, after the earlier
+    blocks were repaired. `distill` stores one divergence of the outputs on held-out images (`OutputKind.softened`). For
+    logits it is half the variance of their difference, and for logits of labels an eighth of their squared differences.
+    For a regression it is the squared error relative to the variance, and for embeddings half the squared distance
+    relative to their squared norm. `learning_rate` is the one that `distill` chose; None if no fit was an improvement.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Fitted:
 
 
 def improve_(module: nn.Module, before: float, error: Callable[[], float], fit_: Callable[[], None]) -> float:
-    """Fits a module in place, and restores it where its error is not below that `before`; returns the lower one."""
+    """Fits a module in place, restores it if its error is not below `before`, and returns the lower error."""
     state = copy.deepcopy(module.state_dict())
     fit_()
     after = error()
@@ -68,26 +68,26 @@ def descend_(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Minimizes the error, of images or tokens that it draws, by steps of Adam on all parameters of a module.
+    """Minimizes the error, on images or tokens that it draws, by steps of Adam on all parameters of a module.
 
     `learning_rate` is relative to the root mean square of each tensor, and decays to zero by a cosine. Frozen
-    parameters are fitted too, and are frozen again afterwards.
+    parameters are fitted as well, and are frozen again afterwards.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
-    # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
-    # relative to its entries.
+    # A step of Adam is as large as its learning rate, whatever the scale of the gradient. So the learning rate of a
+    # tensor is relative to its entries.
     sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
     generator = torch.Generator().manual_seed(seed)
     with trainable(module), torch.enable_grad():
         pairs = zip(parameters, sizes, strict=True)
         optimizer = torch.optim.Adam([{"params": [row], "lr": learning_rate * size} for row, size in pairs], fused=True)
-        # From 1 to 0 by half a cosine.
+        # Decays from 1 to 0 by half a cosine.
         cosine = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
         )
         for _ in range(steps):
             optimizer.zero_grad()
-            error(generator).backward(inputs=parameters)  # others may be part of the error
+            error(generator).backward(inputs=parameters)  # other parameters may contribute to the error
             optimizer.step()
             cosine.step()
 
@@ -106,7 +106,7 @@ class Distill:
     example = "attnrx.realization.distillation.Distill(epochs=2)"
 
     epochs: int = 2
-    # The first is better for a model that has lost little, the second for one that has lost much
+    # The first rate is better for a model that lost little, the second for a model that lost much
     # (docs/results/plan.md, "What does the last fit add?").
     learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     batch: int = 64
@@ -127,23 +127,24 @@ def distill(
 ) -> Fitted:
     """Returns a copy of the candidate whose outputs are fitted to the reference's, without labels.
 
-    All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
-    block by block and on all tokens, cannot. The loss is the Kullback-Leibler divergence of outputs softened by a high
-    temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One image in eight
-    is not fitted to: the weights with the least divergence on those are returned, which may be the candidate's own.
+    All weights are fitted together by Adam, with tokens pruned and merged as in use. This corrects what `repair` cannot
+    correct, because it works block by block and on all tokens. The loss is the Kullback-Leibler divergence of outputs
+    softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start.
+    One image in eight is not fitted to. You get the weights with the least divergence on these images, which may be the
+    candidate's own.
 
     Args:
         candidate: The compressed model.
         reference: The original.
         calibration: Images, normalized for the model.
-        settings: The passes and rates of the fit.
+        settings: The passes and learning rates of the fit.
 
     Returns:
         The distilled copy with the divergence before and after.
 
     Raises:
         InvalidInput: The models return outputs of different widths, there are too few images, or directions are to be
-            fitted and the outputs are no embeddings.
+            fitted although the outputs are not embeddings.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -164,7 +165,7 @@ def distill(
             'the model with outputs="embedding".'
         )
     weight = next(candidate.parameters())
-    # Steps are smaller than the rounding of half precision.
+    # In float32, because steps are smaller than the rounding of half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     validation, other = (InputValidation(reference, family_of(reference), "distill") for _ in range(2))
@@ -186,7 +187,7 @@ def distill(
 
 
 class _OutputFit:
-    """The error of a model's outputs, on the next batch of the images and on those that are held out."""
+    """The error of a model's outputs, on the next batch of the images or on the held-out images."""
 
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
         self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
@@ -195,27 +196,27 @@ class _OutputFit:
         self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
-        # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
-        # ends with a pass, so the next one begins with the first images again.
+        # In the order of the set, which alternates between the classes, so that images are decoded once per epoch and
+        # never all in memory. A fit ends with a pass, so the next fit begins with the first images again.
         rounds = chain.from_iterable(self._batches() for _ in repeat(None))
         self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """From now on computes the model as a file of `bits` bits does, with ranges from the first images."""
+        """Makes later passes compute the model as a file of `bits` bits does, with ranges from the first images."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
-        """Returns the mean divergence on the next images to fit to."""
+        """Returns the mean divergence on the next images that are fitted to."""
         pixels = next(self._next)
         return self.distance(*self._outputs(pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
-        """Returns the mean divergence on the images that are held out; all are validated, if that is requested."""
+        """Returns the mean divergence on the held-out images; with `validation`, all images are validated."""
         with torch.no_grad():
             held_out = (pixels[_held_out(pixels)] for pixels in self._batches(validation))
             parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
-        # Of all images together: the scale of a divergence may be that of the outputs of all images.
+        # Computed on all images together, because the scale of a divergence may depend on all outputs.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.distance(target, outputs).mean())
 
@@ -238,5 +239,5 @@ class _OutputFit:
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
-    # The last of every group: a short last batch has images to fit to, and maybe none that are held out.
+    # The last image of every group: a short last batch then has images to fit to, but perhaps none that are held out.
     return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1

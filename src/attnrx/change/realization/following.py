@@ -1,7 +1,7 @@
-"""MLPs outside the blocks that have the width of those in the blocks, as in the pooling head of SigLIP.
+"""MLPs outside the blocks that are as wide as the MLPs in the blocks, for example in SigLIP's pooling head.
 
-A portable model of another width needs them narrower, too: the units that add least to the output on some images are
-removed, and the second map is fitted to those that stay, as in the blocks (`decide_hidden`).
+A portable model of another width needs these to be narrower, too. As in the blocks (`decide_hidden`), the units that
+add least to the output on some images are removed, and the second map is fitted to the remaining units.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from attnrx.vit.models import observing_calls
 from attnrx.vit.models.parts.mlp import write_linear_
 
 IMAGES = 128
-"""The most images that the moments are measured on."""
+"""The most images on which the moments are measured."""
 
 
 def narrow_(model: nn.Module, pairs: Sequence[tuple[str, str]], hidden: int, images: ImageSet) -> None:
-    """Removes units from the MLPs whose two maps are at these paths in the model of the library, in place."""
+    """Removes units, in place, from the MLPs whose two maps are at these paths in the library's model."""
     adopted: Any = model
     weight = next(model.parameters())
     with evaluating((model,)):

@@ -1,4 +1,4 @@
-"""Repair: fits the remaining weights of a compressed model, block by block, to the outputs of the original's blocks."""
+"""Repair: fits the remaining weights of a compressed model, block by block, to the original's block outputs."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,35 +48,36 @@ from attnrx.vit.models import (
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
-# The importance of tokens is measured on so many images, or on a quarter of those of a budget; a share of it is
-# the same for all tokens, because the outputs of a class-token model do not depend on the patches of its last block,
-# while its dense features do.
+# IMPORTANCE_IMAGES is how many images the importance of tokens is measured on; a budget allows a quarter of its images.
+# EVEN is the share of the importance that is the same for all tokens: the outputs of a class-token model do not depend
+# on the patches of its last block, but its dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
-# At most so many images of a user's data are read.
+# At most this many images of a user's data are read.
 MOST_REPAIRED = 4096
-# Images of a forward pass of one block.
+# The number of images in a forward pass of one block.
 CHUNK = 32
-# The graph of a gradient has as many images as take so many multiply-accumulates: 16 of a ViT-B, 4 of a ViT-L, of which
-# 16 would need 5 GB.
+# The graph of a gradient has as many images as this number of multiply-accumulates allows: 16 for a ViT-B, 4 for a
+# ViT-L, where 16 would need 5 GB.
 GRAPH_MACS = 2.9e11
 
 
 @dataclass(frozen=True)
 class Repair:
-    """The settings: the penalty of the least-squares fit, and steps of Adam per attention and per MLP.
+    """The settings of a repair: the penalty of the least-squares fit, and the steps of Adam per attention and per MLP.
 
-    A step is on all tokens of `images` images for an attention, on `tokens` single tokens for an MLP, drawn from all
-    images in proportion to their importance.
+    A step for an attention uses all tokens of `images` images. A step for an MLP uses `tokens` single tokens, drawn
+    from all images in proportion to their importance.
 
-    `macs` is the most multiply-accumulates of the whole repair, estimated beforehand: large models are repaired on
-    fewer images, and, from MIN_REPAIR_IMAGES on, with fewer steps, but at least half of them. None sets no limit.
+    `macs` is the most multiply-accumulates of the whole repair, estimated beforehand. Large models are repaired on
+    fewer images, and once these are down to MIN_REPAIR_IMAGES, with fewer steps, but with at least half of them. None
+    sets no limit.
 
-    With `bfloat16` both models have products of bfloat16 where the device is faster with them.
+    With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
 
     `removed` are the blocks of the reference that the candidate lacks, counted from 1. The block before them is fitted
     to their output.
 
-    With `bits=8` the linear maps of the candidate's blocks are computed as a file of 8 bits computes them.
+    With `bits=8`, the linear maps of the candidate's blocks are computed as an 8-bit file computes them.
 
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
@@ -109,13 +110,13 @@ def repair(
 ) -> Fitted:
     """Returns a copy of the candidate whose blocks are fitted to the reference's, without labels.
 
-    Every block is fitted in turn, on what the repaired blocks before it give, to the output of the reference's block on
-    what the reference's blocks before it give. So a block also corrects errors of earlier ones. First the maps of the
-    attention are fitted by steps of Adam; then the second map of the MLP in closed form, by least squares with a
-    penalty on its change; then both maps of the MLP by steps of Adam. The squared error of a token is weighted by its
-    importance, the root mean square of the gradient of the reference's outputs with respect to the block's. A fit is
-    kept if it reduces the error of the block's output on one image in eight, which is not fitted to. Blocks that have
-    all weights of the reference are not fitted.
+    The blocks are fitted in turn. A block gets what the repaired blocks before it return, and its target is the
+    reference's own output there, so it also corrects errors of earlier blocks. First the maps of the attention are
+    fitted by steps of Adam. Then the second map of the MLP is fitted in closed form, by least squares with a penalty on
+    its change. Then both maps of the MLP are fitted by steps of Adam. The squared error of a token is weighted by its
+    importance: the root mean square of the gradient of the reference's outputs with respect to the block's output. A
+    fit is kept if it reduces the error of the block's output on one image in eight, which is not fitted to. Blocks that
+    have all weights of the reference are not fitted.
 
     You need memory for about seven copies of all tokens of the images. Prune and merge tokens afterwards.
 
@@ -123,15 +124,15 @@ def repair(
         candidate: The compressed model, with all its tokens.
         reference: The original.
         calibration: Images, normalized for the model.
-        settings: The steps and rates of the fit.
+        settings: The steps and learning rates of the fit.
 
     Returns:
         The repaired copy with the errors of every block before and after.
 
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
-        NotSupported: The candidate prunes or merges tokens, its MLPs are not two linear maps, or a part of a model
-            takes no products of bfloat16, which were requested.
+        NotSupported: The candidate prunes or merges tokens, its MLPs are not two linear maps, or bfloat16 was requested
+            and a part of a model does not take such products.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -159,8 +160,8 @@ def repair(
     device = _weight(reference).device
     precision = bfloat16_products(device, knobs.bfloat16 and has_fast_bfloat16(device.type))
     with evaluating((reference, result.model)), trainable(result.model), precision:
-        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
-        # the targets of a block are those of the reference's own inputs.
+        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks,
+        # because the targets of a block are the reference's outputs for its own inputs.
         weights = token_importance(reference, importance)
         blocks, own = (blocks_of(model, family_of(model)) for model in (reference, result.model))
         kept = [index for index in range(len(blocks)) if index + 1 not in requested.removed]
@@ -178,12 +179,12 @@ def repair(
             for missing in originals[index + 1 : following]:  # the block before them is fitted to their output
                 base = missing.run_all(base if is_chain else _tokens_before(reference, missing.module, images)[0])
             fit = _BlockFit(block, tokens, base, weights[following - 1], knobs)
-            # What a whole block gets differs by the errors of earlier ones, and no fit of it brings that nearer
-            # (docs/results/plan.md).
+            # The input of an unchanged block differs only by the errors of earlier blocks, and fitting the block does
+            # not reduce that difference (docs/results/plan.md).
             is_whole = following == index + 1 and _are_equal(original.module, block.module)
             is_fitted = fit.before > 0 and not is_whole
             tokens = fit.run(without_mlp) if is_fitted else fit.run_all(tokens)
-            del without_mlp  # before the next block has its own
+            del without_mlp  # free it before the next block creates its own
             result.before.append(fit.before)
             result.after.append(fit.error)
     return result
@@ -207,7 +208,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the settings with the steps, and the number of images, that the budget of MACs allows."""
+    """Returns the settings with the steps that the budget of MACs allows, and the number of images it allows."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -217,8 +218,8 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     maps = family_of(candidate).mlp(candidate)
     units: list[Any] = [second for _, second in maps]
     moments = sum(layer.tokens * second.in_features**2 for layer, second in zip(layers, units, strict=True))
-    # One pass of the reference; two of the candidate, before and after its attention is fitted; the products of the
-    # closed form. A gradient costs two passes more, and the importance of tokens is one.
+    # One pass of the reference, two of the candidate (before and after its attention is fitted), and the products of
+    # the closed form. A gradient costs two more passes, and the importance of tokens is one gradient.
     per_image = whole + 2 * (attentions + mlps) + moments
     per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
     left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)
@@ -232,8 +233,9 @@ Tokens = Float[Tensor, "images tokens width"]
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a block takes the tokens of an image: in so many sequences, or in a grid whose `width_axis` has the features,
-    with these `sides`.
+    """How a block takes the tokens of an image: as `windows` sequences, or as a grid.
+
+    In a grid, the features are on `width_axis`, and `sides` are its rows and columns.
     """
 
     windows: int
@@ -263,9 +265,9 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block, its attention, the two maps of its MLP, and the arguments that its model passes beside the tokens.
+    """A block, its attention, the two maps of its MLP, and the arguments that its model passes besides the tokens.
 
-    The tokens of an image are side by side here, whatever the `layout` is in which the block takes them.
+    The tokens of an image are side by side here, whatever `layout` the block takes them in.
     """
 
     module: nn.Module
@@ -284,10 +286,10 @@ class _Block:
         return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
-        """Returns the outputs for all images with zeros for the output of the MLP, and the outputs."""
+        """Returns the outputs for all images, first with zeros as the output of the MLP, then as they are."""
         scale = self.scale(tokens[:2])
         without_mlp, outputs = [], []
-        # One pass: what the MLP adds to the stream is known from its output.
+        # One pass is enough, because the MLP's output shows what it adds to the stream.
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
@@ -296,8 +298,8 @@ class _Block:
 
     @contextmanager
     def without_mlp(self) -> Iterator[None]:
-        """Zeros for the output of the MLP, whose maps are not computed."""
-        # The block's own code still runs: residuals, norms, LayerScale.
+        """Replaces the output of the MLP by zeros inside the context, without computing its maps."""
+        # The block's own code still runs: residual sums, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
                 stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
@@ -305,13 +307,13 @@ class _Block:
 
     def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
         """Returns the factors between the output of the MLP and its share of the block's output (LayerScale)."""
-        # The slope of the block's output, summed over all entries, with respect to the MLP's is the factor of every
-        # feature, if the MLP is added linearly; whether it is the same for all tokens is verified.
+        # If the MLP is added linearly, the factor of a feature is a slope: the derivative of the block's output, summed
+        # over all entries, by the MLP's. The slope must be the same for all tokens, which is verified.
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
             outputs.append(output.detach().requires_grad_())
-            return outputs[0]  # a leaf in place of the MLP's output
+            return outputs[0]  # a leaf of the graph in place of the MLP's output
 
         hook = self.maps[1].register_forward_hook(record)
         try:
@@ -329,11 +331,12 @@ class _Block:
         return factors
 
     def features(self, tokens: Tokens) -> nn.Module:
-        """Returns a module from the first map's input to the second's: the modules in between, where they are called
-        one after the other, else the module around both maps.
+        """Returns a module that computes the input of the second map from the input of the first.
+
+        If the modules in between are called one after another, it consists of these; else of the module around both.
         """
-        # Leaf modules in the order of their calls between both maps: activation, dropout, norm. Functional calls have
-        # no hook, so the sequence is compared with the block.
+        # Leaf modules in the order of their calls between the two maps: activation, dropout, norm. Functional calls
+        # have no hook, so the result of the sequence is compared with the block's.
         inside = {id(part) for linear in self.maps for part in linear.modules()}
         leaves = [part for part in self.module.modules() if id(part) not in inside and not list(part.children())]
         with recording_calls((*self.maps, *leaves), lambda call: call) as calls:
@@ -343,10 +346,10 @@ class _Block:
         called, inputs, units = modules[first + 1 : last], calls[first].tokens, calls[last].tokens
         candidates: list[nn.Module] = [nn.Sequential(self.maps[0], *called)]
         around = [part for part in self.module.modules() if {*self.maps} <= {*part.modules()}]
-        if len(around) > 1:  # the smallest one, e.g. a gated MLP
+        if len(around) > 1:  # the smallest such module, e.g. a gated MLP
             candidates.append(_UpTo(around[-1], self.maps[1]))
         for candidate in candidates:
-            with suppress(RuntimeError):  # a gate has a part of other inputs
+            with suppress(RuntimeError):  # e.g. in a gate, a part gets other inputs
                 if torch.allclose(candidate(inputs), units, rtol=1e-4, atol=1e-5):
                     return candidate
         raise NotSupported(
@@ -356,8 +359,8 @@ class _Block:
 
 
 def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
-    """Returns the blocks of a model, with the arguments that it passes to them."""
-    # Two images suffice: the arguments (positions, masks) are those of every image.
+    """Yields the blocks of a model, with the arguments that the model passes to them."""
+    # Two images are enough, because the arguments (positions, masks) are the same for every image.
     family, blocks = family_of(model), blocks_of(model, family_of(model))
     layout = _Layout.of(model)
     with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs, layout.at(call.tokens)))) as calls:
@@ -376,7 +379,7 @@ def _are_equal(block: nn.Module, other: nn.Module) -> bool:
 
 
 def _zeros(features: int, tokens: Tensor) -> Tensor:
-    """Returns zeros of so many features for every token, without memory."""
+    """Returns zeros for `features` features of every token, without using memory."""
     return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
@@ -385,10 +388,10 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 
 def _are_chained(model: nn.Module, images: ImageSet) -> bool:
-    """Whether every block gets what the block before it returns: a module may add positions or prompts between them."""
+    """Whether every block gets exactly what the previous block returns, e.g. without positions added in between."""
     blocks, weight = blocks_of(model, family_of(model)), _weight(model)
 
-    # Copies: a module may write to the outputs of its blocks.
+    # Copied, because a module may write to the outputs of its blocks.
     def copies(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         return call.module, (call.tokens.clone(), call.output_tokens.clone())
 
@@ -403,14 +406,14 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
     family, weight = family_of(model), _weight(model)
     validation = InputValidation(model, family, "repair")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
+        warnings.simplefilter("ignore", ScaleWarning)  # the notes say the same
         batches = (validation.take(batch.images) for batch in images.batches(CHUNK, device=weight.device))
         tokens = [_input_of(block, partial(model, pixels)).detach() for pixels in batches]
         return _Layout.of(model).by_image(torch.cat(tokens)), validation.notes()
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
-    """Returns the first argument of a part of a model in a forward pass, which ends there: the rest is not needed."""
+    """Returns the first argument of a part of a model in a forward pass, which ends there because no more is needed."""
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:
@@ -423,20 +426,20 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 class _Reached(Exception):
-    """Ends a forward pass."""
+    """Ends a forward pass at the part whose input is needed."""
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
-    """Returns the weights of the tokens after every block: the root mean square of the gradient of the outputs with
-    respect to them, mean 1, mixed with EVEN.
+    """Returns the weights of the tokens after every block, by their effect on the outputs.
 
-    It is the gradient of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a class
-    drawn from the predicted probabilities, so that its second moment is the Fisher information; of embeddings, the
-    gradient of a random projection of the normalized embedding. Tokens after a block that has no gradient weigh the
-    same.
+    A weight is the root mean square of a gradient with respect to the token, scaled to mean 1, and mixed with EVEN. It
+    is the gradient of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a class
+    drawn from the predicted probabilities, so its second moment is the Fisher information. For embeddings, it is the
+    gradient of a random projection of the normalized embedding. If a block has no gradient, all tokens after it have
+    the same weight.
     """
-    # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
-    # labels. Its root fits better than the square (docs/results/hidden.md).
+    # One sampled class per image estimates the diagonal of the Fisher matrix without labels and without a pass per
+    # class. Its root fits better than its square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
     layout, blocks = _Layout.of(model), blocks_of(model, family)
     sums: dict[nn.Module, Tensor] = {}
@@ -447,19 +450,19 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
         with torch.enable_grad(), recording_calls(blocks, lambda call: call) as calls:
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
-        # By block [batch, tokens, width]; there is none where the module computes its blocks without gradients, or
-        # reads an earlier block alone.
+        # Outputs of blocks, [batch, tokens, width]. There are none if the module computes its blocks without gradients,
+        # or reads only an earlier block.
         outputs = [call.output_tokens for call in calls if call.output_tokens.requires_grad]
         known = outputs if drawn.requires_grad else []
         found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
         for call in calls:
-            # A module may call a block several times; its fit is that of sequences as in the first call.
+            # A module may call a block several times; the block is fitted to sequences like those of the first call.
             count = layout.by_image(call.tokens).shape[1]
             total = sums.setdefault(call.module, call.tokens.new_zeros(count))
             slope = slopes.get(id(call.output_tokens))
             if slope is not None and count == len(total):
-                # The last block of a class-token model may compute that token only.
+                # The last block of a class-token model may compute only that token.
                 squares = layout.by_image(slope).square().sum((0, -1))
                 total[: len(squares)] += squares
     roots = [sums[block].sqrt() for block in blocks]
@@ -467,12 +470,12 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
 
 
 class _UpTo(nn.Module):
-    """A module up to the input of one of its parts, which it returns."""
+    """A module that runs only up to the input of one of its parts, and returns this input."""
 
     def __init__(self, module: nn.Module, part: nn.Module):
         super().__init__()
         self.module = module
-        self.part = (part,)  # in a tuple, so that its weights have one name
+        self.part = (part,)  # in a tuple, so that its weights are not registered under a second name
 
     def forward(self, inputs: Tensor) -> Tensor:
         return _input_of(self.part[0], partial(self.module, inputs))
@@ -481,10 +484,10 @@ class _UpTo(nn.Module):
 class _BlockFit:
     """The fits of one block to the output of the reference's block, and the relative error on held-out images.
 
-    `tokens` are the inputs of the block, `targets` and `without_mlp` the outputs of the reference's block, with its MLP
-    and without. Three fits follow one another: the attention by Adam, to the stream before the MLP; the second map of
-    the MLP in closed form; then both maps by Adam from there. Each is kept only if it lowers the error of the block's
-    output on images that it was not fitted to.
+    `tokens` are the inputs of the block. `targets` and `without_mlp` are the outputs of the reference's block with and
+    without its MLP. There are three fits: first of the attention by Adam, to the stream before the MLP; then of the
+    second map of the MLP in closed form; then of both maps by Adam from there. Each is kept only if it lowers the error
+    of the block's output on images that it was not fitted to.
     """
 
     def __init__(self, block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair):
@@ -524,9 +527,9 @@ class _BlockFit:
             run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
+            # Whole images, because attention mixes the tokens of an image; few images, because they have many tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
-            # In the block, which may divide the tokens for its attention, and scale what that returns.
+            # Inside the block, which may divide the tokens for its attention, and scale its output.
             with block.without_mlp():
                 missed = run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
@@ -543,20 +546,20 @@ class _BlockFit:
             with recording_calls(block.maps[:1], lambda call: call.tokens.detach()) as calls:
                 stream = torch.cat([run(part) for part in self.tokens.split(CHUNK)])
         inputs = torch.cat(calls).reshape_as(stream)
-        del calls  # as large as the tokens of all images
+        del calls  # they are as large as the tokens of all images
         targets, shares = (self.targets - stream) / scale, weight.cpu()
         compute = rounded(mlp, inputs.split(CHUNK), self.knobs.bits)
 
         def outputs_of(images: Tensor) -> Tokens:
-            # Of the block, from its stream before the MLP: the rest of the block need not run again.
+            # The block's outputs, computed from its stream before the MLP, so the rest of it need not run again.
             return torch.cat([stream[part] + scale * compute(inputs[part]) for part in images.split(CHUNK)])
 
         def mlp_error() -> float:
             return self._error_of(outputs_of(self.held_out))
 
         def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # An MLP treats tokens one by one. Sampling in proportion to the importance replaces its weights.
-            # Single tokens of many images differ more than all tokens of a few.
+            # An MLP treats tokens one by one. Sampling them in proportion to their importance replaces the weights of
+            # the error. Single tokens of many images differ more than all tokens of a few images.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
             return ((compute(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
@@ -570,8 +573,8 @@ class _BlockFit:
 def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
-    """Fits the second map, or the second factor of it, by least squares with a penalty on the change of its weight."""
-    # Normal equations in float64, accumulated over chunks: memory does not grow with the number of tokens.
+    """Fits the second map, or its second factor, by least squares with a penalty on the change of its weight."""
+    # Normal equations in float64, accumulated over chunks, so that memory does not grow with the number of tokens.
     units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
     features = nn.Sequential(units, *([second.first] if isinstance(second, LowRankLinear) else []))
@@ -582,7 +585,7 @@ def _fit_second_(
     for part in fitted.split(CHUNK):
         rows = features(inputs[part])  # [images, tokens, units]
         rows = torch.cat([rows, torch.full_like(rows[..., :1], float(has_bias))], dim=-1)
-        # The rest of the current map is fitted, so that the penalty is on its change.
+        # What the current map leaves over is fitted, so that the penalty applies to the map's change.
         residuals = wanted[part] - linear(rows[..., :-1])
         rows, residuals = ((root * each).flatten(0, -2) for each in (rows, residuals))
         with bfloat16_products(inputs.device, False):
@@ -590,11 +593,12 @@ def _fit_second_(
             joint += (rows.T @ residuals).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
-    # The last column has the means, as the last feature is 1 (or 0 without a bias; the variance is then the mean
-    # square).
+    # The last column holds the means, because the last feature is 1. Without a bias it is 0, and the variance is then
+    # the mean square.
     mean = moment[:-1, -1]
     variance = float((moment.diagonal()[:-1] - mean.square()).clamp_min(0).mean())
-    # No penalty on the bias. Without one its row is zero, and a 1 on the diagonal keeps the matrix invertible.
+    # There is no penalty on the bias. Without a bias, its row is zero, and a 1 on the diagonal keeps the matrix
+    # invertible.
     penalty = moment.new_full((size,), max(ridge * variance, 1e-30))
     penalty[-1] = 0.0 if has_bias else 1.0
     change = torch.linalg.solve(moment + penalty.diag(), joint).T

@@ -1,9 +1,8 @@
-"""Backends, which compute the output of the heads from score factors and values, and what forms give them (buckets of
-heads, factors of the scores).
+"""Backends compute the output of the heads from what forms give them: score factors and values, in buckets of heads.
 
-They are the reference (`Eager`), fused attention, the C++ kernel, the choice between these by rule (`Auto`, the
-default), attention of exported files (`Portable`), and those that pass the attention on: to a token reducer, with
-tokens weighted by their size, or to an observer.
+They are the reference (`Eager`), fused attention, the C++ kernel, a choice between these by rule (`Auto`, the default),
+and attention of exported files (`Portable`). Others pass the attention on: to a token reducer, with tokens weighted by
+their size, or to an observer.
 """
 
 from abc import ABC, abstractmethod
@@ -20,13 +19,13 @@ from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec
 
-# With fewer tokens (of all images together) the launch overhead of every operation exceeds its arithmetic.
+# With fewer tokens (of all images together), the launch overhead of an operation exceeds its arithmetic.
 FEW_TOKENS = 1024
-# A head's keys are transposed once for all its queries; with fewer queries that costs more than it saves.
+# A head's keys are transposed once for all its queries; with fewer queries, that costs more than it saves.
 FEW_QUERIES = 8
-# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. CPU time of
-# padded over exact, three heads, 197 tokens, batch 1 and 8, in ONNX Runtime and OpenVINO: 1.07 to 1.27 at a share of
-# 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97 (one thread of a Xeon with AVX-512, 2026-11-27).
+# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. Measured CPU
+# time of padded over exact groups, three heads, 197 tokens, batch 1 and 8, in ONNX Runtime and OpenVINO: 1.07 to 1.27
+# at a share of 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97 (one thread of a Xeon with AVX-512, 2026-11-27).
 NARROW = 0.95
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
@@ -39,8 +38,8 @@ BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
 class AttentionContext(NamedTuple):
     """The shape, device and recording state of one call.
 
-    A call is free if nothing of it is recorded: no gradients, no captured graph. Only then may buffers be reused and
-    the batch be computed in chunks. In an export for batches of any size the number of images is unknown.
+    A call is free if nothing records it: neither gradients nor a graph capture. Only then may buffers be reused and the
+    batch be computed in chunks. In an export for batches of any size, the number of images is unknown.
     """
 
     images: int | torch.SymInt
@@ -53,7 +52,7 @@ class AttentionContext(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor) -> "AttentionContext":
         """Returns the context of tokens of shape [batch, tokens, width]."""
-        # A run that computes the constants of a graph takes the same way as the graph.
+        # A run that computes the constants of a graph must take the same path as the graph.
         free = not (is_recorded() or has_fixed_weights())
         # A recorded graph must not depend on the threads of the machine that records it.
         threads = torch.get_num_threads() if free else 0
@@ -66,8 +65,8 @@ class AttentionContext(NamedTuple):
     def has_fewer_than(self, count: int) -> bool:
         """Whether all images together are known to have fewer tokens.
 
-        False during export: the result would hold for batches of one size only, and in a strict export (Dynamo) a
-        symbolic size is an int.
+        False during export: a true result would fix the batch size, and in a strict export (Dynamo) a symbolic size is
+        an int.
         """
         if torch.compiler.is_exporting():
             return False
@@ -79,8 +78,8 @@ class AttentionContext(NamedTuple):
 class Bucket:
     """Neighbouring heads that are computed together.
 
-    Every head is projected to `rank` directions, the largest rank of theirs or more, and enters the kernel with `width`
-    of them, the last ones zero.
+    Every head is projected to `rank` directions, at least the largest rank among them. It enters the kernel with
+    `width` directions, of which the last ones are zero.
     """
 
     start: int
@@ -99,7 +98,7 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 
 
 class Mixture(ABC):
-    """The scores of the heads of one bucket as weighted sums of score maps that all heads share."""
+    """The scores of one bucket's heads as weighted sums of score maps that all heads share."""
 
     @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
@@ -109,12 +108,12 @@ class Mixture(ABC):
     def native_outputs(
         self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
     ) -> HeadOutputs:
-        """Returns the outputs of the heads of all buckets, by their mixtures, from the C++ kernel."""
+        """Returns the outputs of the heads of all buckets, computed from their mixtures by the C++ kernel."""
 
 
 @dataclass(frozen=True)
 class GridScores:
-    """What is added to the scores of keys in a grid: every query has a number for each row, and one for each column."""
+    """Summands of the scores of keys in a grid: for every query, a number for each row and one for each column."""
 
     rows: Float[Tensor, "batch heads queries rows"]
     columns: Float[Tensor, "batch heads queries columns"]
@@ -125,18 +124,18 @@ class GridScores:
     def features(
         self, scale: float
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns features of queries and keys whose product, times the scale, is what is added."""
+        """Returns features of queries and keys whose product, times the scale, is added to the scores."""
         numbers = torch.cat([self.rows, self.columns], -1) * (1 / scale)
         sizes = self.rows.shape[-1], self.columns.shape[-1]
         places = places_in_grid(*sizes, numbers.dtype, numbers.device)
-        # Fused kernels load features in steps.
+        # Fused kernels load features in steps, so the width is rounded up.
         added = -sum(sizes) % Fused.STEP
         return F.pad(numbers, (0, added)), F.pad(places, (0, added)).expand(*numbers.shape[:2], -1, -1)
 
 
 @kept
 def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "tokens lines"]:
-    """Returns ones at the row and at the column of every token of a grid, row by row."""
+    """Returns ones at the row and at the column of every token of a grid, in row-major order."""
     of_rows, of_columns = (torch.eye(size, dtype=dtype, device=device) for size in (rows, columns))
     return torch.cat([of_rows.repeat_interleave(columns, 0), of_columns.repeat(rows, 1)], 1)
 
@@ -145,10 +144,10 @@ def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.de
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
-    None where it is one. There are as many owners as heads, or a single one of directions that all heads share. With
-    `mixture` fewer operations give the same scores, as weighted sums of maps that heads share. `bias` is added to the
-    scores, if given, of all images or of each, and so is `grid`.
+    If the form normalizes or rotates the rows of query and key, this has been done already. `strength` is None if all
+    strengths are one. There is one owner per head, or only one if all heads share directions. With `mixture`, fewer
+    operations give the same scores, as weighted sums of maps that heads share. `bias`, if given, is added to the
+    scores, for all images or for each; so is `grid`.
     """
 
     bucket: Bucket
@@ -161,7 +160,7 @@ class ScoreFactors:
     grid: GridScores | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key for the fused kernels, as `sides` does, with the features of their places in a grid."""
+        """Returns query and key for the fused kernels: `sides`, plus the features of their places in a grid."""
         query, key = self.sides()
         if self.grid is None:
             return query, key
@@ -170,8 +169,8 @@ class ScoreFactors:
 
     def sides(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key, heads first, with the strength multiplied into the query."""
-        # Fused kernels have no diagonal between query and key: a strength is folded into one side. It differs by head,
-        # so shared rows [batch, tokens, 1, width] get as many heads as it has; the keys only by a view.
+        # Fused kernels have no diagonal between query and key, so a strength is folded into one side. It differs by
+        # head, so shared rows [batch, tokens, 1, width] are repeated for all heads; for keys, a view is enough.
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
@@ -189,27 +188,27 @@ def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = N
 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 are not grouped."""
-    # Equal numbers are one bucket: all ranks above 0 are replaced by the common rank before they are grouped.
+    """Groups neighbouring heads that have directions, at one rank and width; heads of rank 0 are not grouped."""
+    # All ranks above 0 are replaced by the common rank, because equal numbers form one bucket.
     grouped = exact_buckets(tuple(rank if head_rank else 0 for head_rank in ranks))
     return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)
 
 
 TokenSizes = Callable[[], Float[Tensor, "batch keys"] | None]
-"""Returns the number of original tokens in every token, or None if each is 1."""
+"""Returns how many original tokens every token stands for, or None if each stands for one."""
 
 
 class Backend(ABC):
-    """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
+    """Executes softmax(scores) @ value for all heads; up to rounding, every backend equals `Eager`."""
 
     watches = False
-    """Whether a callback receives every call, which then must hold the whole batch."""
+    """Whether a callback receives every call, so that a call must hold the whole batch."""
 
     takes_few_queries = False
     """Whether queries may have fewer tokens than keys and values."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """`sizes` weight the keys, where the backend takes them; `log_sizes` are their logarithms."""
+        """`sizes` weight the keys in backends that use them; `log_sizes` are their logarithms."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -218,12 +217,12 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes, -inf for 0."""
+        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes (-inf for size 0)."""
         bias = None if bias is None else bias.to(like.dtype)
         sizes = self.token_sizes()
         if sizes is None:
             return bias
-        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
+        # A pruned token has the score -inf. Prefix tokens are never pruned, so every row has a finite score.
         logs = sizes.to(like.dtype).log() if self.log_sizes is None else self.log_sizes()
         assert logs is not None
         mask = logs.to(like.dtype)[:, None, None]
@@ -231,8 +230,9 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Returns the neighbouring heads that are computed together, with their padded rank, and the padded value
-        dimension of every head, equal for all heads of a bucket.
+        """Returns the buckets of neighbouring heads, and the padded value dimension of every head.
+
+        All heads of a bucket have the same padded value dimension.
         """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
@@ -240,11 +240,11 @@ class Backend(ABC):
         return self
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether `attend_fused_qkv` computes this layer: its scores have no strengths and no norms."""
+        """Whether `attend_fused_qkv` can compute this layer; its scores must have no strengths and no norms."""
         return False
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        """Returns the outputs of all heads from the features of one product; here of heads of equal widths."""
+        """Returns the outputs of all heads from the features of one product; here, heads have equal widths."""
         features, heads = joint.features, len(joint.rows)
         # [batch, tokens, heads, width] each: views of the features.
         query, key, value = features.view(*features.shape[:2], 3, heads, -1).unbind(2)
@@ -258,26 +258,27 @@ class Backend(ABC):
         """Returns the output of one bucket's heads, at the width of their values."""
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        """Returns the mean over the keys, by their sizes, the output of heads without directions; zero if there are no
-        keys.
+        """Returns the mean of the values, weighted by the sizes of the keys; zero if there are no keys.
+
+        It is the output of heads without directions.
         """
         sizes = self.token_sizes()
         if sizes is not None:
             return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
-        # The mean over an empty axis is NaN; softmax over no keys times no values is zero.
+        # The mean over an empty axis is NaN, but softmax over no keys times no values is zero.
         return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
 
     def __call__(
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
         """Returns the outputs of all heads, concatenated, from the values of every bucket."""
-        # Buckets of rank 0 have values and no factors, so the factors are consumed separately.
+        # Buckets of rank 0 have values but no factors, so the factors are consumed separately.
         remaining_factors, outputs = iter(factors), []
         for bucket, value in zip(buckets, values, strict=True):
             if bucket.rank:
                 outputs.append(self.attend(next(remaining_factors), value))
             else:
-                # Scores of zero are uniform attention: the same mean for every query, without a product of tokens.
+                # Scores of zero mean uniform attention: the same mean for every query, without a product of tokens.
                 queries = factors[0].query.shape[1] if factors else value.shape[2]
                 outputs.append(self.mean(value).expand(-1, -1, queries, -1))
         # [batch, heads, queries, width] to [batch, queries, heads * width], the input of the output projection.
@@ -286,7 +287,7 @@ class Backend(ABC):
 
 
 class Eager(Backend):
-    """The reference: scores, softmax, weighted sum of the values; keys are weighted by their `sizes`, if given."""
+    """The reference: scores, softmax, weighted sum of the values; `sizes`, if given, weight the keys."""
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape, so that nothing is padded."""
@@ -299,13 +300,14 @@ class Eager(Backend):
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are products of the projected rows, and all heads have as many rows as value dimensions."""
+    """Whether scores are products of projected rows, and the rank and value dimension of all heads are one number."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
 
 def fused_attention(joint: JointFeatures, mask: Float[Tensor, "images _ _ keys"] | None) -> HeadOutputs:
-    """Returns the outputs of heads of equal widths by the fused kernel of PyTorch, in the fewest views of the features;
+    """Returns the outputs of heads of equal widths by PyTorch's fused kernel, with as few views as possible.
+
     `mask` is added to the scores.
     """
     batch, tokens, _ = joint.features.shape
@@ -319,7 +321,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
-        # The query is scaled instead of the map, which has more entries where tokens outnumber directions.
+        # The query is scaled rather than the map, which is larger if there are more tokens than directions.
         query, key = factors.sides()
         products = (query * factors.scale) @ key.transpose(-1, -2)
     if factors.grid is not None:
@@ -330,26 +332,27 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
 class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
-    The fused kernels of PyTorch require equal widths of query, key and value, and fall back to a slow path otherwise.
+    PyTorch's fused kernels require equal widths of query, key and value, and otherwise fall back to a slow path.
     The scale is always passed, because its default depends on the padded rank.
     """
 
     takes_few_queries = True
 
-    # Above this share of the width of the values, projecting fewer rows saves less than it costs to scatter them
-    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
-    # few tokens there is little arithmetic to save, and the launch overhead of further operations is larger.
+    # Above this share of the values' width, projecting fewer rows saves less than scattering them again costs. The rows
+    # are then padded in the weights instead, and the compressed layer runs exactly like the original. With few tokens,
+    # there is little arithmetic to save, and launching further operations costs more.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
     # The kernels load features in steps of this size; a width between two steps is slower than the next step.
     STEP = 8
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
-        keys and values have one width.
+        """Groups all heads that have directions; queries, keys and values have one width.
+
+        The heads have the largest rank, or the full width if that is not slower.
         """
         width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        # A bucket of rank `width` is padded in the weights, one of a smaller rank after the projection.
+        # A bucket of rank `width` is padded in the weights, a bucket of smaller rank after the projection.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
@@ -357,7 +360,7 @@ class Fused(Backend):
     def width(cls, spec: AttentionSpec) -> int:
         """Returns the width of the heads in the kernel."""
         largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
-        # Rounded up to the next step, but never beyond the width of the original.
+        # Rounded up to the next step, but not beyond the original width.
         stepped = -(-largest // cls.STEP) * cls.STEP
         return stepped if stepped <= original else largest
 
@@ -375,15 +378,15 @@ class Fused(Backend):
 
 
 def runs_on(context: AttentionContext) -> bool:
-    """Whether the kernel is built and supports tensors of this context."""
+    """Whether the kernel is built, and supports tensors of this context."""
     return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
 class Native(Eager):
     """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
 
-    The kernel is in the wheel, or built with the user's compiler on first use; without one, and while gradients or a
-    graph are recorded, `Fused` runs in its place. With `sizes`, `runs` must have returned True.
+    The kernel comes with the wheel, or the user's compiler builds it on first use. Without a kernel, or while gradients
+    or a graph are recorded, `Fused` runs instead. `sizes` may only be given after `runs` has returned True.
     """
 
     takes_few_queries = True
@@ -397,15 +400,15 @@ class Native(Eager):
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Pads nothing, unless there are few tokens and each bucket needs operations: then all heads are in one."""
+        """Pads nothing, except if there are few tokens and each bucket needs operations: then all heads form one."""
         if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
         rank = max(spec.ranks, default=0)
         return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
-        # between. Rotations and biases are arguments of it.
+        # The kernel multiplies rows as they are projected, so a layer with strengths, shared rows or norms needs
+        # operations in between. Rotations and biases are arguments of the kernel.
         has_products = not (
             spec.traits.has_strengths
             or spec.traits.shares_directions
@@ -422,7 +425,7 @@ class Native(Eager):
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
         first, has_both = factors[0].query, factors[0].mixture is not None and factors[0].bias is not None
-        # Under autocast the projections return lower precision than the layer's float32 inputs. No kernel takes both a
+        # Under autocast, projections return a lower precision than the layer's float32 inputs. No kernel takes both a
         # mixture and a bias.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32 or has_both:
             return super().__call__(buckets, factors, values)
@@ -444,7 +447,7 @@ def native_outputs(
     for bucket, value in zip(buckets, values, strict=True):
         if bucket.rank:
             query, key = next(remaining_factors).folded()
-        else:  # without query and key features the kernel returns the mean of the values
+        else:  # without features of queries and keys, the kernel returns the mean of the values
             query, key = value.new_empty(len(value), value.shape[1], tokens, 0), value[..., :0]
         queries.append(query)
         keys.append(key)
@@ -453,29 +456,30 @@ def native_outputs(
 
 
 class Auto(Fused):
-    """Inference on a CPU: the C++ kernel (`Native`); otherwise the fused kernel, which heads that mix the maps of
-    blocks never use.
+    """Chooses the C++ kernel (`Native`) for inference on a CPU, and a fused kernel otherwise.
+
+    Heads that mix the maps of blocks never use the fused kernel.
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         if Native.runs(spec, context):
             return Native()
-        # A fused kernel would compute every head with all shared directions, instead of the map of each block once.
+        # A fused kernel would compute every head from all shared directions, instead of each block's map once.
         return Eager() if spec.traits.mixes_blocks else Fused()
 
 
 class Portable(Eager):
-    """Attention in few operations of a graph, for exported files: scaled dot products of torch, whatever the batch
-    size, the threads and the machine are.
+    """Attention in few operations of a graph, for exported files: torch's scaled dot products.
 
-    Neighbouring heads of equal widths are one operation. All heads are padded to one, where that adds little
-    arithmetic. Queries and values may have different widths. Keys are weighted by their `sizes`, if given.
+    The graph is the same for all batch sizes, threads and machines. Neighbouring heads of equal widths are one
+    operation. If padding all heads to one width adds little arithmetic, they are one operation, too. Queries and values
+    may have different widths. `sizes`, if given, weight the keys.
     """
 
     takes_few_queries = True
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        # Rank 1 for a head without directions: its zero rows give a uniform map, of keys weighted by their sizes.
+        # A head without directions gets rank 1: its zero rows give a uniform map, of keys weighted by their sizes.
         ranks = tuple(max(rank, 1) for rank in spec.ranks)
         rank, width = max(ranks), max((*spec.value_dims, 1))
         if sum(ranks) + sum(spec.value_dims) > NARROW * len(ranks) * (rank + width):
@@ -483,7 +487,7 @@ class Portable(Eager):
         return exact_buckets(ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        if factors.mixture is not None:  # the scores are no single product of two factors
+        if factors.mixture is not None:  # the scores are not a single product of two factors
             return super().attend(factors, value)
         query, key = factors.folded()
         mask = self.mask(query, factors.bias)
@@ -494,7 +498,7 @@ class Portable(Eager):
 class CapturedAttention:
     """The captured attention of one layer.
 
-    `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean of the heads' keys, and
+    `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean over the heads' keys, and
     `value_norms` the norms of the values.
     """
 
@@ -507,7 +511,7 @@ class CapturedAttention:
 class AttentionCapture(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
-    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` their logarithms; `receive` is called
+    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` the logarithms. `receive` is called
     with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". If neither full maps nor
     gradients of the sizes are needed, a fused kernel is used.
     """
@@ -525,14 +529,14 @@ class AttentionCapture(Backend):
         self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself, or the C++ kernel if nothing but class attention has to be captured."""
+        """Returns itself, or the C++ kernel if at most class attention has to be captured."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
         return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
-        # Rank 1 for a layer whose heads have none: its zero rows give uniform maps, which can be captured as well.
+        """Puts all heads into one bucket of the values' width, because the fused kernels require equal widths."""
+        # If no head has directions, rank 1 is used: its zero rows give uniform maps, which can be captured as well.
         rank = max((*spec.ranks, 1))
         width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
@@ -548,8 +552,8 @@ class AttentionCapture(Backend):
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.token_sizes()
         query, key = factors.folded()
-        # The logarithm of a size 0 is -inf, with an infinite gradient, so sampled sizes do not enter a fused kernel as
-        # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
+        # The logarithm of size 0 is -inf and has an infinite gradient, so sampled sizes cannot be the mask of a fused
+        # kernel (see `sized_softmax`). A fused kernel never has full maps in memory, either.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
             attention = sized_softmax(scores(factors), sizes)
@@ -564,13 +568,13 @@ class AttentionCapture(Backend):
             self.pass_on(first, factors, value)
         if query.device.type == "cpu" and query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
-            # With the heads side by side, and `attend` returns [batch, heads, queries, width].
+            # `native_outputs` returns the heads side by side; `attend` returns [batch, heads, queries, width].
             return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         if factors.mixture is not None:
             return sized_softmax(scores(factors), sizes) @ value
         mask = self.mask(query, factors.bias)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
-        # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
+        # The ONNX export decomposes the kernel with a mask into products, whose output has another memory layout.
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
 
     def pass_on(
@@ -589,8 +593,9 @@ class AttentionCapture(Backend):
 def capture_uniform(
     capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Float[Tensor, "batch tokens width"]
 ) -> None:
-    """Reports uniform attention, as a hook after a layer whose backend captures none: it has no heads, or another one
-    computes it.
+    """Reports uniform attention; it is a hook after a layer whose backend captures nothing.
+
+    This is a layer without heads, or one that another backend computes.
     """
     (batch, count), spec = output.shape[:2], layer.spec
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
@@ -599,7 +604,7 @@ def capture_uniform(
 
 
 class NativeCapture(Native):
-    """The C++ kernel, which returns no attention, beside the attention of the first token, one row per head."""
+    """The C++ kernel, which returns no attention, plus the attention of the first token, one row per head."""
 
     def __init__(self, sizes: TokenSizes | None, receive: Callable[[CapturedAttention], None]):
         super().__init__(sizes)
@@ -607,7 +612,7 @@ class NativeCapture(Native):
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether the scores are products of rows, without positions and biases of pairs."""
+        """Whether the scores are products of rows, without positions and without biases of pairs."""
         plain = spec.form == "dense" and not spec.pair_bias
         return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
@@ -617,7 +622,7 @@ class NativeCapture(Native):
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
         features, rows, num_rows = joint.features, tuple(joint.rows), sum(joint.rows)
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
-        # One product for all heads: their queries are the rows of a block diagonal matrix.
+        # One product for all heads: their queries form a block diagonal matrix.
         logits = (query * rows_by_head(rows, joint.scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
         return super().attend_fused_qkv(joint)
@@ -644,18 +649,18 @@ class NativeCapture(Native):
 
 @kept
 def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns the matrix, in float32 on a CPU, that has `scale` where a direction belongs to a head, else 0."""
+    """Returns a float32 matrix on the CPU that has `scale` where a direction belongs to a head, and 0 elsewhere."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All intermediates of one layer; heads in storage order, directions and value dimensions zero-padded to the
-    largest rank.
+    """All intermediates of one layer, with heads in storage order.
 
-    `query` and `key` are the rows that enter the scores: divided by their norms if the form has norms, before the
-    strength is applied. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @
-    value; the layer's result is the sum over heads of output @ readout, plus a bias.
+    Directions and value dimensions are zero-padded to the largest rank. `query` and `key` are the rows that enter the
+    scores: divided by their norms if the form has norms, before the strength is applied. Then score = scale * (query *
+    strength) @ key^T, attention = softmax(score), and output = attention @ value. The layer's result is the sum over
+    heads of output @ readout, plus a bias.
     """
 
     # Padded, so that heads of different ranks fit one tensor; zeros change neither scores nor outputs.
@@ -671,10 +676,10 @@ class Observation:
 
 
 class Observed(Backend):
-    """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
+    """Computes like `Eager`, with all heads in one padded bucket, and passes the intermediate results to `observe`.
 
-    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
-    it weights tokens by their size and captures the same quantities.
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture`
+    backend, it weights tokens by their size and captures the same quantities.
     """
 
     watches = True
@@ -700,7 +705,7 @@ class Observed(Backend):
             self.capture.pass_on(attention, factors, value)
         self.observe(
             Observation(
-                # Shared directions have one owner; an observation has one entry per head.
+                # Shared directions have one owner, but an observation has one entry per head.
                 factors.query.expand(-1, -1, value.shape[1], -1),
                 factors.key.expand(-1, -1, value.shape[1], -1),
                 factors.strength,
@@ -720,16 +725,16 @@ def sized_softmax(
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
 
-    The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
-    finite everywhere: the score of a key of size zero is clamped to the largest score of the others. That gradient is
-    smaller than with the formula of DynamicViT (Rao et al., 2021), which grows exponentially with the scores of such
-    keys.
+    The result is the same as adding the logarithm of the size to the scores (-inf for 0), but its gradient for the
+    sizes is finite everywhere: the score of a key of size zero is clamped to the largest score of the others. This
+    gradient is smaller than in DynamicViT's formula (Rao et al., 2021), where it grows exponentially with the scores of
+    such keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
     weights = sizes[:, None, None, :]
-    # Softmax does not depend on the subtracted constant, so it needs no gradient. It is the largest score of the keys
-    # that are present; without the clamp a removed key with a larger score could overflow, and infinity * 0 is NaN.
+    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. It is the largest score of
+    # the keys that are present. Without the clamp, a removed key's larger score could overflow: infinity * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
     weighted = (logits - largest).clamp(max=0.0).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)

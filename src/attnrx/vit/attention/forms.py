@@ -26,11 +26,11 @@ Keys = Float[Tensor, "batch keys rows"]
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The rotations and the biases of the tokens of one layer, of all images or of each.
+    """The rotations and biases of the tokens in one layer, for all images or for each image.
 
-    `cos` and `sin` are the rotation of every patch for each frequency of the original head, equal for all heads or of
-    each original head. `bias` is added to the scores of every pair of tokens, those before the patches (`prefix` of
-    them) included; these are not rotated. The first axis has one entry for all images, or one for each.
+    `cos` and `sin` are the rotation of every patch, for each frequency of the original head, either for all heads or
+    for each original head. The first `prefix` tokens come before the patches and are not rotated. `bias` is added to
+    the scores of every pair of tokens, including these. The first axis has one entry for all images, or one per image.
     """
 
     prefix: int
@@ -39,24 +39,26 @@ class Positions:
     bias: Float[Tensor, "_ _ tokens tokens"] | None = None
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
-        """Returns the positions of the tokens that are left: `indices` are their patches, -1 for a token of none, which
-        is not rotated and has no bias; None stands for all patches.
+        """Returns the positions of the tokens that are left.
+
+        `indices` are their patches, or None for all patches. A token with the index -1 belongs to no patch: it is not
+        rotated and has no bias.
         """
         if indices is None:
             return self
-        # gather refuses -1: such tokens get the entries of patch 0, which are then overwritten.
+        # gather refuses -1, so such tokens get the entries of patch 0, which are then overwritten.
         added, safe = indices < 0, indices.clamp_min(0)
         cos = sin = bias = None
         if self.cos is not None and self.sin is not None:
-            # The rotation by zero, cos 1 and sin 0. [images, kept, heads, pairs].
+            # They are rotated by zero: cos 1 and sin 0, [images, kept, heads, pairs].
             cos = _gathered(self.cos, safe).masked_fill(added[..., None, None], 1.0)
             sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
         if self.bias is not None:
-            # A bias is of all tokens, and `indices` are of patches: those of the prefix precede them.
+            # A bias is for all tokens, but `indices` are for patches, so the prefix tokens are added first.
             first = torch.arange(self.prefix, device=indices.device).expand(indices.shape[0], -1)
             tokens = torch.cat([first, self.prefix + safe], dim=1)
             images, heads, count = indices.shape[0], *self.bias.shape[1:3]
-            # Queries, then keys: [images, heads, kept, tokens], then [images, heads, kept, kept].
+            # First the queries are selected, [images, heads, kept, tokens], then the keys, [images, heads, kept, kept].
             rows = tokens[:, None, :, None].expand(-1, heads, -1, count)
             bias = self.bias.expand(images, -1, -1, -1).gather(2, rows)
             bias = bias.gather(3, tokens[:, None, None, :].expand(-1, heads, tokens.shape[1], -1))
@@ -73,13 +75,13 @@ class Positions:
 
 
 def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:
-    if table.shape[0] == 1:  # one table for all images: indexing it needs no expanded index
+    if table.shape[0] == 1:  # one table for all images can be indexed without expanding the index
         return table[0][indices]
     return table.gather(1, indices[..., None, None].expand(-1, -1, *table.shape[2:]))
 
 
 class ScoreForm(nn.Module, ABC):
-    """Computes score factors from tokens: two projections and the operations of the form."""
+    """Computes score factors from tokens by two projections and the operations of the form."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -89,7 +91,7 @@ class ScoreForm(nn.Module, ABC):
 
     @property
     def query_factor(self) -> float:
-        """The factor of the projected rows of the query: `spec.scale` where the form does not multiply the scores."""
+        """The factor of the projected query rows: `spec.scale` if the form does not multiply the scores by it."""
         return 1.0
 
     @abstractmethod
@@ -102,7 +104,7 @@ class ScoreForm(nn.Module, ABC):
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns projected rows, padded to `rows`, at the positions of their tokens."""
+        """Returns projected rows, padded to `rows`, after applying the positions of their tokens."""
         return features
 
     def strengths(self) -> Tensor:
@@ -119,22 +121,22 @@ class ScoreForm(nn.Module, ABC):
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Returns every bucket that has directions with its rows of query and key."""
+        """Returns every bucket that has directions, with its rows of query and key."""
         rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
     def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
-        """Returns the number of projected rows of each head, by bucket."""
+        """Returns the number of projected rows of a head, for every bucket."""
         return [bucket.rank for bucket in buckets]
 
 
 class DenseForm(ScoreForm):
-    """Plain dot products of query and key: strength one, no norms."""
+    """Plain dot products of query and key: every strength is one, and there are no norms."""
 
     @property
     def query_factor(self) -> float:
-        # As a part of constant weights the scale takes no operation; a norm of the queries would undo it.
+        # Folded into constant weights, the scale costs no operation. A norm of the queries would undo it.
         return self.spec.scale if has_fixed_weights() and not self.spec.fixes_scores else 1.0
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -157,20 +159,20 @@ class DenseForm(ScoreForm):
 class RotaryForm(DenseForm):
     """Dot products of query and key whose pairs of rows are rotated by their token's position (Su et al., 2021).
 
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin) with the angles of its frequency, so that the scores depend on
-    the differences of positions. Rows before the pairs of a head are not rotated.
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin) with the angle of its frequency, so the scores depend on the
+    differences of positions. Rows before a head's pairs are not rotated.
     """
 
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
         cos, sin, prefix = required_rotation(positions)
-        # A gather instead of a loop over the pairs of every head: each row times the cosine of its column, plus its
-        # partner times the signed sine. The column after the last, cosine 1 and sine 0, is that of rows that stay.
+        # A gather instead of a loop over the pairs of every head: each row times its cosine, plus its partner times the
+        # signed sine. The column after the last one (cosine 1, sine 0) is for rows that are not rotated.
         heads, pairs = cos.shape[2:]
         column, partner, sign = rotation_index(self.spec, rows, heads, pairs, features.device)
         first, rest = features[:, : min(prefix, features.shape[1])], features[:, prefix:]
-        if not rest.shape[1]:  # the queries of the last-layer class-token shortcut
+        if not rest.shape[1]:  # only prefix tokens, as queries of the last layer's class-token shortcut
             return features
         cos, sin = (side.flatten(2).to(features.dtype) for side in (cos, sin))
         cos = F.pad(cos, (0, 1), value=1.0)[..., column]
@@ -186,7 +188,7 @@ class RotaryForm(DenseForm):
         stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
         sides = [side.flatten(2).float().contiguous() for side in (cos, sin)]
         if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
-            columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
+            columns = [0] * len(pairs)  # in an uncompressed layer, all heads use the table as it is
         else:
             # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
             index = pair_columns(spec, heads, frequencies, sides[0].device)
@@ -196,12 +198,12 @@ class RotaryForm(DenseForm):
 
 
 class AxialForm(DenseForm):
-    """Dot products of query and key, and relative positions decomposed by axis (Li et al., MViTv2, 2022), as in ViTDet
-    and SAM.
+    """Dot products of query and key, plus relative positions decomposed by axis, as in ViTDet and SAM.
 
-    score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] + right[x_i - x_j]), where a token is in row y
-    and column x of the window. `down` and `right` have a column for every distance, from the most negative, and a row
-    for every row of the query: heads that have lost directions have vectors of their own.
+    From Li et al., MViTv2, 2022: score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
+    right[x_i - x_j]), where token i is in row y_i and column x_i of the window. `down` and `right` have a column for
+    every distance, starting with the most negative one, and a row for every row of the query. Heads that lost
+    directions thus have their own vectors.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -212,13 +214,13 @@ class AxialForm(DenseForm):
 
     @property
     def window(self) -> tuple[int, int]:
-        """The rows and columns of the tokens."""
-        assert self.spec.window is not None  # the spec of this form has one
+        """The number of rows and columns of the tokens."""
+        assert self.spec.window is not None  # specs of this form have one
         return self.spec.window
 
     @property
     def query_factor(self) -> float:
-        return 1.0  # the vectors are multiplied with the query itself
+        return 1.0  # the unscaled query is multiplied with the vectors
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the products, with the scores of the places in the window.
@@ -247,7 +249,7 @@ class AxialForm(DenseForm):
     def _vectors(
         self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
     ) -> Float[Tensor, "heads features lines lines"]:
-        """Returns the vectors of every head for a line of the query and a line of the key, padded to `features`."""
+        """Returns each head's vectors for every query line and key line, padded to `features`."""
         parts = table.split(self.spec.rows)[bucket.heads]
         padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
         size = (table.shape[1] + 1) // 2
@@ -257,7 +259,7 @@ class AxialForm(DenseForm):
 
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
-    """Returns the columns of the kept pairs of all heads among `heads` x `frequencies` (`rotation_index`)."""
+    """Returns the columns of the kept pairs of all heads among `heads` x `frequencies` (see `rotation_index`)."""
     index = [
         (head if heads > 1 else 0) * frequencies + pair
         for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
@@ -273,8 +275,8 @@ def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
 def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits projected rows by bucket, with `rows` per owner: [batch, tokens, owners, rows] each."""
-    if len(buckets) == 1:  # the usual case, without the overhead of a split
+    """Splits projected rows by bucket, with `rows` per owner; each part is [batch, tokens, owners, rows]."""
+    if len(buckets) == 1:  # the usual case, done without the overhead of a split
         return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
     shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
     parts = features.split([owners * count for owners, count in shapes], dim=-1)
@@ -282,7 +284,7 @@ def in_buckets(
 
 
 def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]:
-    """Returns the cosines, the sines and the prefix of positions; raises InvalidInput where they have no rotations."""
+    """Returns the cosines, sines and prefix of positions; raises InvalidInput if they have no rotations."""
     if positions is None or positions.cos is None or positions.sin is None:
         raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
     return positions.cos, positions.sin, positions.prefix
@@ -292,14 +294,14 @@ def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]
 def rotation_index(
     spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int, device: torch.device
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
-    """Returns, for every projected row, the column of its angle among `heads` x `frequencies`, its partner, and the
-    sign of the partner's sine; rows that are not rotated have the column after the last one.
+    """Returns, for every projected row, the column of its angle, its partner, and the sign of the partner's sine.
 
-    `rows` are the padded numbers of rows per head; `heads` is 1 where all heads have the same angles.
+    Columns count the `heads` x `frequencies` angles; rows that are not rotated have the column after the last one.
+    `rows` are the padded numbers of rows per head. `heads` is 1 if all heads have the same angles.
     """
-    # The rows of a head: those that stay, the real parts of the pairs, their imaginary parts, the padding. A real part
-    # a becomes a cos - b sin and an imaginary part b becomes b cos + a sin, so the partner of each is the other one,
-    # and only the real part has a negative sine. Rows that stay are their own partner.
+    # The rows of a head are: rows that are not rotated, real parts of the pairs, their imaginary parts, padding. A real
+    # part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So the partner of each is the other
+    # one, and only the real part has a negative sine. Rows that are not rotated are their own partner.
     column, partner, sign = [], [], []
     start = 0
     for rank, num_rows, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
@@ -320,7 +322,7 @@ def rotation_index(
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
-    """Returns the frequency by which every row of a head is rotated, -1 for rows that are not and for padding."""
+    """Returns the frequency by which every row of a head is rotated, -1 for unrotated rows and for padding."""
     frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
     for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
         row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
@@ -335,13 +337,13 @@ SCORES = Registry[type[ScoreForm]](
 def register_form(
     name: str, kind: type[ScoreForm], traits: FormTraits, compressions: Mapping[str, Compression] | None = None
 ) -> None:
-    """Makes a form of attention known: the class that computes its scores, and its traits.
+    """Registers a form of attention: the class that computes its scores, and its traits.
 
     Args:
-        name: The form, as specs and files name it.
-        kind: The class of its scores.
-        traits: What costs, rules, backends and realizations need to know of it.
-        compressions: Other ways than the exact one to compress its layers, by their names in `realize(by=NAME)`.
+        name: The name of the form in specs and files.
+        kind: The class that computes its scores.
+        traits: What costs, rules, backends and realizations need to know about it.
+        compressions: Ways to compress its layers other than the exact one, by their names in `realize(by=NAME)`.
     """
     SCORES.register(kind, name)
     FORMS.register(traits, name)
@@ -350,5 +352,5 @@ def register_form(
 
 
 def form_of(spec: AttentionSpec) -> ScoreForm:
-    """Returns a new module that computes the scores of a layer; its weights are drawn."""
+    """Returns a new module that computes the scores of a layer, with random weights."""
     return SCORES[spec.form](spec)

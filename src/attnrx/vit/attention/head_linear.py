@@ -13,14 +13,14 @@ from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_nat
 
 
 class HeadLinear(nn.Module):
-    """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
+    """Projects tokens to `rows[h]` features for every head h; one weight stores the rows of all heads unpadded."""
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(sum(rows), width))
         self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
-        if self.weight.numel():  # every head may have rank 0, or be gone
+        if self.weight.numel():  # all heads may have rank 0, or be removed
             nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
@@ -29,22 +29,22 @@ class HeadLinear(nn.Module):
     def padded(
         self, tokens: TokenBatch, rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns `rows[h]` features for every head h, times a factor; features beyond the head's own are zero."""
+        """Returns `rows[h]` features for every head h, times a factor; features beyond those of the head are zero."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self.spread(rows, factor)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
-        """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
+        """Returns the rows with their bias (or zero) as last column, in float64 on the CPU."""
         # Homogeneous coordinates: decompositions then treat the bias as one more entry of every direction.
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
     def spread(self, rows: tuple[int, ...], factor: float = 1.0) -> "WeightAndBias":
-        """Returns weight and bias, times a factor, with zero rows for the padding."""
+        """Returns weight and bias times a factor, with zero rows as padding."""
         weight, bias = self.weight, self.bias
         if rows != self.rows:
-            # One gather pads all heads: every row of the padding reads the zero row that is appended last.
+            # One gather pads all heads: every padding row reads the zero row that is appended at the end.
             index = padding_index(self.rows, rows, weight.device)
             weight = F.pad(weight, (0, 0, 0, 1)).index_select(0, index)
             bias = None if bias is None else F.pad(bias, (0, 1)).index_select(0, index)
@@ -56,13 +56,13 @@ class HeadLinear(nn.Module):
 WeightAndBias = tuple[Tensor, Tensor | None]
 
 Side = tuple[HeadLinear, tuple[int, ...]]
-"""A projection, and how many rows every head gets of it."""
+"""A projection, and how many rows it gives to every head."""
 
 
 class PackedWeights(NamedTuple):
-    """One weight and bias whose rows are the weights and biases of several projections, in memory that they share.
+    """One weight and bias whose rows are the weights and biases of several projections, in shared memory.
 
-    `parameters` are their weights and biases, by projection, and `addresses` where their numbers are.
+    `parameters` are the weights and biases of the projections in turn, and `addresses` are where they are in memory.
     """
 
     parameters: tuple[Tensor | None, ...]
@@ -72,11 +72,11 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
-        """Moves the weights of the projections into one, of which they become rows; None where they are on a CPU, or
-        where a projection is of a subclass, which may compute something else.
+        """Moves the weights of the projections into one weight, whose rows they become.
 
-        A change in place of any of them is then one of the whole. PyTorch's recurrent layers do the same, at the same
-        times: when a layer was made, copied or moved to a device (`flatten_parameters`).
+        Returns None on a CPU, or if a projection is of a subclass, which may compute something else. An in-place change
+        of one of them then changes the whole. PyTorch's recurrent layers do the same whenever a layer is created,
+        copied or moved to a device (`flatten_parameters`).
         """
         if any(type(side) is not HeadLinear for side in projections):
             return None
@@ -93,7 +93,7 @@ class PackedWeights(NamedTuple):
             for each, part in zip(weights, weight.split(rows), strict=True):
                 each.data = part
             if any(each is not None for each in biases):
-                # Some models have biases for queries and values only; the product needs one for every row.
+                # Some models have biases only for queries and values; the product needs one for every row.
                 pairs = zip(weights, biases, strict=True)
                 bias = torch.cat([weight.new_zeros(len(each)) if own is None else own for each, own in pairs])
                 for each, part in zip(biases, bias.split(rows), strict=True):
@@ -103,7 +103,7 @@ class PackedWeights(NamedTuple):
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
         """Returns weight and bias of the last projections; None if these parameters, of any shape, are elsewhere."""
-        # By identity first: a parameter that replaces one for a call may have no address, e.g. that of torch.func.vmap.
+        # Identity is checked first: a parameter that is replaced for a call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
             return None
@@ -123,15 +123,15 @@ def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
 def joint_product(
     tokens: TokenBatch, sides: Sequence[Side], packed: PackedWeights | None
 ) -> Float[Tensor, "batch tokens rows"] | None:
-    """Returns the results of `padded` for several projections of the same tokens, concatenated: by the C++ kernel, or
-    on other devices than a CPU one product with the `packed` weights.
+    """Returns the results of `padded` for several projections of the same tokens, concatenated.
 
-    None where they have to be computed one by one, e.g. for gradients, and in the graphs of files: there one product
+    The C++ kernel computes them, or on other devices than a CPU one product with the `packed` weights. Returns None if
+    they have to be computed one by one, e.g. for gradients. This is also so in the graphs of files, where one product
     and its division into three take longer than three products (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
         return None
-    # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
+    # With few tokens, the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
     parameters: list[Tensor | None] = []
     for side, _ in sides:
         parameters += (side.weight, side.bias)
@@ -153,7 +153,7 @@ def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
 
 
 class OutputProjection(nn.Module):
-    """The output projection of concatenated heads with `value_dims[h]` features of head h, stored unpadded."""
+    """Projects the concatenated heads, with `value_dims[h]` features of head h, to the output; stored unpadded."""
 
     def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
         super().__init__()
@@ -167,16 +167,16 @@ class OutputProjection(nn.Module):
         return linear_map(features, self.weight, self.bias)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
-        """Projects heads that are padded to `value_dims[h]` features; features beyond the head's own are ignored."""
+        """Projects heads that are padded to `value_dims[h]` features; features beyond those of the head are ignored."""
         if value_dims == self.value_dims:
             return self(features)
         return linear_map(features, of_weights(self, value_dims, lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
-        """Returns the weight with zero columns for the padding."""
+        """Returns the weight with zero columns as padding."""
         if value_dims == self.value_dims:
             return self.weight
-        # By zero columns the padded features of a head do not reach the output.
+        # Because of the zero columns, the padded features of a head do not reach the output.
         index = padding_index(self.value_dims, value_dims, self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 

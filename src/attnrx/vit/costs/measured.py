@@ -1,4 +1,4 @@
-"""Two models compared under stated conditions: their latency, measured in turns, and their memory."""
+"""Compares models under stated conditions: their latency, measured in turns, and their memory."""
 
 import gc
 import math
@@ -26,31 +26,31 @@ from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# PyTorch needs passes before a recording: libraries of kernels allocate their memory in the first ones.
+# PyTorch needs passes before a recording, because kernel libraries allocate their memory in the first ones.
 PASSES_BEFORE = 3
-# The 97.5 % quantiles of Student's t for the intervals of so many medians, and the parts of a run.
+# The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts that a run is divided into.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
-# The processes of the measurements that are evidence: a run in another process differs by more than its rounds do, and
-# rounds of a run depend on each other. With four the intervals of 32 rounds are 1.3 to 1.7 times as wide
-# (benchmarks/coverage.py).
+# The number of processes for measurements that are evidence. Runs in different processes differ by more than the rounds
+# of one run, and these depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times as
+# wide (benchmarks/coverage.py).
 PROCESSES = 8
-# Seconds of a call up to which it matters what the caches hold at its start, and the calls of the same model before it:
-# as many as take WARM seconds, but at most MOST_WARM.
+# REPEATED: up to this many seconds, it matters what the caches hold when a call starts. Such a call follows other calls
+# of the same model: as many as take WARM seconds, but at most MOST_WARM.
 REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
-# A measurement that lacks more processors on average, because other processes use them, is one of a busy machine.
+# If other processes take more processors than this from a measurement, on average, the machine counts as busy.
 BUSY = 0.2
-# The roles beside the candidates in one run; blank, as no name of a candidate is.
+# The roles beside the candidates in one run; they are blank, which the name of a candidate cannot be.
 REFERENCE, UNCHANGED = "", " "
 
 
 class RecordedCalls:
-    """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph: for few images or
-    small layers, launching them one by one takes longer than running them.
+    """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph.
 
-    The first call with inputs of a shape and type records. A later one copies its inputs to the memory of the recorded
-    ones, and overwrites the outputs of the call before. Weights may change in place; a weight that is replaced by
-    another tensor is not seen.
+    For few images or small layers, launching the kernels one by one takes longer than running them. The first call with
+    inputs of a shape and type records a graph. A later call copies its inputs to the memory of the recorded inputs, and
+    overwrites the outputs of the earlier call. Weights may change in place, but a weight that is replaced by another
+    tensor goes unnoticed.
     """
 
     def __init__(self, model: Callable[[Tensor], Any]):
@@ -73,7 +73,7 @@ class RecordedCalls:
         return outputs
 
     def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
-        # On another stream, as PyTorch requires of what comes before the recording of a CUDA graph.
+        # On another stream, as PyTorch requires for the passes before a CUDA graph is recorded.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -94,12 +94,12 @@ class RecordedCalls:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Device, precision, threads and compilation of both models.
+    """The device, precision, threads and compilation of both models.
 
     Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
-    `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
-    the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With `plain` models are
-    timed in the code of their library, and never in attnrx's kernels.
+    `compiled` runs both models through torch.compile, after clearing its caches, so that earlier models do not count
+    towards the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With `plain`,
+    models are timed in the code of their library, and never in attnrx's kernels.
     """
 
     device: str = "cpu"
@@ -117,13 +117,13 @@ class Conditions:
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged.
 
-        With `graphs` the calls are recorded (`RecordedCalls`).
+        With `graphs`, the calls are recorded (`RecordedCalls`).
         """
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
-        # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
-        # dynamic=False: one input shape is measured, and its kernels are specialized to it.
+        # fullgraph: if a part fell back to eager, it must fail here instead of being timed as compiled.
+        # dynamic=False: one input shape is measured, so the kernels are specialized to it.
         ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
         return RecordedCalls(ready) if self.graphs else ready
 
@@ -149,7 +149,7 @@ class Conditions:
 
     @property
     def in_kernels(self) -> bool:
-        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`): in eager PyTorch on a CPU."""
+        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`), which is in eager PyTorch on a CPU."""
         return not (self.on_cuda or self.compiled or self.plain)
 
     @property
@@ -159,7 +159,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: median, tenth and ninetieth percentile."""
+    """The seconds of one run: median, tenth and ninetieth percentile."""
 
     median: float
     low: float
@@ -173,25 +173,25 @@ class Timing:
 def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
     """Returns the median over rounds of one time divided by the other of the same round, with its 95 % interval.
 
-    Runs of a round are paired: runs close in time share the load of other processes, which cancels in the ratio. The
-    interval is a t interval on the scale of the logarithm: over the medians of several processes, which include what
-    differs between processes, or over the medians of four consecutive parts of one run (batch means). A repetition in
-    another process can differ by more than the latter.
+    The two times of a round are paired: runs close in time share the load of other processes, which cancels in the
+    ratio. The interval is a t interval on a logarithmic scale. With several processes, it is over their medians, and
+    includes what differs between processes. With one process, it is over the medians of four consecutive parts of the
+    run (batch means). A repetition in another process can then differ by more than the interval.
 
     Raises:
-        InvalidInput: Fewer than two rounds.
+        InvalidInput: There are fewer than two rounds.
     """
     ratios = (seconds / reference).double().reshape(-1, seconds.shape[-1])
     processes, rounds = ratios.shape
     if rounds < 2:
         raise InvalidInput(f"{rounds} round: an interval needs at least two.")
-    # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
-    # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
-    # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
+    # The remaining load lasts for many rounds. A bootstrap of single rounds would treat them as independent: its 95 %
+    # interval covers the ratio in 60 % of the runs. Quarters of the run are nearly independent, and fewer parts would
+    # have much wider intervals (benchmarks/coverage.py).
     parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
     # Medians, not means: in some rounds the machine does something else.
     value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
-    # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
+    # The shorter the parts, the more neighbouring ones are correlated, and the smaller their spread: it is corrected.
     spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
     factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
     return Estimate(value, value / factor, value * factor)
@@ -210,24 +210,24 @@ def interleave(
     `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
     Garbage is collected before the rounds, not during them.
 
-    A model in use is called again and again, and finds its weights in the caches. So with `repeated` every call that
-    takes less than REPEATED seconds is timed after others of the same run that are not. One is not enough: after calls
-    of another model the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7, 5.5, 5.2,
-    5.0, 4.9, 4.9 ms, and of one with two stages of merging 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
+    A model in use is called again and again, and finds its weights in the caches. So with `repeated`, every call that
+    takes less than REPEATED seconds is timed after other, untimed calls of the same run. One such call is not enough.
+    After calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7,
+    5.5, 5.2, 5.0, 4.9, 4.9 ms; with two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
-        runs: What is timed, by name.
+        runs: The functions to time, by name.
         rounds: How often each runs.
-        warmup: Rounds before, which do not count.
+        warmup: The number of rounds before, which do not count.
         clock: The name of the clock.
-        repeated: Whether short calls are timed after others of the same run.
+        repeated: Whether short calls are timed after other calls of the same run.
 
     Returns:
         The seconds of every round, by name, in float64.
 
     Raises:
-        InvalidInput: No rounds or no runs.
-        UnknownName: No such clock.
+        InvalidInput: There are no rounds or no runs.
+        UnknownName: There is no such clock.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
@@ -237,12 +237,12 @@ def interleave(
     last = dict.fromkeys(runs, math.inf)
     for _ in range(warmup):
         last = {name: measure(run) for name, run in runs.items()}
-    # Of all runs or of none.
+    # Either all runs are repeated or none.
     is_short = repeated and max(last.values()) < REPEATED
     before = {name: min(max(int(WARM / max(last[name], 1e-6)), 1), MOST_WARM) if is_short else 0 for name in runs}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs.items())
-    # A collection in the middle of a round would be part of the time of one run.
+    # A collection in the middle of a round would add to the time of one run.
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -275,8 +275,8 @@ def _cuda_seconds(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1000
 
 
-# "cpu" is the CPU time of the process on all its threads: on one thread it hardly depends on other load of the
-# machine; on several it includes their waiting, so only "wall" is the latency that a user measures.
+# "cpu" is the CPU time of the process on all its threads. On one thread it hardly depends on other load of the machine.
+# On several threads it includes their waiting, so only "wall" is the latency that a user measures.
 CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
     "wall": partial(_elapsed, time.perf_counter),
     "cpu": partial(_elapsed, time.process_time),
@@ -286,12 +286,12 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """Forward passes of two models on the same batch, and their conditions.
+    """The latency of two models for the same batch, and the conditions of the measurement.
 
-    `faster` is the reference's time over the candidate's. With the `unchanged` model in the runtime and precision of
-    the candidate it has two factors: `by_runtime` is the reference's time over the unchanged model's, and
-    `by_compression` the unchanged model's over the candidate's. Each is a median over rounds, so that their product is
-    `faster` up to the noise of the rounds.
+    `faster` is the reference's time over the candidate's. If the `unchanged` model, in the candidate's runtime and
+    precision, was measured too, `faster` has two factors. `by_runtime` is the reference's time over the unchanged
+    model's, and `by_compression` is the unchanged model's time over the candidate's. Each is a median over rounds, so
+    their product is `faster` up to the noise of the rounds.
     """
 
     candidate: Timing
@@ -310,7 +310,7 @@ class LatencyComparison:
     by_runtime: Estimate | None = None
     by_compression: Estimate | None = None
     taken: float | None = None
-    """The processors that the threads lacked on average, because other processes used them; None: not known."""
+    """How many processors other processes took from the threads, on average; None if that is not known."""
 
     @property
     def interval(self) -> str:
@@ -337,12 +337,12 @@ def is_busy(taken: float | None) -> bool:
 
 
 def busy_text(taken: float | None) -> str:
-    """Formats why a measurement is one of a busy machine."""
+    """Formats the reason why a measurement was made on a busy machine."""
     return f"measured beside other processes, which took {taken:.1f} of the processors that it needs"
 
 
 def speed_text(speed: float) -> str:
-    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
+    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" for a slower model."""
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
 
 
@@ -353,15 +353,16 @@ def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnr
 
 @dataclass(frozen=True)
 class LatencyProtocol:
-    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count; a
-    short call is timed after others of the same model that do not count either (`interleave`).
+    """How latency is measured.
 
-    `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
-    means "cuda" on a CUDA device and "wall" elsewhere.
+    The models take turns for `rounds` rounds, after `warmup` rounds that do not count. A short call is timed after
+    other calls of the same model, which do not count either (`interleave`). `clock` is "wall", "cpu" (the CPU time of
+    the process, for busy machines) or "cuda" (events of the stream). None means "cuda" on a CUDA device and "wall"
+    elsewhere.
 
-    With `processes` above 1 the rounds are divided among that many new processes, and the intervals include the
-    differences between them. Models that cannot be pickled are measured in this process instead, which
-    `LatencyComparison.processes` states.
+    If `processes` is above 1, the rounds are divided among that many new processes, and the intervals include the
+    differences between them. Models that cannot be pickled are measured in this process instead, and
+    `LatencyComparison.processes` is then 1.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -371,13 +372,13 @@ class LatencyProtocol:
     processes: int = 1
 
     def __post_init__(self):
-        # An interval needs two rounds, and the first pass is never typical.
+        # An interval needs two rounds, and the first pass is never typical, so there is a warmup.
         processes = whole(1, max(STUDENT))
         require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)), processes=processes)
 
     @property
     def resolved_clock(self) -> str:
-        """The name of the clock, also where it follows from the device."""
+        """The name of the clock, even if it follows from the device."""
         return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
 
 
@@ -392,12 +393,12 @@ def compare_latency(
     """Measures the forward pass of both models on the images; neither is changed.
 
     Args:
-        candidate: The model that is measured.
-        reference: The model that it is compared with.
+        candidate: The model to measure.
+        reference: The model to compare it with.
         images: A batch; every pass takes all of it.
-        protocol: The conditions, rounds and clock; by default `LatencyProtocol`'s.
-        unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its
-            own file: the speed is then stated with its factors.
+        protocol: The conditions, rounds and clock; by default `LatencyProtocol()`.
+        unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels or its own
+            file. The speed is then stated with its two factors.
 
     Raises:
         InvalidInput: There are no images.
@@ -413,8 +414,9 @@ def compare_latencies(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> dict[str, LatencyComparison]:
-    """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns; none is
-    changed.
+    """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns.
+
+    No model is changed.
 
     Raises:
         InvalidInput: There are no candidates, one has no name, or there are no images.
@@ -425,12 +427,12 @@ def compare_latencies(
         raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
     protocol = protocol or LatencyProtocol()
     models: dict[str, nn.Module] = {**candidates, REFERENCE: reference}
-    # The unchanged model may be a candidate: it is timed once then, and its factor by compression is 1.
+    # If the unchanged model is also a candidate, it is timed once, and its factor by compression is 1.
     same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
     if unchanged is not None:
         models[same] = unchanged
     runs = _runs(models, images, protocol)
-    if protocol.processes > 1 and is_busy(_taken(runs)):  # evidence is measured once more, and the better one counts
+    if protocol.processes > 1 and is_busy(_taken(runs)):  # evidence is then measured once more, and the better one kept
         runs = min(runs, _runs(models, images, protocol), key=lambda found: _taken(found) or 0.0)
     seconds = {name: torch.stack([run[0][name] for run in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
@@ -451,7 +453,7 @@ def compare_latencies(
     }  # fmt: skip
 
 
-# The seconds of every model in the rounds of one process, the number of threads, and the processors that they lacked.
+# The seconds of every model in the rounds of one process, the number of threads, and the processors they lacked.
 _Run = tuple[dict[str, Float[Tensor, "rounds"]], int, float | None]
 
 
@@ -461,11 +463,11 @@ def _taken(runs: Sequence[_Run]) -> float | None:
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
-    """Measures the models in the processes of the protocol, one after the other, or in this one."""
+    """Measures the models in as many processes as the protocol states, one after another, or in this process."""
     if protocol.processes > 1:
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
-        # Some models cannot be pickled: of classes that no module defines, or files that a runtime has opened. An error
-        # of the measurement itself is raised again below.
+        # Some models cannot be pickled, because no module defines their class, or because they are files that a runtime
+        # has opened. An error of the measurement itself is raised again below.
         with suppress(NotSupported), shared_subprocess() as process:
             calls = process.calls(protocol.processes, _run, models, images, part)
             return list(track(calls, "measuring latency, processes", protocol.processes))
@@ -485,7 +487,7 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Returns the largest memory on a CPU, above that held before, while `run` runs."""
+    """Returns the largest amount of CPU memory that is held while `run` runs, beyond what was held before."""
     # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -494,16 +496,16 @@ def peak_bytes(run: Callable[[], object]) -> int:
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    # The events of an operation contain its net memory only; the allocator's events include temporary allocations.
+    # Events of operations contain only their net memory; the allocator's events include temporary allocations.
     events = sorted(results.events(), key=lambda event: event.start_ns())
-    # Signed changes in the order of time: the peak is the largest partial sum.
+    # Signed changes in order of time: the peak is the largest partial sum.
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]  # type: ignore[attr-defined]
     return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of the weights, and of the activations and work space of one forward pass at its peak."""
+    """The bytes of the weights, and of activations and work space at the peak of one forward pass."""
 
     weights: int
     activations: int

@@ -1,10 +1,9 @@
-"""The costs of the parts of a model, as exact integers that add up to the whole, and those that are counted on a real
-model, with which they must agree.
+"""The costs of the parts of a model: exact integers that add up to the whole, and that must agree with counted costs.
 
 The convention is SVDA's, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is counted
 for every matrix product of the patches and the layers, and one per token for every strength. Biases, LayerNorm, row
-norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Every layer counts all
-its tokens, although a model may compute only the class token in the last block.
+norms, softmax and GELU are not counted. Neither is the classifier, whose MACs are listed separately. Every layer counts
+all its tokens, although a model may compute only the class token in the last block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from attnrx.support.shapes import ImageBatch
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 
-# torch 2.11 counts fused attention on CUDA only; later versions register the same formula for the CPU.
+# torch 2.11 counts fused attention only on CUDA; later versions register the same formula for the CPU.
 _aten = torch.ops.aten
 flop_registry.setdefault(
     _aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -34,7 +33,7 @@ flop_registry.setdefault(
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Trainable parameters, and the MACs of one image."""
+    """Trainable parameters, and the MACs for one image."""
 
     params: int = 0
     macs: int = 0
@@ -45,12 +44,12 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of one transformer block by part.
+    """The costs of one transformer block, by part.
 
-    `query_key` are the two projections of the score pathway, and the products of queries and relative positions;
-    `scores` the products of queries and keys, `diagonal` the strengths, `fusion` the matrix that mixes the score maps
-    of blocks, `value_output` the two projections of the other pathway, and `read_out` attention times values. `spec`
-    and `tokens` are the inputs of the attention's costs.
+    `query_key` are the two projections of the score pathway, and the products of queries and relative positions.
+    `scores` are the products of queries and keys, `diagonal` the strengths, and `fusion` the matrix that mixes the
+    score maps of blocks. `value_output` are the two projections of the other pathway, and `read_out` is attention times
+    values. `spec` and `tokens` are the inputs of the attention's costs.
     """
 
     query_key: PartCosts
@@ -96,11 +95,11 @@ class LayerCosts:
 class ModelCosts(Displayed):
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `embeddings` are the learned tokens and positions, whose MACs come from timm's `relpos`: an MLP that computes the
-    bias of pairs, once per call, here for a call with one image. `predictors` are the modules that select tokens
-    between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part of
-    `macs`, as in the paper. Not counted at all: the attention of the class token that is computed beside a fused kernel
-    for reducers that use it.
+    `embeddings` are the learned tokens and positions. They have MACs only with timm's `relpos`, an MLP that computes
+    the bias of pairs once per call; these are for a call with one image. `predictors` are the modules that select
+    tokens between layers, so that layers have different numbers of tokens. `classifier_macs` are known, but not part of
+    `macs`, as in the paper. One thing is not counted at all: if a reducer uses the attention of the class token, it is
+    computed beside a fused kernel.
     """
 
     patches: PartCosts
@@ -125,7 +124,7 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs inside a module that calls the parts in its own way for one image.
+        """Returns the costs inside a module that calls the parts in its own way for each image.
 
         Every layer runs on sequences of its `lengths` (`LayerCosts.over`). The patch embedding and the predictors run
         `patches` times, the classifier `heads` times.
@@ -150,28 +149,28 @@ class ModelCosts(Displayed):
 
     @property
     def params(self) -> int:
-        """All trainable parameters."""
+        """The number of all trainable parameters."""
         return self.total.params
 
     @property
     def macs(self) -> int:
-        """MACs of one image, by the paper's convention."""
+        """The MACs for one image, by the paper's convention."""
         return self.total.macs
 
     @property
     def product_macs(self) -> int:
-        """MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
+        """The MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
         # Strengths are multiplied elementwise, which a FLOP counter does not count.
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of every layer."""
+        """The number of tokens of every layer."""
         return tuple(layer.tokens for layer in self.layers)
 
     @property
     def directions(self) -> int:
-        """Score directions of all layers and heads."""
+        """The number of score directions of all layers and heads."""
         return sum(layer.directions for layer in self.layers)
 
     def to_record(self) -> dict[str, Any]:
@@ -192,8 +191,8 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
 
     The MACs follow the spec; a backend that pads heads to a common rank computes more.
     """
-    # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
-    # directions have one row for all heads.
+    # `rows` are computed by the projections, and `rank` is used by the heads. With original norms more rows are
+    # computed than used, and shared directions have one row for all heads.
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
     attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
@@ -203,12 +202,12 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
-    # Every query is multiplied with the vectors of its distances from all rows and columns of a window. The vectors may
-    # be those of all heads, so their parameters are counted with the rest of the block.
+    # Every query is multiplied with the vectors of its distances to all rows and columns of a window. All heads may
+    # share the vectors, so their parameters are counted with the rest of the block.
     distances = PartCosts(0, tokens * sum(spec.window or ()) * rank)
     return LayerCosts(
         query_key=query + key + distances,
-        # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
+        # Shared directions are multiplied in every head (`rank` sums over heads), but in blocks once for all heads.
         scores=PartCosts(0, tokens * tokens * (rows if spec.traits.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),
         fusion=PartCosts(mixed, tokens * tokens * mixed),
@@ -238,8 +237,8 @@ class TokenCosts:
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
     """Returns the costs of a policy in a model with these layers, before anything is built.
 
-    Masked, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing runs no
-    predictor, but its predictor exists. Parameters are counted on the predictor itself.
+    With a mask, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing does not
+    run its predictor, but the predictor exists. Parameters are counted on the predictor itself.
 
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.
@@ -251,10 +250,10 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     for layer, count in zip(policy.layers, policy.counts(layout.patches), strict=True):
         if count < layout.patches:
             # A stage before layer l (from 1) has the tokens of layer l - 1, and compares the keys of that layer, which
-            # are padded to the largest rank of a head.
+            # are padded to the largest rank of its heads.
             compared = replace(shape, directions=max((*specs[layer - 2].ranks, 1)))
             macs += policy.reducer.predictor_macs(compared, tokens[layer - 2] - layout.prefix, count)
-    with torch.device("meta"):  # for its parameters only: no memory, no random numbers
+    with torch.device("meta"):  # only for its parameters: no memory, no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
     predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
@@ -268,8 +267,8 @@ def count_params(model: nn.Module) -> int:
 def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
     """Counts the MACs per image of every matrix product and convolution of one forward pass.
 
-    Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
-    for a fused kernel that this build of torch cannot count.
+    The count equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises
+    NotSupported for a fused kernel that this build of torch cannot count.
 
     Raises:
         InvalidInput: The batch is empty.
@@ -280,7 +279,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
         model(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
-    # A fused kernel without a formula counts as zero: the total would be too small without a warning.
+    # A fused kernel without a formula counts as zero, and the total would be too small without a warning.
     uncounted_kernels = sorted(name for name in names.values() if "scaled_dot_product" in name)
     if uncounted_kernels:
         raise NotSupported(
@@ -292,14 +291,14 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts operations, without gradients, operations on parameters included."""
-    # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
-    # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.
+    """Counts operations inside the context, without gradients; operations on parameters are included."""
+    # With only no_grad, torch's counter raises an AssertionError for timm's attention pooling, whose query is a
+    # parameter. The model is not copied, because its token reduction holds the numbers of tokens of the counted pass.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             require_gradient_(parameter, False)
-        # Under a mode of this thread PyTorch's transformers do not take their fast path, which is not counted.
+        # While this mode is active, PyTorch's transformers do not take their fast path, which is not counted.
         with torch.no_grad(), BaseTorchFunctionMode(), FlopCounterMode(display=False) as counter:
             yield counter
     finally:

@@ -1,10 +1,12 @@
-"""The library of the C++ kernels, and its functions as operators of PyTorch, visible to profilers, counters and meta
-tensors. It is compiled in the wheel, or built with the user's compiler on first use into a private cache folder.
+"""The library of the C++ kernels, and its functions as operators of PyTorch.
 
-The library in the wheel is trusted like the modules beside it. One in the cache is native code: the folder and the
-library must belong to this user, must not be symbolic links and must not be writable by other users; then its name,
-which has the hash of what was built, can be trusted, and it is compared with the content of the file descriptor from
-which the library is loaded.
+As operators, the kernels are visible to profilers, counters and meta tensors. A wheel contains the compiled library.
+Otherwise the user's compiler builds it on first use, into a private cache folder.
+
+The library in the wheel is trusted like the modules beside it. A library in the cache is native code and is checked.
+The folder and the library must belong to this user, must not be symbolic links, and must not be writable by other
+users. Then the library's name, which contains the hash of what was built, can be trusted. It is compared with the
+content of the file descriptor from which the library is loaded.
 """
 
 import ctypes
@@ -32,10 +34,10 @@ BUILD = "ATTNRX_BUILD"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-shared")
 PATIENCE = 120
-"""Seconds that a compiler may take; it takes about three."""
+"""The seconds that a compiler may take; it usually takes about three."""
 OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
-# The types of the arguments of every function: p a pointer, i an integer, l one of 64 bits, f a float.
+# The argument types of every function: p is a pointer, i an integer, l a 64-bit integer, f a float.
 ARGUMENTS = {
     "attention": "piiiipfipp",
     "mixed_attention": "pippiiiipi",
@@ -47,25 +49,25 @@ ARGUMENTS = {
 _OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 
 
-# Once per process, also where it fails: a compiler that fails is not started again at every layer.
+# Once per process, even if it fails: a compiler that fails must not be started again at every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
     """Returns the library of the kernels: the wheel's for this processor, else one built by this or an earlier process.
 
-    None if ATTNRX_BUILD is 0, or if the wheel has none and there is no compiler ($CXX, or c++, g++ or clang++ on the
-    path); None with a `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's
-    slower kernels run in their place.
+    Returns None if ATTNRX_BUILD is 0, or if the wheel has no library and there is no compiler ($CXX, or c++, g++ or
+    clang++ on the path). Returns None with a `KernelWarning` if the compiler fails or other users can write to the
+    cache folder. Without a library, PyTorch's slower kernels run instead.
     """
-    # On systems other than POSIX the owner of a file cannot be checked.
+    # On systems other than POSIX, the owner of a file cannot be checked.
     if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
         return None
     for name in (torch.backends.cpu.get_cpu_capability().lower(), "default"):
-        with suppress(OSError):  # absent, or PyTorch has another OpenMP than the library was compiled for
+        with suppress(OSError):  # it does not exist, or PyTorch has another OpenMP than it was compiled for
             return _declared(ctypes.CDLL(str(shipped_library(name))))
     try:
         if not (compiler := cpp_compiler()):
             return None
-        with suppress(_CompilerFailed):  # without OpenMP there is one thread
+        with suppress(_CompilerFailed):  # then it is built without OpenMP, for one thread
             return _built_by([*compiler, *FLAGS, *NATIVE, THREADS])
         return _built_by([*compiler, *FLAGS, *NATIVE])
     except (OSError, AttnrxError) as error:
@@ -81,7 +83,7 @@ def required_library() -> ctypes.CDLL:
     """Returns the library of the kernels.
 
     Raises:
-        NotSupported: It cannot be built here.
+        NotSupported: It cannot be built on this machine.
     """
     library = native_library()
     if library is None:
@@ -100,9 +102,9 @@ class _Threads:
 
 
 def kernel_threads() -> int:
-    """Returns the number of threads of a kernel: PyTorch's, or 1 in a forked process.
+    """Returns the number of threads for a kernel: PyTorch's number, or 1 in a forked process.
 
-    A forked process has none of the threads that OpenMP started before, and would wait for them forever.
+    A forked process has none of the threads that OpenMP started earlier, and would wait for them forever.
     """
     threads = 1 if _Threads.is_forked else torch.get_num_threads()
     _Threads.were_used |= threads > 1
@@ -111,8 +113,8 @@ def kernel_threads() -> int:
 
 def _start_forked() -> None:
     _Threads.is_forked = True
-    # The operations of PyTorch between the kernels use the same threads. Where no kernel used them, the setting of a
-    # forked process is left to its program.
+    # PyTorch's operations between the kernels use the same threads. If no kernel used threads before the fork, the
+    # setting is left to the program.
     if _Threads.were_used:
         torch.set_num_threads(1)
 
@@ -122,7 +124,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def kernel_version() -> str:
-    """Returns the hash of the source of the kernels, empty where they are not built."""
+    """Returns the hash of the kernels' source, "" if they are not built."""
     return _sha256(_source()) if native_library() is not None else ""
 
 
@@ -131,7 +133,7 @@ def _source() -> str:
 
 
 def cpp_compiler() -> list[str]:
-    """Returns the command of the compiler, empty if there is none.
+    """Returns the command of the compiler, [] if there is none.
 
     Raises:
         InvalidInput: CXX names no program.
@@ -140,7 +142,7 @@ def cpp_compiler() -> list[str]:
     if not variable:
         return next(([path] for name in COMPILERS if (path := find_program(name)) is not None), [])
     try:
-        words = shlex.split(variable)  # several words, e.g. of a wrapper and its compiler
+        words = shlex.split(variable)  # there may be several words, e.g. a wrapper and its compiler
     except ValueError as error:
         raise InvalidInput(f"CXX={variable!r} is no command ({error}); set CXX to a C++ compiler.") from error
     path = find_program(words[0])
@@ -150,22 +152,22 @@ def cpp_compiler() -> list[str]:
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
-    """Loads the library of this source, compiler and machine; an absent, damaged or non-private one is rebuilt once.
+    """Loads the library for this source, compiler and machine; builds a new one if none is intact and private.
 
     Raises:
         CheckpointError: The folder is not private, or the new library cannot be loaded.
     """
-    # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
-    # be shared by machines with equal names.
+    # The compiler's predefined macros contain its version and the instructions of -march=native, because machines that
+    # share a name may also share a cache folder.
     defined = output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     key = _sha256("\n".join((_source(), *command, defined)))[:16]
     folder = cache_folder() / "kernels"
     _create_private(folder)
     for path in sorted(folder.glob(f"native-{key}-*.so")):
-        with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
+        with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: the library lacks a function
             return _loaded(path)
-    # In a folder of the cache, so that a rename puts it there, whole, under a name with the hash of its content; a link
-    # of that name is replaced, not followed.
+    # Built in a scratch folder of the cache. A rename then moves the whole file to a name with the hash of its content;
+    # a link with that name is replaced, not followed.
     with scratch_folder(folder) as temporary:
         library = temporary / "library.so"
         output_of([*command, *map(str, SOURCES), "-o", str(library)])
@@ -185,7 +187,7 @@ def output_of(command: list[str]) -> str:
     """Runs a compiler and returns its output.
 
     Raises:
-        NotSupported: It returned an error.
+        NotSupported: The compiler returned an error.
     """
     result = run_program(command, PATIENCE)
     if result.returncode:
@@ -213,9 +215,9 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
-    # Without following a link that replaced the file since, and without waiting where it is a named pipe.
+    # Does not follow a link that has replaced the file since, and does not wait if it is a named pipe.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
-    # The status of the opened file, not of the path, which could name another file by now.
+    # The status of the opened file rather than of the path, which could name another file by now.
     status, user = os.fstat(descriptor), os.geteuid()
     if status.st_uid == user and not status.st_mode & OTHERS_CAN_WRITE:
         return descriptor
@@ -231,7 +233,7 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    # Opened relative to the checked folder, even if its path leads to another one since.
+    # Opened relative to the checked folder, even if its path leads to another folder by now.
     within = _open_private(path.parent, os.O_DIRECTORY)
     try:
         descriptor = _open_private(path, within=within)
@@ -242,14 +244,14 @@ def _loaded(path: Path) -> ctypes.CDLL:
     if digest != path.stem.rpartition("-")[2]:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
-    # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
-    # libraries by name: the next file with this descriptor would be taken for this one.
+    # Loads the checked file, even if its path was replaced since. The file stays open, because the loader identifies
+    # libraries by name, and would mistake the next file with this descriptor for this one.
     opened = DESCRIPTORS / str(descriptor)
     return _declared(ctypes.CDLL(str(opened if opened.exists() else path)))
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    # Without argument types ctypes would pass addresses as 32-bit integers.
+    # Without argument types, ctypes would pass addresses as 32-bit integers.
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
     for name, arguments in ARGUMENTS.items():
         function = getattr(library, f"attnrx_{name}")
@@ -263,7 +265,7 @@ def define(
     """Defines an operator for inference, without autograd, and returns it.
 
     `kernel` computes it on a CPU. `empty` returns its outputs without data, on "Meta": for counting on meta tensors,
-    and for fake tensors of compilers. `operations` counts as PyTorch does, from shapes: two operations per MAC.
+    and for compilers' fake tensors. `operations` counts from shapes as PyTorch does, with two operations per MAC.
     """
     _OPERATORS.define(schema)
     name = schema.partition("(")[0]
@@ -275,7 +277,7 @@ def define(
 
 
 def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
-    """Whether a profiler, a mode of this thread, a transform of functions or the tensor itself sees every operator."""
+    """Whether a profiler, a mode of this thread, a function transform or the tensor itself sees every operator."""
     return (
         type(tensor) is not Tensor
         or not tensor.is_cpu
@@ -288,7 +290,7 @@ def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can read tensors of any shapes.
+    """Checks that a kernel can read tensors, which may be of any shapes.
 
     Raises:
         InvalidInput: A tensor requires gradients, which the kernel would lose, or has no strides.
@@ -303,12 +305,12 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
 
 
 def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
-    """Raises InvalidInput for tensors, of any shapes, with which a kernel would read out of bounds."""
+    """Raises InvalidInput if a kernel would read out of the bounds of tensors, which may be of any shapes."""
     if not fits:
         given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)
         raise InvalidInput(f"a C++ kernel cannot read {given}: give float32 tensors on a CPU whose shapes fit.")
 
 
 def address(tensor: Float[Tensor, "*sizes"] | None) -> int | None:
-    """Returns where a contiguous tensor is, as a kernel takes it; None stands for no tensor."""
+    """Returns the address of a contiguous tensor for a kernel, or None if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

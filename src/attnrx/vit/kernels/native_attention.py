@@ -1,4 +1,4 @@
-"""The C++ kernels of attention, of separate heads and of the features of one product, and of one merging round."""
+"""The C++ kernels of attention (from separate heads, or from the features of one product) and of a merging round."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,17 @@ from attnrx.vit.kernels.compilation import (
     required_library,
 )
 
-# The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
-# and value dimension), and the bytes of a float.
+# How many numbers describe a head to the kernel: a pointer and two strides each for query, key, value and output, then
+# rank and value dimension. FLOAT is the number of bytes of a float.
 DESCRIBED, FLOAT = 14, 4
 
 
 class RotationTable(NamedTuple):
     """The rotations of the pairs of all heads: cosines and sines, and where the pairs of every head are.
 
-    `pairs` are, for every head, the first column of its pairs in the tables, then how many pairs, then how many rows
-    precede them, each for all heads, and at last the number of tokens before the patches.
+    `pairs` has three numbers per head: the first column of its pairs in the tables, how many pairs it has, and how many
+    rows precede them. It lists the first number for all heads, then the second, then the third. The last entry is the
+    number of tokens before the patches.
     """
 
     cosines: Float[Tensor, "images patches columns"]
@@ -36,8 +37,10 @@ class RotationTable(NamedTuple):
 
 
 class JointFeatures(NamedTuple):
-    """The features of one product for queries, keys and values: the features of all queries, of all keys, of all
-    values, by head, with the rows and the value dimension of every head, and what is added to them or to the scores.
+    """The features that one product computed for queries, keys and values.
+
+    All queries come first, then all keys, then all values, each by head. `rows` and `value_dims` are the numbers of
+    rows and value dimensions per head. `rotation` is applied to the features, and `bias` is added to the scores.
     """
 
     features: Float[Tensor, "batch tokens _"]
@@ -56,14 +59,14 @@ def native_attention(
     scale: float,
     bias: Float[Tensor, "images heads queries keys"] | None = None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
+    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value for all heads, concatenated; float32 on a CPU.
 
-    Every entry of the lists holds neighbouring heads of one shape; heads without query and key features return the mean
-    of their values. Only for inference: gradients are not recorded.
+    Every entry of the lists holds neighbouring heads of one shape. Heads without query and key features return the mean
+    of their values. For inference only: gradients are not recorded.
 
     Raises:
-        NotSupported: The kernel cannot be built here.
-        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+        NotSupported: The kernel cannot be built on this machine.
+        InvalidInput: Tensors are not float32, or their shapes do not fit.
     """
     require_inference((*queries, *keys, *values, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
@@ -81,7 +84,7 @@ def _attention(
     library = required_library()
     require_heads(queries, keys, values, sizes)
     output = _empty(queries, keys, values)
-    if not values[0].shape[2]:  # softmax over no keys times no values
+    if not values[0].shape[2]:  # softmax over no keys times no values is zero
         return output.zero_()
     batch, tokens, _ = output.shape
     numbers, heads, _buffers = described_heads(queries, keys, values, output)
@@ -101,15 +104,16 @@ def described_heads(
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     output: Float[Tensor, "batch queries features"],
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
-    """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
-    during the call: a contiguous copy may have no other owner.
+    """Returns the numbers that describe the heads to the kernel, the number of heads, and tensors to keep alive.
+
+    These tensors must live during the call, because a contiguous copy may have no other owner.
     """
     buffers: list[Tensor] = []
     numbers: list[int] = []
-    # Addresses are in bytes, strides in floats. The features of a token must be contiguous, images and tokens need not.
+    # Addresses are in bytes, strides in floats. A token's features must be contiguous; images and tokens need not be.
     start_of_output, (image, token, _) = output.data_ptr(), output.stride()
     for sides in zip(queries, keys, values, strict=True):
-        # Query, key and value of neighbouring heads of one shape, each [batch, heads, tokens, features].
+        # Query, key and value of neighbouring heads of one shape; each is [batch, heads, tokens, features].
         group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
         buffers += group
         starts = [(side.data_ptr(), *side.stride()) for side in group]
@@ -118,7 +122,7 @@ def described_heads(
             for start, image_stride, stride, token_stride, _ in starts:
                 numbers += (start + FLOAT * head * stride, image_stride, token_stride)
             numbers += (start_of_output, image, token, rank, value_dim)
-            start_of_output += FLOAT * value_dim  # heads are neighbours in the output, whatever their dimensions
+            start_of_output += FLOAT * value_dim  # heads are side by side in the output, whatever their dimensions
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
@@ -128,7 +132,7 @@ def require_heads(
     values: Sequence[Float[Tensor, "*_"]],
     sizes: Float[Tensor, "*_"] | None,
 ) -> None:
-    """Raises InvalidInput for heads, or sizes of keys, with which the kernel would read out of bounds."""
+    """Raises InvalidInput if the kernel would read out of the bounds of these heads, or of the sizes of keys."""
     all_sides = (*queries, *keys, *values)
     fits = len(queries) == len(keys) == len(values) > 0 and {side.ndim for side in all_sides} == {4}
     if fits:
@@ -146,7 +150,7 @@ def _fit(sizes: Tensor | None, batch: int, length: int) -> bool:
     return sizes is None or (sizes.shape == (batch, length) and sizes.dtype == torch.float32)
 
 
-# The two structures have the fields, order and types of `Bias` and `Rotation` in attention.cpp.
+# The two structures have the same fields, order and types as `Bias` and `Rotation` in attention.cpp.
 class _Bias(ctypes.Structure):
     _fields_ = (("values", ctypes.c_void_p), ("image", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -165,11 +169,11 @@ class _Rotation(ctypes.Structure):
 
 
 def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Any:
-    """Returns a pointer to the description of a contiguous bias; None without one."""
+    """Returns a pointer to the description of a contiguous bias, or None without a bias."""
     if bias is None:
         return None
     require_fitting(bias.shape[0] in (1, shape[0]) and tuple(bias.shape[1:]) == shape[1:], bias)
-    # One bias for all images: stride 0. byref keeps the structure alive; the caller keeps the tensor.
+    # One bias for all images has the stride 0. byref keeps the structure alive; the caller keeps the tensor.
     image = 0 if bias.shape[0] == 1 else bias.stride(0)
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
 
@@ -177,10 +181,10 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
 def native_joint_attention(
     joint: JointFeatures, sizes: Float[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens _"]:
-    """Returns what `native_attention` does for features from one product, of which the queries and keys of patches are
-    rotated first, if a `rotation` is given.
+    """Returns the same as `native_attention`, for features from one product.
 
-    This spares the views that separate the features, which take longer than the arithmetic for a few images.
+    If a `rotation` is given, the queries and keys of patches are rotated first. This saves the views that would
+    separate the features, which for a few images take longer than the arithmetic.
     """
     features, rows, value_dims, scale, rotation, bias = joint
     require_inference((features, sizes, bias))
@@ -212,7 +216,7 @@ def _joint_attention(
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        # `pairs` is flat, because an operator takes lists of integers only (see RotationTable).
+        # `pairs` is flat, because an operator only takes lists of integers (see RotationTable).
         columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
         fits = all(
             0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
@@ -222,7 +226,7 @@ def _joint_attention(
         fits &= cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - prefix
         require_fitting(fits, cosines, sines)
         image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
-        # The structure holds addresses only: arrays and tables are local variables, alive until the call returns.
+        # The structure holds only addresses; arrays and tables are local variables, alive until the call returns.
         addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
         rotation = ctypes.byref(
             _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
@@ -237,7 +241,7 @@ def _joint_attention(
 
 
 def num_features(values: Iterable[torch.Size]) -> int:
-    """Returns the number of features of all heads from the shapes of their values."""
+    """Returns the number of features of all heads, from the shapes of their values."""
     return sum([heads * value_dim for _, heads, _, value_dim in values])
 
 
@@ -287,9 +291,9 @@ Merged = tuple[
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel merges these patches, to `count`: float32 on a CPU, one round, not recorded."""
+    """Whether the kernel can merge these patches to `count`: float32 on a CPU, in one round, not recorded."""
     return (
-        # One round merges at most the first set, of which an odd patch is a member: patches // 2 remain.
+        # A round merges at most the first set, which has the odd patch, so patches // 2 remain.
         patches // 2 <= count < patches
         and patches > 1
         and tokens.dtype == torch.float32
@@ -310,16 +314,16 @@ def native_merge(
 ) -> Merged:
     """Merges to `count` patches in one round; the tokens before the patches, which have no `indices`, stay.
 
-    Patches at even positions are merged into those at odd positions: by the cosine of their `keys`, or without keys by
-    the smallest increase of squared error, in which patches count by their `weights` (default: their sizes); with
-    `lengths` a merged patch then keeps the mean norm of its patches.
+    Patches at even positions are merged into patches at odd positions. They are matched by the cosine of their `keys`.
+    Without keys, they are matched by the smallest increase of squared error, where patches count by their `weights`
+    (default: their sizes). With `lengths`, a merged patch then keeps the mean norm of its patches.
 
     Raises:
-        NotSupported: The kernel cannot be built here.
-        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+        NotSupported: The kernel cannot be built on this machine.
+        InvalidInput: Tensors are not float32, or their shapes do not fit.
     """
     require_inference((tokens, sizes, keys, weights))
-    # Under autocast the keys have a lower precision than the tokens.
+    # Under autocast, the keys have a lower precision than the tokens.
     keys = None if keys is None else keys.to(tokens.dtype)
     return _NATIVE_MERGE(tokens, sizes, indices, keys, weights, indices.shape[1] - count, lengths)
 
@@ -334,7 +338,7 @@ def _merge(
     lengths: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
-    # Without keys the patches themselves are compared, by squared distances (Ward).
+    # Without keys, the patches themselves are compared, by squared distances (Ward).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
     (images, count), shapes = indices.shape, {sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]}
@@ -343,11 +347,11 @@ def _merge(
     fits &= tokens.dtype == sizes.dtype == compared.dtype == torch.float32 and indices.dtype == torch.int64
     require_fitting(fits, tokens, sizes, weights, compared, indices)
     outputs = _empty_merged(tokens, sizes, indices, None, None, merged)
-    # A row must be contiguous; a copy is kept until the kernel has returned.
+    # A row must be contiguous; a copy is kept until the kernel returns.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
     sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
-    # The fields of the structure `Merge` of merging.cpp, in their order.
+    # The fields of the structure `Merge` in merging.cpp, in their order.
     numbers = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],

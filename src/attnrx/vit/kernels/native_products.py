@@ -1,5 +1,7 @@
-"""Linear maps in C++, one after the other or side by side, as one operator of PyTorch, and the layer that uses it; a
-pre-norm block as another: norm, attention, residual sum, norm, MLP, residual sum.
+"""Two C++ operators: linear maps, and a pre-norm block.
+
+Linear maps run one after another or side by side; a layer uses them. The block consists of norm, attention, residual
+sum, norm, MLP, residual sum.
 """
 
 import ctypes
@@ -22,11 +24,11 @@ from attnrx.vit.kernels.compilation import (
     required_library,
 )
 
-# The smallest product that the kernel computes; for smaller ones the call itself takes longer than it saves.
+# The smallest product that the kernel computes; for smaller ones, the call itself takes longer than it saves.
 LEAST_MACS = 1_000_000
-# The fewest rows: they are the lanes of the kernel's vectors, of which an AVX-512 register has 16.
+# The fewest rows; they are the lanes of the kernel's vectors, and an AVX-512 register has 16.
 LEAST_ROWS = 16
-# The largest weight that it multiplies by; larger ones are multiplied by PyTorch (docs/results/speed.md).
+# The largest weight that the kernel multiplies by; PyTorch multiplies by larger ones (docs/results/speed.md).
 LARGEST = 1 << 20
 
 
@@ -37,16 +39,16 @@ class NativeMap(ctypes.Structure):
 
 
 def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
-    """Whether the kernels compute products of these features at all: for inference in float32 on a CPU."""
-    # First of all comparisons: recorded sizes may be symbolic, and on other devices every comparison delays a kernel.
+    """Whether the kernels can compute products of these features at all: for inference in float32 on a CPU."""
+    # Checked first: recorded sizes may be symbolic, and on other devices every comparison delays a kernel.
     return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
 
 
 def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
-    """Whether the kernel computes the products with these weights: for inference in float32 on a CPU."""
+    """Whether the kernel computes the products with these weights, which is for inference in float32 on a CPU."""
     return (
         may_run_natively(features)
-        # Subclasses (fake, distributed, quantized tensors) have products of their own.
+        # Subclasses (fake, distributed, quantized tensors) compute products in their own way.
         and type(features) is Tensor
         and features.numel() >= LEAST_ROWS * features.shape[-1]
         and features.numel() * sum([weight.shape[0] for weight in weights]) >= LEAST_MACS
@@ -57,7 +59,7 @@ def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tens
 
 
 def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether the kernel multiplies by a weight."""
+    """Whether the kernel can multiply by a weight."""
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.dtype == torch.float32
@@ -71,7 +73,7 @@ def linear_map(
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Returns features @ weight^T + bias, by the kernel where it `runs_natively`."""
+    """Returns features @ weight^T + bias, computed by the kernel if it `runs_natively`."""
     if not runs_natively(features, weight):
         return F.linear(features, weight, bias)
     return native_maps(features, (weight,), (bias,), (False,))
@@ -86,7 +88,7 @@ class NativeLinear(nn.Linear):
 
 def native_(linear: nn.Linear) -> NativeLinear:
     """Converts a linear layer in place; its parameters and hooks remain."""
-    # The class is changed, not the module: references to it, its parameters and its hooks remain valid.
+    # Only the class is changed: references to the module, its parameters and its hooks remain valid.
     linear.__class__ = NativeLinear
     assert isinstance(linear, NativeLinear)
     return linear
@@ -99,14 +101,14 @@ def native_maps(
     gelus: Sequence[bool],
     joined: bool = False,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Returns the maps of the features, one after the other, with a GELU after those in `gelus`; float32, on a CPU.
+    """Returns the result of applying linear maps one after another, each followed by a GELU if `gelus` says so.
 
-    With `joined` all maps are of the features, and their outputs are concatenated. Only for inference: gradients are
-    not recorded.
+    With `joined`, every map is applied to the features themselves, and the outputs are concatenated. It computes in
+    float32, on a CPU, for inference only: gradients are not recorded.
 
     Raises:
-        NotSupported: The kernel cannot be built here.
-        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+        NotSupported: The kernel cannot be built on this machine.
+        InvalidInput: Tensors are not float32, or their shapes do not fit.
     """
     require_inference((features,))
     return _NATIVE_MAPS(features, list(weights), list(biases), list(gelus), joined)
@@ -115,10 +117,10 @@ def native_maps(
 def described_maps(
     inputs: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gelus: Sequence[bool], joined: bool = False
 ) -> tuple[list[NativeMap], list[Tensor]]:
-    """Returns what the kernel reads of maps of `inputs` features, and the tensors that must live during the call.
+    """Returns what the kernel reads for maps of `inputs` features, and the tensors that must live during the call.
 
     Raises:
-        InvalidInput: Tensors that are not float32 on a CPU, or whose shapes do not fit.
+        InvalidInput: Tensors are not float32 on a CPU, or their shapes do not fit.
     """
     maps: list[NativeMap] = []
     buffers: list[Tensor] = []
@@ -173,11 +175,11 @@ _NATIVE_MAPS = define(
 
 
 class BlockTensors(NamedTuple):
-    """What a block computes with.
+    """The tensors and numbers that a block computes with.
 
-    `vectors` are weight and bias of its first norm and of its second, then the factors of its two branches; `weights`
-    and `biases` belong to the maps of queries, keys, values and outputs, then to the MLP's, with a GELU after the maps
-    in `gelus`; `scale` is the factor of the scores.
+    `vectors` are the weight and bias of the first norm and of the second, then the factors of the two branches.
+    `weights` and `biases` belong to the maps of queries, keys, values and outputs, followed by the MLP's maps. `gelus`
+    states after which maps a GELU follows. `scale` is the factor of the scores.
     """
 
     vectors: list[Tensor | None]
@@ -205,20 +207,20 @@ class _Block(ctypes.Structure):
 
 
 class KnownBlock:
-    """The tensors of a block as the kernel reads them, as long as each is where it was.
+    """The tensors of a block as the kernel reads them, valid as long as each tensor stays where it was.
 
-    A changed weight counts in the next call, because the kernel reads the tensors themselves; `is_current` notices one
-    that is elsewhere or has another shape. `is_exact` states that none had to be copied.
+    A weight changed in place counts in the next call, because the kernel reads the tensors themselves. `is_current`
+    notices a tensor that moved or has another shape. `is_exact` states that no tensor had to be copied.
 
     Raises:
-        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+        InvalidInput: Tensors are not float32, or their shapes do not fit.
     """
 
     def __init__(self, block: BlockTensors):
         self.block, self.width = block, block.weights[0].shape[1] if block.weights[0].ndim == 2 else 0
         require_fitting(_block_fits(block, self.width), *block.weights, *block.vectors)
         width, weights, biases, gelus = self.width, block.weights, block.biases, block.gelus
-        # Queries, keys and values are maps of the tokens, the others of what the step before returns.
+        # Queries, keys and values are maps of the tokens; the others are maps of the result of the previous step.
         sides, buffers = described_maps(width, weights[:3], biases[:3], gelus[:3], joined=True)
         readout, others = described_maps(sum(block.value_dims), weights[3:4], biases[3:4], gelus[3:4])
         mlp, more = described_maps(width, weights[4:], biases[4:], gelus[4:])
@@ -239,7 +241,7 @@ class KnownBlock:
         self._described = bytes(described)
 
     def is_current(self) -> bool:
-        """Whether every tensor is where it was, in its shape."""
+        """Whether every tensor is where it was and has the same shape."""
         for tensor, address, shape, stride in self._facts:
             if tensor.data_ptr() != address or tensor.shape != shape or tensor.stride() != stride:
                 return False
@@ -278,20 +280,19 @@ def native_block(
     outputs: int | None = None,
     first_rows: bool = False,
 ) -> tuple[Float[Tensor, "batch outputs width"], Float[Tensor, "batch heads tokens"] | None]:
-    """Returns the output of a block, and with `first_rows` the attention that its first token pays to all.
+    """Returns the output of a block, and with `first_rows` the attention that its first token pays to all tokens.
 
-    It is x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)); float32, on a CPU.
-
-    Keys are weighted by the `sizes` of their tokens. Only the first `outputs` tokens are computed (default: all). Only
-    for inference: gradients are not recorded.
+    The output is x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)), in float32, on a
+    CPU. `sizes` weight the keys of the tokens. Only the first `outputs` tokens are computed (default: all). For
+    inference only: gradients are not recorded.
 
     Raises:
-        NotSupported: The kernel cannot be built here.
-        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+        NotSupported: The kernel cannot be built on this machine.
+        InvalidInput: Tensors are not float32, or their shapes do not fit.
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    # PyTorch's dispatcher takes 50 us for the arguments of a block, of 1,400 us for 197 tokens of a ViT-Tiny.
+    # For a block's arguments, PyTorch's dispatcher takes 50 us of the 1,400 us for the 197 tokens of a ViT-Tiny.
     if is_observed(tokens):
         output, rows = _NATIVE_BLOCK(tokens, *block.block, sizes, outputs, first_rows)
     else:
@@ -300,7 +301,7 @@ def native_block(
 
 
 def _block_fits(block: BlockTensors, width: int) -> bool:
-    """Whether the kernel reads within the bounds of these tensors; the maps are checked where they are described."""
+    """Whether the kernel reads within the bounds of these tensors; maps are checked when they are described."""
     outputs, ranks, value_dims = [weight.shape[0] for weight in block.weights], block.ranks, block.value_dims
     directions, features = sum(ranks), sum(value_dims)
     fits = len(outputs) > 4 and outputs[:4] == [directions, directions, features, width] and outputs[-1] == width
@@ -313,7 +314,7 @@ def _block_fits(block: BlockTensors, width: int) -> bool:
 
 
 def _outputs(tokens: TokenBatch, heads: int, outputs: int, first_rows: bool) -> tuple[Tensor, Tensor]:
-    """Returns the output and the attention of the first token, without their numbers."""
+    """Returns the tensors for the output and for the attention of the first token, not yet filled."""
     images, count, width = tokens.shape
     rows = tokens.new_empty(images if first_rows else 0, heads, count)
     return tokens.new_empty(images, outputs, width), rows

@@ -1,8 +1,8 @@
 """Saves a model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
 
-The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains next to a new one.
-A portable model (`boundary/stock.py`) is the checkpoint of its library, with attnrx.json beside it.
-All other files in the folder (notes, training checkpoints) are kept.
+The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains beside a new one.
+A portable model (`boundary/stock.py`) is its library's checkpoint, with attnrx.json beside it. All other files in the
+folder (notes, training checkpoints) are kept.
 """
 
 import re
@@ -39,19 +39,19 @@ from attnrx.vit.models.working.token_hooks import attach_tokens_, described_toke
 from attnrx.vit.tokens import policy_from_dict
 
 KIND, SCHEMA = "attnrx model", 1
-MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
+MOST_BYTES = 2**24  # the largest config.json; 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
-STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # those of torchvision and open_clip too
-STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
-MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
-# transformers would ignore all other fields of config.json, and initialize a default model with random weights. Its
-# Auto classes and `pipeline` refuse a type, and its classes an attention, of these names, with messages that contain
-# them; its Trainer reads the file all the same.
+STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # and as torchvision and open_clip name it
+STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as in timm
+MOST_NUMBER = 2**20  # of layers, features, classes etc.; checked before anything is built
+# Without these two fields, transformers would ignore config.json and initialize a default model with random weights.
+# Its Auto classes and `pipeline` refuse such a model type, and its classes such an attention; the message quotes the
+# value. Its Trainer reads the file nevertheless.
 FOR_TRANSFORMERS = {
     "model_type": "attnrx: open it by attnrx.load(folder)",
     "attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)",
 }
-COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
+COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, from which nothing is built
 OUTPUTS = ("logits", "multilabel", "regression", "embedding", "map")
 TOKENS = kinds.record(
     {"policy": kinds.bounded(MOST_NUMBER), "by": kinds.one_of(*REALIZATIONS), "heads": kinds.whole(1, MAX_HEADS)}
@@ -70,9 +70,9 @@ RECORD = kinds.record(
     more={**dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT), "outputs": kinds.optional(kinds.one_of(*OUTPUTS))},
 )
 
-# What attnrx reads of a portable model: its config.json is the library's.
+# The file that attnrx reads for a portable model, whose config.json belongs to the library.
 STOCK = "attnrx.json"
-# The files of portable models that libraries read, without a marker: attnrx.json has their hashes.
+# The files of portable models that libraries read. They have no marker inside, so attnrx.json holds their hashes.
 LIBRARY_FILES = ("config.json", "open_clip_config.json", "modeling.py")
 STOCK_RECORD = kinds.record(
     {
@@ -111,17 +111,17 @@ def save_weights(
 ) -> Path:
     """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
 
-    `parts` are the files that are replaced, by default a model's (PARTS).
+    `parts` are the files to replace, by default a model's (PARTS).
 
     Raises:
-        NotSupported: The model has quantized modules or shares tensors.
-        InvalidInput: Weights are missing, not finite, or of several types.
+        NotSupported: The model has quantized modules, or weights that are shared.
+        InvalidInput: Weights are missing, are not finite, or have several types.
     """
     folder = Path(folder)
     require_ordinary_tensors(model, family.block_names(model))
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
-    # Last comes the file without which the folder is no model.
+    # The file that makes the folder a model comes last.
     with replacing_folder(folder, parts or parts_by(is_model_file), last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {
@@ -143,7 +143,7 @@ def save_weights(
 
 
 def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
-    """Writes the image processor of transformers for a saved model, if its family states one."""
+    """Writes transformers' image processor for a saved model, if its family states one."""
     if processor := family.processor_config(model):
         name = "preprocessor_config.json"
         write_json(folder / name, {"kind": PARTS[name], **processor})
@@ -151,7 +151,7 @@ def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
 
 def is_model_file(path: Path) -> bool:
     """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
-    # A file of the user's may have one of these names: only a file with the marker is replaced.
+    # A user's file may have one of these names, so only a file with the marker is replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:
         return True
@@ -188,10 +188,10 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
     Args:
         folder: The folder of a saved model.
         families: The families by name.
-        build: Creates the model of a description, which is of this family.
+        build: Creates the model from the family and the description.
 
     Raises:
-        CheckpointError: The folder is no saved model or one of an unknown family, a file was damaged or edited, or the
+        CheckpointError: The folder is not a saved model, its family is unknown, a file was damaged or edited, or the
             weights do not fit.
     """
     folder = Path(folder)
@@ -214,7 +214,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
     try:
         with torch.device("meta"):
             model = build(family, record["model"])
-            # Before the weights are loaded, which include those of learned predictors.
+            # Before the weights are loaded, because they include the weights of learned predictors.
             if tokens is not None:
                 attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
     except Exception as error:  # timm and transformers build from the record too and raise their own errors
@@ -235,10 +235,10 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
 def _opened(
     path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Reads the record of a model, of this kind, and the weights beside it; returns them and the family of the record.
+    """Reads a model's record, of this kind, and the weights beside it; returns the record, its family and the weights.
 
     Raises:
-        CheckpointError: A file was damaged or edited, or the record names another family.
+        CheckpointError: A file was damaged or edited, or the record names an unknown family.
     """
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
@@ -256,14 +256,14 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Returns the portable model of a folder: its library creates it, and the names of the weights are the library's.
+    """Returns the portable model of a folder: its library creates it, and its weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
     """
     path = folder / STOCK
     record, family, tensors = _opened(path, STOCK_RECORD, families)
-    # Before anything is built: every layer has several tensors.
+    # Checked before anything is built: every layer has several tensors.
     arguments = record["model"].get("arguments")
     inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None
     stated = [each for each in (arguments, inside) if isinstance(each, Mapping)]
@@ -277,10 +277,10 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:
-    """Reads a weight file of another library: safetensors, or a torch checkpoint, which is never unpickled as code.
+    """Reads a weight file of another library: safetensors, or a torch checkpoint, whose code is never run.
 
-    Of a checkpoint with more than weights, the state dict under the first of STATE_KEYS is taken; the prefixes of
-    wrappers (DistributedDataParallel, torch.compile) are removed.
+    If a checkpoint holds more than weights, the state dict under the first of STATE_KEYS is taken. Prefixes of wrappers
+    (DistributedDataParallel, torch.compile) are removed from the names.
 
     Raises:
         CheckpointError: The file is missing or damaged, or holds something other than tensors.
@@ -299,8 +299,8 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises CheckpointError if config.json and the tensors differ in depth, before building the model."""
-    # An inconsistent file would build as many layers as it states before the weights are found not to fit.
+    """Raises CheckpointError if config.json and the tensors state different depths; nothing has been built by then."""
+    # Otherwise an inconsistent file would build all layers that it states before its weights are found not to fit.
     layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
     # Every layer has an output projection, whatever its form and rank.

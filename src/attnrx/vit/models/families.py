@@ -1,4 +1,4 @@
-"""The families by name, and the family of a model."""
+"""The families by name, and the family of a given model."""
 
 from torch import nn
 
@@ -23,13 +23,13 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
-# By their names in saved folders. `family_of` takes the first that matches; each matches its own class of models only.
+# By their names in saved folders. `family_of` takes the first one that matches; each matches only its own models.
 FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), StructureFamily(), UnitsFamily())
 
 
 def known_family(model: nn.Module) -> Family | None:
-    """Returns the family of a model; None where it belongs to no family, or has not been adopted yet."""
-    # Whose model it is, that has been imported.
+    """Returns the family of a model; None if the model belongs to no family, or has not been adopted yet."""
+    # Only families that have been imported can have created the model.
     return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
 
@@ -65,15 +65,15 @@ def require_ordinary_weights(model: nn.Module) -> None:
     """Raises an error for a model whose weights cannot be read, compared and stored one by one.
 
     Raises:
-        NotSupported: As `require_ordinary_tensors`, with the blocks of its family.
-        InvalidInput: Weights on the meta device, or of several floating-point types.
+        NotSupported: See `require_ordinary_tensors`, with the blocks that the model's family states.
+        InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     family = known_family(model)
     require_ordinary_tensors(model, () if family is None else family.block_names(model))
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
-    """Returns the paths and the families of the Vision Transformers of libraries in a module, the largest first."""
+    """Returns the paths and families of the libraries' Vision Transformers in a module, the largest first."""
 
     def library_of(part: nn.Module) -> AdoptedFamily | None:
         families = (family for family in LIBRARIES.values() if family.has_class_of(part))
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported for a wrapper of any kind around a model of attnrx, with the path of that model."""
+    """Raises NotSupported for any wrapper around an adopted model, with the path of that model."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(
@@ -93,7 +93,7 @@ def require_no_supported_part(model: nn.Module) -> None:
 
 
 def model_names() -> tuple[str, ...]:
-    """Returns the names of all models that are built of attnrx's layers."""
+    """Returns the names of all models that are built from attnrx's layers."""
     return tuple(name for family in _named_families() for name in family.names())
 
 

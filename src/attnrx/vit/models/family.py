@@ -26,18 +26,18 @@ MLPRanks = tuple[tuple[int | None, int | None], ...]
 """The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
 
 STATED_OUTPUTS = "stated_outputs"
-"""The attribute of a model with the name of the `OutputKind` that its user stated; copies of the model keep it. A model
-with a record has it there."""
+"""The attribute of a model that holds the name of the `OutputKind` its user stated; copies of the model keep it. If a
+model has a record, the name is stored there instead."""
 
 
 def stated_outputs(model: nn.Module) -> str | None:
-    """Returns the name of the `OutputKind` that the user of a model stated; None for no statement."""
+    """Returns the name of the `OutputKind` that the user of a model stated, or None."""
     record = record_of(model)
     return vars(model).get(STATED_OUTPUTS) if record is None else record.outputs
 
 
 def state_outputs_(model: nn.Module, kind: str) -> None:
-    """States the name of the `OutputKind` of a model."""
+    """Stores the name of a model's `OutputKind`."""
     record = record_of(model)
     if record is None:
         setattr(model, STATED_OUTPUTS, kind)
@@ -49,7 +49,7 @@ class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model.
 
     Raises:
-        InvalidInput: By methods that take a model of this family, for any other.
+        InvalidInput: A method that takes a model of this family gets another model.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Family(ABC):
     """The class of its models."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Returns whether the model is of this family: its own model, or a model with a record of it beside it."""
+        """Returns whether the model is of this family: an instance of its class, or a model with one of its records."""
         return isinstance(model, self.model_type) or self.reads(record_of(model))
 
     def reads(self, record: Record | None) -> bool:
@@ -65,7 +65,7 @@ class Family(ABC):
         return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
-        """Returns a model with a record as the methods of this family take it; for reading alone."""
+        """Returns a model with a record in the form that the methods of this family take; only for reading."""
         raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
@@ -95,25 +95,26 @@ class Family(ABC):
         return self.attention(model)[layer]
 
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
-        """Returns the blocks after which a forward pass of a model of a library needs all patches, where tokens are
-        pruned or merged; None for models of attnrx.
+        """Returns the blocks after which a forward pass needs all patches even if tokens are pruned or merged.
+
+        Returns None for models of attnrx.
         """
         return None
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps (or low-rank forms) of every layer's MLP; () where it is of another kind."""
+        """Returns the two linear maps (or low-rank forms) of every layer's MLP; () if MLPs are of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
-        """Returns whether the attention of the model is read; else a layer is one MLP."""
+        """Returns whether the attention of the model is read; otherwise a layer is just one MLP."""
         return True
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of the block of every layer; where attention is not read, of the part around every MLP."""
+        """Returns the path of every layer's block; if attention is not read, of the part around every MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Removes the other units from what has weights per unit between the two maps of one layer's MLP."""
+        """Removes units not in `keep` from the parts with weights per unit between the two maps of a layer's MLP."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
         """Returns whether only an activation is between the two maps of every MLP, so that its units are separate."""
@@ -132,16 +133,16 @@ class Family(ABC):
         """Builds the model from its description; called on the meta device when loading."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model as its own library makes it, with fresh weights: the baseline of speed ratios."""
+        """Returns the model as its own library creates it, with fresh weights: the baseline of speed ratios."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        """Returns channels, height and width of an image."""
+        """Returns the channels, height and width of an image."""
         return self._own(model).origin.input_shape
 
     @abstractmethod
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
-        """Makes the model take images of another height and width, in place, as its library does it.
+        """Makes the model take images of another height and width, in place, in the way its library does.
 
         Raises:
             NotSupported: The library does not resize the position embeddings of this model.
@@ -154,7 +155,7 @@ class Family(ABC):
         return origin.mean, origin.std
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
+        """Returns how the library turns a picture into pixels for evaluation, or None if it is not stated."""
         return None
 
     def inputs(self, model: nn.Module) -> Any:
@@ -162,43 +163,45 @@ class Family(ABC):
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        """Makes a model take inputs of another number of channels, where it does; returns whether it does."""
+        """Makes a model take inputs with another number of channels, if it can; returns whether it can."""
         return False
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        """Returns whether `normalization` is the model's own, and not a usual one in place of it."""
+        """Returns whether `normalization` is stated by the model itself, rather than a common default."""
         return True
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
-        """Returns the preprocessor_config.json of transformers for a saved model; {} without one."""
+        """Returns transformers' preprocessor_config.json for a saved model; {} if there is none."""
         return {}
 
     @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
+        """Returns the last features of all patches of the images; pruned or merged patches are restored."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Returns the names of weights by their names in the files of the library, where these differ."""
+        """Returns the names of weights by their names in the library's files, if these differ; else {}."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
-        """Returns the function that returns what the model, or a copy of it, answers for images: one row per image, or
-        for a whole module what that returns.
+        """Returns a function that takes the model, or a copy of it, and images, and returns the answer.
+
+        The answer is one row per image; a whole module's answer is what it returns.
         """
         return called_with_images
 
     def output_kind(self, model: nn.Module) -> str:
-        """Returns what the model returns, the name of an `OutputKind`: "logits", "multilabel", "regression", or an
-        "embedding" where it has no classifier.
+        """Returns the name of the `OutputKind` of what the model returns.
+
+        This is "logits", "multilabel", "regression", or "embedding" for a model without a classifier.
         """
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns as what the outputs are taken if another kind fits too, and how to state it; "" if none does."""
+        """Returns which kind the outputs are taken for if another one fits too, and how to state it; "" otherwise."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the class names in the order of the logits; () where the model has none."""
+        """Returns the class names in the order of the logits; () if the model has none."""
         return ()
 
     @abstractmethod
@@ -207,7 +210,7 @@ class Family(ABC):
 
     @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the tokens before the first layer, and the pooling after the last.
+        """Returns the tokens before the first layer, and the pooling after the last one.
 
         Raises:
             NotSupported: No tokens of this model can be pruned.
@@ -218,14 +221,14 @@ class Family(ABC):
         """Returns the module whose output tokens are pooled."""
 
     def pooler(self, model: nn.Module) -> nn.Module | None:
-        """Returns the attention that pools these tokens; None where the model pools them otherwise."""
+        """Returns the attention that pools these tokens; None if the model pools them in another way."""
         return None
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of the whole image, which take one token or a mean; () where the model has none.
+        """Returns the classifiers of the whole image, which take one token or a mean; () if the model has none.
 
-        Each is a linear map, or an nn.Sequential with some (`num_outputs`).
+        Each is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
         """
 
     def token_shape(self, model: nn.Module, heads: int | None = None) -> Shape:
@@ -235,11 +238,11 @@ class Family(ABC):
         return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
 
     def windows(self, model: nn.Module) -> int:
-        """Returns into how many sequences the tokens of an image are divided between blocks."""
+        """Returns how many sequences the tokens of an image are divided into between blocks."""
         return 1
 
     def grid_axis(self, model: nn.Module) -> int | None:
-        """Returns the axis of the features where blocks take grids of tokens; None where they take sequences."""
+        """Returns the axis of the features if blocks take grids of tokens; None if they take sequences."""
         return None
 
     @abstractmethod
@@ -254,15 +257,14 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns parameters and MACs in closed form, of the model or with other specs, ranks, tokens or numbers of
-        hidden units in its layers.
+        """Returns parameters and MACs in closed form, for the model as it is or with other sizes in its layers.
 
-        Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
-        model.
+        You can pass other specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted with its
+        own number of tokens, under the policy `tokens` or else under the policy attached to the model.
 
         Raises:
-            InvalidInput: Not one spec, pair of ranks and number of units for each layer.
-            NotSupported: A policy was given for a model that has one, or whose tokens cannot be pruned.
+            InvalidInput: There is not one spec, pair of ranks and number of units for each layer.
+            NotSupported: A policy was given for a model that has one already, or whose tokens cannot be pruned.
         """
         own, maps, attached = self.specs(model), self.mlp(model), reduction_of(model)
         specs = own if attention is None else attention
@@ -288,7 +290,7 @@ class Family(ABC):
 
 
 class NamedFamily(Family):
-    """A family of models that are built of attnrx's layers, by names of its own (`FAMILIES`)."""
+    """A family of models that are built from attnrx's layers, under its own names (`FAMILIES`)."""
 
     takes_weights: ClassVar[bool] = False
     """Whether `load` takes published weights."""
@@ -301,10 +303,10 @@ class NamedFamily(Family):
 
     @abstractmethod
     def fresh(self, name: str, seed: int = 0, **changes: Any) -> nn.Module:
-        """Returns an initialized model of one of the names; `changes` override fields of its configuration."""
+        """Returns an initialized model with one of the names; `changes` override fields of its configuration."""
 
     def load(self, name: str, weights: Path | str) -> nn.Module:
-        """Returns a model with the weights of a published file, in evaluation mode, where the family `takes_weights`.
+        """Returns a model with the weights of a published file, in evaluation mode, if the family `takes_weights`.
 
         Raises:
             CheckpointError: The file cannot be read, or does not fit the model.
@@ -314,8 +316,9 @@ class NamedFamily(Family):
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """What the costs of the layers depend on: specs of the attention, ranks and hidden units of the MLPs, if these are
-    two maps, and the tokens.
+    """What the costs of the layers depend on.
+
+    These are the specs of the attention, the ranks and hidden units of the MLPs (if they have two maps), and tokens.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -325,7 +328,7 @@ class LayerShapes:
 
 
 def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns what a module returns for images alone."""
+    """Returns what a module returns if it gets only images."""
     return model(images)
 
 
@@ -336,16 +339,16 @@ def num_outputs(head: nn.Module) -> int:
 
 
 def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> None:
-    """Raises an error for models whose weights cannot be read, compared and stored one by one.
+    """Raises an error for a model whose weights cannot be read, compared and stored one by one.
 
     Args:
         model: The model.
-        blocks: The paths of its blocks, which are changed one by one. Outside of them two names may share a weight.
+        blocks: The paths of its blocks, which are changed one by one. Outside of them, two names may share a weight.
 
     Raises:
-        NotSupported: Quantized modules, whose weights are packed, a weight of a block with two names, a tensor that is
-            sparse, quantized, complex or not initialized, or a parameter of integers or of 8-bit numbers.
-        InvalidInput: Weights on the meta device, or of several floating-point types.
+        NotSupported: There is a quantized module, whose weights are packed, or a weight of a block with two names. Or a
+            tensor is sparse, quantized, complex or not initialized, or a parameter has integers or 8-bit numbers.
+        InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     name, first = type(model).__name__, {}
     inside = tuple(f"{path}." if path else "" for path in blocks)

@@ -1,4 +1,4 @@
-"""Validates the images that enter a model: wrong shapes and NaN raise DataError, a wrong scale gives a warning."""
+"""Validates the images that enter a model: wrong shapes and NaN raise DataError, a wrong scale causes a warning."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.family import Family
 
-# Taken back to pixels, images on their model's scale fill [0, 1]: four or more of ImageNette, Tiny-ImageNet, CIFAR-10,
-# FashionMNIST or the digits always reached over 0.95 of it. Wrong constants exceed it (unnormalised bytes, or
-# ImageNet's where 0.5 is meant: by 0.5 and more) or fill at most 0.62 of it (0.5 where ImageNet's or CLIP's are meant;
-# unnormalised: 0.5 and less). Means and standard deviations distinguish them less well: with the right constants eight
-# such images have standard deviations of 0.18 to 0.40, and half of that overlaps. Constants as near as ImageNet's and
-# CIFAR-10's (0.01 to 0.96) change little and are not distinguished.
+# The images are converted back to pixels with the model's constants. With the right constants they fill [0, 1]: four or
+# more images of ImageNette, Tiny-ImageNet, CIFAR-10, FashionMNIST or the digits always filled over 0.95 of it. With
+# wrong constants they exceed it by 0.5 or more (unnormalized bytes, or ImageNet's constants where 0.5 is meant), or
+# fill at most 0.62 of it (0.5 where ImageNet's or CLIP's constants are meant; at most 0.5 of it if unnormalized). Means
+# and standard deviations would tell scales apart less well: with the right constants, eight such images have standard
+# deviations of 0.18 to 0.40, and half of that overlaps. Constants as close as ImageNet's and CIFAR-10's (0.01 to 0.96)
+# change little and are not told apart.
 OUTSIDE, FILLED = 0.1, 0.8
-FEW = 4  # images; fewer may be dark or pale without being on another scale
+FEW = 4  # images; fewer may be dark or pale although their scale is right
 
 # Other scales in common use: the mean and the standard deviation that pixels in [0, 1] were normalized with.
 COMMON = {
@@ -32,7 +33,7 @@ UNKNOWN_SCALE = (
     "Normalize them as in its training."
 )
 
-SHOWN = 5  # of the images that a message names
+SHOWN = 5  # how many images a message names
 
 
 class InputValidation:
@@ -44,7 +45,7 @@ class InputValidation:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._scale = ImageScale(*family.normalization(model))
         self._is_known = family.knows_normalization(model)
-        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not of several tensors in one
+        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not if several tensors are packed in one
 
     def take(self, images: ImageBatch) -> Tensor:
         """Returns the images in the model's dtype.
@@ -76,7 +77,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note, and warns, if the images are not on the model's scale; a note too if that is unknown."""
+        """Returns a note, and warns, if the images are not on the model's scale; only a note if no scale is known."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -91,7 +92,7 @@ class InputValidation:
 
 
 def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Raises DataError for the shape of an image whose channels are last, and would fit a model if they were first."""
+    """Raises DataError if an image has its channels last, and would fit the model if they came first."""
     if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
         raise DataError(
             f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
@@ -104,12 +105,12 @@ def _by(shape: Sequence[int]) -> str:
 
 
 class ImageScale:
-    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
+    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`; it needs constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         self.images = 0
-        # [low or high, channels]: the empty range, which the first images replace.
+        # [low or high, channels]: an empty range, which the first images replace.
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: ImageBatch) -> None:
@@ -124,8 +125,8 @@ class ImageScale:
 
     @property
     def fits(self) -> bool:
-        """Whether the images are compatible with this scale: no other known scale fits them better."""
-        # A narrow range is evidence only together with a scale on which the images fill [0, 1].
+        """Whether the images are compatible with this scale, and no other known scale fits them better."""
+        # A narrow range counts against a scale only if the images fill [0, 1] on another one.
         holds, filled = self._fit(self.mean, self.std)
         return not self.images or (holds and (self.images < FEW or filled or not self._explanations()))
 

@@ -1,4 +1,4 @@
-"""Observes a model during its forward passes: the calls of any modules, the maps of attention; and names its blocks."""
+"""Observes the calls of modules and the attention maps during a model's forward passes; finds the model's blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +16,7 @@ Kept = TypeVar("Kept")
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module: `tokens` is its first argument, `args` and `kwargs` are the others, e.g. rotations."""
+    """One call of a module: `tokens` is its first argument; `args` and `kwargs` are the others, e.g. rotations."""
 
     module: nn.Module
     tokens: Tensor
@@ -26,7 +26,7 @@ class ModuleCall(NamedTuple):
 
     @property
     def output_tokens(self) -> Tensor:
-        """The output, or its first element: some blocks of transformers return a tuple."""
+        """The output, or its first element for blocks of transformers that return a tuple."""
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
     @property
@@ -37,7 +37,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Leaves autocast inside the context: it would change what is measured."""
+    """Leaves autocast inside the context, because it would change what is measured."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -54,7 +54,7 @@ def observing_calls(
     Args:
         modules: Modules whose first argument is a tensor.
         observe: Receives every call, in the order in which the calls end.
-        by_image: Whether parts of a batch may be observed one after the other. Otherwise a batch is not divided into
+        by_image: Whether parts of a batch may be observed one after another. Otherwise a batch is not divided into
             chunks, and the last block receives all tokens.
     """
 
@@ -72,7 +72,7 @@ def observing_calls(
 
 
 def name_of_tokens(options: Mapping[str, Any]) -> str:
-    """Returns the name of the tokens in a call that passes them by name, as transformers does."""
+    """Returns the argument name of the tokens in a call that passes them by name, as transformers does."""
     return next((name for name in ("hidden_states", "query", *options) if name in options), "")
 
 
@@ -89,8 +89,8 @@ def recording_calls(
 @contextmanager
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass inside the context."""
-    # A backend and not a hook on the layer: the maps exist only inside it, and fused kernels never have them in memory.
-    # It also takes over the capture of a token reducer, whose backend it replaces.
+    # A backend rather than a hook on the layer, because the maps exist only inside it, and fused kernels never store
+    # them. This backend also takes over the captures for a token reducer, whose backend it replaces.
     layers = family.attention(model)
 
     def precisely(index: int, observation: Observation) -> None:
@@ -113,7 +113,7 @@ def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim widt
     heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.value_dims, 1))
     if not heads:
         return layer.output.weight.new_zeros(0, v_head_dim, layer.spec.width)
-    # The columns of the output projection by head, padded as `Observed` pads the values.
+    # The columns of the output projection, sorted by head, and padded as `Observed` pads the values.
     return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
 
 
@@ -121,11 +121,9 @@ def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim widt
 def observing_mlp(
     model: nn.Module, family: Family, observe: Callable[[int, int, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Calls `observe(layer, which, inputs, outputs)` for both maps of every MLP in every forward pass inside the
-    context.
-    """
+    """Calls `observe(layer, which, inputs, outputs)` for each of the two maps of every MLP inside the context."""
     maps = {linear: (layer, which) for layer, pair in enumerate(family.mlp(model)) for which, linear in enumerate(pair)}
-    # The hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
+    # The hooks make `FusedMLP` call its maps one by one, and keep batches whole (`chunked_forward`).
     with observing_calls(maps, lambda call: observe(*maps[call.module], call.tokens.detach(), call.output.detach())):
         yield
 
@@ -133,8 +131,8 @@ def observing_mlp(
 @contextmanager
 def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replaces what a module computes inside the context; its hooks still run."""
-    # On the instance, which hides the method of the class. Observed, because modules without hooks may be computed by
-    # one kernel, which does not call them, and a batch in chunks.
+    # Set on the instance, which hides the method of the class. The hook is needed because a module without hooks may be
+    # computed by a kernel that does not call it, and a batch in chunks.
     module.forward = forward
     try:
         with observing_calls((module,), lambda call: None):
@@ -152,8 +150,8 @@ def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager
 def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
     """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
 
-    Token reducers receive uniform attention maps here: the logits are not the model's, but the costs are, because they
-    do not depend on which tokens are pruned.
+    Token reducers receive uniform attention maps here. The logits are then not the model's, but the costs are, because
+    they do not depend on which tokens are pruned.
     """
     layers = family.attention(model)
     with ExitStack() as hooks:

@@ -1,4 +1,4 @@
-"""Token merging by bipartite matching, in rounds: ToMe, and Ward, which changes the tokens least."""
+"""Token merging by bipartite matching, in rounds: ToMe, and Ward, which changes the tokens the least."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +22,7 @@ from attnrx.vit.tokens.reducer import (
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]
-Side = slice | Indices  # one of the two sets of a round: a slice, which is a view and faster, or patch indices
+Side = slice | Indices  # one of the two sets of a round: a slice (a view, which is faster), or patch indices
 
 ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 
@@ -32,11 +32,12 @@ class Merging(Reducer):
     """Merges by bipartite soft matching (ToMe, Bolya et al., 2023), for any similarity and any two sets.
 
     Patches are divided into two sets, alternately unless `split` is overridden. Every patch of the first set is matched
-    with the most similar patch of the second, and the most similar pairs are merged into means weighted by size. Later
-    attention is proportional. A round merges at most one of the sets; more rounds follow where more must be merged.
+    with the most similar patch of the second. The most similar pairs are merged into means weighted by size. Later
+    attention is proportional. A round can merge at most all patches of the first set; if more must be merged, more
+    rounds follow.
 
-    The similarity is the cosine of the mean keys over the heads, unless `tables`, `features` and `closeness` are
-    overridden, with `needs` and `compared_width`.
+    The similarity is the cosine of the keys, averaged over the heads. For another similarity, override `tables`,
+    `features` and `closeness`, together with `needs` and `compared_width`.
     """
 
     proportional: ClassVar[bool] = True
@@ -47,24 +48,24 @@ class Merging(Reducer):
         return shape.directions
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the tensors that are merged: the "patches", and the tensors by which patches are compared."""
+        """Returns the tensors to merge: the "patches", and the tensors by which patches are compared."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        """Returns the tables of the first round, with further ones that are merged along."""
+        """Returns the tables of the first round, plus further ones that are merged in the same way."""
         return tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
-        """Returns the features by which patches are compared in one round, one row per patch; sizes of None are 1."""
+        """Returns the features by which patches are compared in a round, one row per patch; `sizes` None means 1."""
         return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the similarity of every patch of the first set to every one of the second."""
+        """Returns the similarity of every patch of the first set to every patch of the second."""
         return torch.bmm(first["keys"], second["keys"].transpose(1, 2))
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
-        """Divides the patches of one round, of which at most `most` are merged; others are in neither set."""
+        """Divides the patches of a round into two sets; at most `most` are merged, and some may be in neither set."""
         return ALTERNATING
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
@@ -72,7 +73,7 @@ class Merging(Reducer):
         return tables["patches"]
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the two sets in every round."""
+        """Returns the MACs for comparing the two sets in every round."""
         total = 0
         while patches > count:
             second = patches // 2
@@ -83,17 +84,17 @@ class Merging(Reducer):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` patches remain."""
         # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
-        # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
+        # `destinations` has the row of every patch. Masked patches are removed first, so they are in neither set.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+            # All keys differ, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
             order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
             keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
             kept = stable_order(keys, descending=False)[:, : state.num_present]
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         else:
-            # A round also copies the tokens before the patches, which saves their concatenation afterwards.
+            # A round also copies the tokens before the patches, which saves concatenating them afterwards.
             tables, sizes, prefix = {**tables, "patches": state.tokens}, state.sizes, state.prefix
         num_rows, present_indices, is_first = sizes.shape[1] - prefix, kept, True
         every_row = counted(0, num_rows, sizes.device).expand(sizes.shape[0], -1)
@@ -111,7 +112,7 @@ class Merging(Reducer):
             stay, is_first = merging.stay, False
             sizes, kept = merging.sizes, stay if kept is None else kept.gather(1, stay)
             destinations = None if destinations is None else merging.destinations.gather(1, destinations)
-        if destinations is not None and present_indices is not None:  # pruned patches have none
+        if destinations is not None and present_indices is not None:  # pruned patches have no destination
             destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
         tokens, kept = self.finished(tables), every_row if kept is None else kept
         whole = (tokens, sizes) if prefix else None
@@ -119,24 +120,24 @@ class Merging(Reducer):
 
 
 class Round:
-    """One round: patches at `sources` are merged into those at the positions `goals` of the set `second`.
+    """One round: patches at `sources` are merged into the patches at the positions `goals` of the set `second`.
 
-    The first `prefix` rows are tokens that are no patches. `destinations` [batch, patches] is the index after the round
-    of every patch, or of the one that it is merged into; `stay` [batch, left] are the indices of those that are left.
-    Every row has a weight in the mean of its destination, which is exactly 1 where nothing is merged.
+    The first `prefix` rows are tokens that are not patches. `destinations` [batch, patches] is the index after the
+    round of every patch, or of the patch it is merged into. `stay` [batch, left] are the indices of the patches that
+    are left. Every row has a weight in the mean of its destination; it is exactly 1 where nothing is merged.
 
-    On a CPU, and in the files that are written for one, the rows that are merged are added to those that are left.
-    Elsewhere the means are one product, [left, rows] times the table: it has the fewest operations, whose start takes
-    most of the time of a small batch on a GPU, and sums in one order. In a file every quantizer takes a product for a
-    layer, and rounds all tokens to the few numbers that it gives the input of one. Neither is counted as MACs.
+    On a CPU, and in files written for one, the merged rows are added to the rows that are left. Elsewhere the means are
+    one product, [left, rows] times the table. It has the fewest operations, and starting these takes most of the time
+    of a small batch on a GPU; it also sums in a fixed order. In a file, however, quantizers treat a product as a layer,
+    and round all tokens to the few numbers that they allow for a layer's input. Neither way is counted as MACs.
     """
 
     def __init__(
         self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
     ):
         num_left, self._num_rows, self._prefix = sizes.shape[1] - sources.shape[1], sizes.shape[1], prefix
-        # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to one is its index
-        # after the round, counted from 1.
+        # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to a row is the row's
+        # index after the round, counted from 1.
         order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
         rows = counted(1, num_left + 1, sizes.device)[:, None]
         of_patches = order[:, prefix:]
@@ -144,12 +145,12 @@ class Round:
         numbers = of_second.gather(1, goals)
         self._numbers = order.scatter(1, sources, numbers)
         self._shares: Tensor | None = None
-        # The r-th one that is left comes after all at which fewer than r have been counted.
+        # The r-th row that is left comes after all rows at which fewer than r have been counted.
         if sizes.device.type == "cpu":
             left = (order[:, None] < rows).sum(2, dtype=torch.int64)
             self.stay = left[:, prefix:] - prefix
             self._num_left, self._goals = num_left, numbers - 1
-            # The rows that are left, then those that are merged.
+            # First the rows that are left, then the rows that are merged.
             self._rows = torch.cat([left, sources], dim=1)
             of_rows = sizes.gather(1, self._rows)
             self.sizes = of_rows[:, :num_left].scatter_add(1, self._goals, of_rows[:, num_left:])
@@ -166,18 +167,18 @@ class Round:
         return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
-        """Returns the merged rows of a table, whose rows are all, or the patches'."""
+        """Returns the merged rows of a table, which has all rows or only the patches' rows."""
         first = self._num_rows - table.shape[1]
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
             left, merged = weighted.tensor_split([self._num_left - first], dim=1)
-            # Not at the rows of the batch as one list, whose sums ONNX Runtime computes in several threads at once.
+            # Not scattered into one flat list of rows, whose sums ONNX Runtime computes in several threads at once.
             merged = left.scatter_add(1, (self._goals - first)[..., None].expand_as(merged), merged)
         else:
-            # Not `@`, which expands both sides to one batch size: operations in a graph for any batch.
+            # Not `@`, which expands both sides to one batch size and so adds operations to a graph for any batch.
             shares = self._shares[:, first:, first:] if first else self._shares
             merged = torch.bmm(shares, table)
-        # Under autocast the product has a lower precision than the table, sizes may have a higher one.
+        # Under autocast, the product has a lower precision than the table; sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
 
@@ -190,7 +191,7 @@ def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tenso
 
 
 def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
-    """Returns the rows of these positions in a set of patches."""
+    """Returns the rows in the table that belong to these positions in a set of patches."""
     if not isinstance(side, slice):
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
@@ -201,9 +202,9 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 class ToMe(Merging):
     """Merges the patches that are most similar by the cosine of their mean keys over the heads (Bolya et al., 2023).
 
-    Implemented from the paper; see `Merging`. After the first round patches are compared by the means of the merged
-    patches' keys, weighted by size. As published a few patches are merged in every layer, between attention and MLP,
-    never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
+    Implemented from the paper; see `Merging`. After the first round, patches are compared by the means of the merged
+    patches' keys, weighted by size. The paper merges a few patches in every layer, between attention and MLP, and never
+    more than one round. Here merging comes before a layer (`tome:N@every` is the closest schedule).
     """
 
     name: ClassVar[str] = "tome"
@@ -218,12 +219,12 @@ class Ward(Merging):
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
     error of all tokens. Large groups are therefore merged late. Patches are compared by the tokens themselves, so no
-    statistics of a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches: the
-    mean of vectors is shorter, and the residual branches of later layers would weigh more.
+    statistics of a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches.
+    Otherwise the mean vector would be shorter, and the residual branches of later layers would weigh more.
 
-    With a `relevance` r above 0 the sizes in the criterion are multiplied by 1 - r + r c, where c is the attention that
-    the class token pays a patch in the previous layer, mean 1 over the patches: errors of patches that the class token
-    does not attend to cost less. The means are weighted by the sizes themselves.
+    With a `relevance` r above 0, the sizes in the criterion are multiplied by 1 - r + r c. Here c is the attention that
+    the class token pays to a patch in the previous layer, scaled to mean 1 over the patches. Errors of patches that the
+    class token ignores thus cost less. The means are still weighted by the sizes themselves.
     """
 
     lengths: bool = True
@@ -233,7 +234,7 @@ class Ward(Merging):
         super().__post_init__()
         if not 0 <= self.relevance < 1:
             raise InvalidInput(f"relevance={self.relevance}: give a share from 0 to below 1, e.g. 0.3.")
-        # Without relevance patches are compared by the tokens alone.
+        # Without relevance, patches are compared only by their tokens.
         object.__setattr__(self, "needs", ("class_attention",) if self.relevance else ())
 
     def compared_width(self, shape: Shape) -> int:
@@ -243,17 +244,17 @@ class Ward(Merging):
         tables = {"patches": state.patches}
         if not self.relevance:
             return tables
-        # Relative to the sizes, so that later rounds average them.
+        # Stored relative to the sizes, so that later rounds average them.
         factors = self._weights(state) / state.sizes.clamp_min(1)
         return {**tables, "factors": factors[:, state.prefix :, None]}
 
     def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
-        """Returns the weights of all tokens in the criterion: 0 for a masked one."""
+        """Returns the weights of all tokens in the criterion, 0 for a masked one."""
         if not self.relevance:
             return state.sizes
         assert state.class_attention is not None
         received, prefix = state.class_attention.mean(1), state.prefix
-        # Per patch of the image; a masked token receives nothing.
+        # The attention per patch of the image; a masked token receives none.
         total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
         num_present = state.patches.shape[1] if state.unmasked else state.present_mask.sum(1, keepdim=True)
         return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
@@ -263,7 +264,7 @@ class Ward(Merging):
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        # Norms are a table of their own: merged like the patches, they become means weighted by size.
+        # The norms are a separate table: merged like the patches, they become means weighted by size.
         return {**tables, "lengths": features["norms"]} if self.lengths else tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
@@ -276,7 +277,7 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns half of the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
+        """Returns half of the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, divided by 1/a + 1/b."""
         squares = first["squares"] + second["squares"].transpose(1, 2)
         # x y - (|x|^2 + |y|^2) / 2, half of the negative squared distance: [batch, first, second].
         products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))
@@ -288,9 +289,9 @@ class Ward(Merging):
         return distances / (first["inverse_weights"] + second["inverse_weights"].transpose(1, 2))
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches, rescaled to their stored norms."""
+        """Returns the patches, rescaled to their stored norms if there are any."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
-        # A mean of opposite patches can be zero, and stays zero.
+        # A mean of opposite patches can be zero, and then stays zero.
         return patches * (tables["lengths"] / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6))

@@ -6,9 +6,9 @@ Policies as text: `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
-One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches
-that remain after each stage. A number before @every is the reduction before every layer but the first.
-Invariant: parse_policy(str(policy)) == policy.written.
+One ratio is the share of the remaining patches that is kept at every stage. Several ratios are the shares of the
+image's patches that remain after each stage. A number before @every is how many patches are removed before every layer
+except the first. Invariant: parse_policy(str(policy)) == policy.written.
 """
 
 import math
@@ -28,18 +28,18 @@ from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer
 EXAMPLES = "ward:0.7@4,7,10, ward(relevance=0.3):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
 PER_TOKEN = ("keys", "tokens")
-"""What a reducer may need of a layer in which each window is a sequence of its own, or all together are one."""
+"""What a reducer may use even if windows are separate sequences in some layers and one sequence in others."""
 
 
 @dataclass(frozen=True)
 class TokenPolicy:
     """A reducer that runs before each of `layers` (counted from 1).
 
-    `keep` is the share of the image's patches that remains after each stage: with the keep ratio rho of the papers
-    (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+    `keep` is the share of the image's patches that remains after each stage: (rho, rho^2, rho^3) for the keep ratio rho
+    of the papers. Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
 
-    With `num_pruned`, the patches are reduced by that number before every layer but the first (the schedule r of ToMe,
-    which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
+    `num_pruned` is the number of patches to remove before every layer except the first. This is the schedule r of ToMe,
+    although the paper merges inside every layer, including the last. Layers and shares then depend on the model; `on`
     sets them.
     """
 
@@ -52,7 +52,7 @@ class TokenPolicy:
         require_fields(self)
         if self.num_pruned is not None and self.num_pruned < 1:
             raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
-        if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`
+        if self.num_pruned is not None and not self.layers and not self.keep:  # as in the text, before `on`
             return
         if not self.layers or len(self.layers) != len(self.keep):
             raise InvalidInput(
@@ -88,7 +88,7 @@ class TokenPolicy:
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as written in its text: an every-layer policy without the layers of a model."""
+        """The policy as in its text: without the layers of a model if it is an every-layer policy."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
@@ -96,8 +96,8 @@ class TokenPolicy:
 
         Raises:
             InvalidInput: The model has too few layers or patches.
-            NotSupported: The reducer needs a class token, and the model has none; or maps of attention, which runs in
-                windows.
+            NotSupported: The reducer needs a class token, and the model has none. Or it needs attention maps, and the
+                model's attention runs in windows.
         """
         policy, patches = self, layout.patches
         if self.num_pruned is not None:
@@ -121,7 +121,7 @@ class TokenPolicy:
                 f"{type(self.reducer).__name__} needs {', '.join(others)}, and the attention of this model runs in "
                 f"{layout.windows} windows per image; use a reducer without attention maps, e.g. ward, tome or random."
             )
-        policy.counts(patches)  # raises if the last stage would keep no patch
+        policy.counts(patches)  # raises an error if the last stage would keep no patch
         return policy
 
     def describe(self) -> tuple[str, ...]:
@@ -141,21 +141,21 @@ class TokenPolicy:
         Raises:
             InvalidInput: The last stage would keep no patch.
         """
-        # The products of ratios such as 0.7**2 can be just below a whole number.
+        # Products of ratios such as 0.7**2 can be just below a whole number.
         num_kept = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
         if num_kept[-1] < 1:
             raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
         return num_kept
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
-        """Returns the number of tokens in every layer, including prefix tokens and those added by stages."""
+        """Returns the number of tokens in every layer, including prefix tokens and tokens added by stages."""
         current, counts = layout.tokens, dict(zip(self.layers, self.counts(layout.patches), strict=True))
         # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
         after = {layer: layout.prefix + n + self.reducer.extra for layer, n in counts.items() if n < layout.patches}
         return tuple(current := after.get(layer, current) for layer in range(1, depth + 1))
 
     def require_depth(self, depth: int) -> None:
-        """Raises InvalidInput for a model with too few layers."""
+        """Raises InvalidInput if the model has too few layers."""
         if self.layers and self.layers[-1] > depth:
             raise InvalidInput(
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
@@ -166,7 +166,7 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
 
 
-# A model that was saved with a reducer of your own can be loaded only after `REDUCERS.register(Mine)`.
+# A model that was saved with your own reducer can be loaded only after `REDUCERS.register(Mine)`.
 REDUCERS = Registry[type[Reducer]]("token reducer", ClassAttention, AttentionReceived, ToMe, Ward)
 
 
@@ -179,7 +179,7 @@ class PolicyReader(TextReader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        # A number before @every is first read like a ratio, because the @ comes later; `first` keeps its token.
+        # A number before @every is read like a ratio at first, because the @ comes later; `first` keeps its token.
         first = self.token
         ratios = [self.read_ratio()]
         while self.take("/"):
@@ -219,11 +219,11 @@ class PolicyReader(TextReader):
 def parse_policy(text: str) -> TokenPolicy:
     """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `ward:0.7@4,7,10`, or NAME:N@every.
 
-    One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
-    patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
+    One ratio is the share of the remaining patches that is kept at every stage. Ratios separated by / are shares of the
+    image's patches, one per stage. `tome:13@every` removes 13 patches before every layer except the first.
 
     Raises:
-        InvalidInput: The text is no policy; the message marks the place.
+        InvalidInput: The text is not a policy; the message marks the place.
         UnknownName: There is no such reducer.
     """
     return PolicyReader(text).read_policy()
@@ -233,7 +233,7 @@ def parse_reducer(text: str) -> Reducer:
     """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`.
 
     Raises:
-        InvalidInput: The text is no reducer.
+        InvalidInput: The text is not a reducer.
         UnknownName: There is no such reducer.
     """
     reader = PolicyReader(text)
@@ -243,5 +243,5 @@ def parse_reducer(text: str) -> Reducer:
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
-    """Builds a policy from the record in a model or a prescription."""
+    """Builds a policy from its record in a model or a prescription."""
     return from_dict(record, (TokenPolicy, *REDUCERS.values()))

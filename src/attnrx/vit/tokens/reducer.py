@@ -1,5 +1,6 @@
-"""The interface of token reducers (the tokens of a batch with their statistics, the result of a stage), and those that
-keep the patches of the highest attention.
+"""The interface of token reducers, and the reducers that keep the patches with the highest attention.
+
+The interface is the tokens of a batch with their statistics, and the result of a stage.
 """
 
 from abc import ABC, abstractmethod
@@ -21,17 +22,15 @@ PerPatch = Float[Tensor, "batch patches"]
 
 
 class LayerStatistic(ABC):
-    """A statistic of the layers so far for every token, or every pair of tokens (`Reducer.add_layer`)."""
+    """A statistic over the layers so far, for every token or every pair of tokens (`Reducer.add_layer`)."""
 
     @abstractmethod
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "LayerStatistic":
-        """Returns the statistic of the kept tokens, by their indices among all tokens, followed by `num_new` tokens
-        that have no past.
-        """
+        """Returns the statistic of the kept tokens, by their indices, followed by `num_new` tokens without a past."""
 
     @abstractmethod
     def without(self, indices: Int[Tensor, "batch removed"]) -> "LayerStatistic":
-        """Returns the statistic in which these tokens have no past, because new tokens overwrote them."""
+        """Returns the statistic with these tokens' past removed, because new tokens overwrote them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class TokenState:
 
     `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
     a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
-    `attention`: the whole map of that layer; `keys`: the keys averaged over the heads; `value_norms`: the norms of the
+    `attention`: the whole map of that layer. `keys`: the keys averaged over the heads. `value_norms`: the norms of the
     values, by head. `statistic`: over all layers so far (`Reducer.add_layer`). `patch_indices`: the index of every
-    patch token in the image, -1 for one added by an earlier stage. `image_keys`: from `Reducer.image_keys`. What the
-    reducer does not need is None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth`
-    layers.
+    patch token in the image, -1 for a token that an earlier stage added. `image_keys`: from `Reducer.image_keys`. What
+    the reducer does not need is None. `stage` counts from 0. The stage runs before the layer `layer` (counted from 1)
+    of `depth` layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -63,7 +62,7 @@ class TokenState:
     unmasked: bool = False
     """Whether no token is masked, so that sums need no mask."""
     unsized: bool = False
-    """Whether every token is a patch of the image or precedes them, of size 1."""
+    """Whether every token has size 1, and is either a patch of the image or precedes them."""
     tracked: bool = False
     """Whether a reducer that merges or fuses patches must return their destinations."""
 
@@ -74,8 +73,8 @@ class TokenState:
 
     @property
     def num_present(self) -> int:
-        """The number of remaining patches of every image; static where no token is masked."""
-        # A policy of fixed numbers keeps as many patches of every image, so the first one is enough.
+        """The number of remaining patches of every image; a constant if no token is masked."""
+        # A policy keeps the same number of patches in every image, so looking at the first one is enough.
         return self.patches.shape[1] if self.unmasked else int(self.present_mask[0].sum())
 
     @property
@@ -86,7 +85,7 @@ class TokenState:
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
 
     def after(self, **changes: Any) -> "TokenState":
-        """Returns the state after a stage, without what the previous layer computed of the tokens before it."""
+        """Returns the state after a stage, without the previous layer's captures of the tokens before the stage."""
         return replace(self, class_attention=None, attention=None, keys=None, value_norms=None, **changes)
 
 
@@ -94,10 +93,10 @@ class TokenState:
 class TokenLayout:
     """`prefix` tokens (class, distillation, registers) precede the `patches` and are never pruned.
 
-    `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier: "class" for prefix
-    tokens only, "mean" for the mean of the patches, "max" for the maximum over the patch logits; "mean" and "max" with
-    or without prefix tokens. Where an image is divided into `windows`, all counts are per window, and the layers with
-    the indices `joined` attend to all windows of an image.
+    `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier. It is "class" for
+    prefix tokens only, "mean" for the mean of the patches, or "max" for the maximum over the patch logits; "mean" and
+    "max" may include prefix tokens. If an image is divided into `windows`, all counts are per window, and the layers
+    with the indices `joined` attend to all windows of an image.
     """
 
     prefix: int
@@ -114,12 +113,13 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of a stage: the patches at `kept` (ascending), with these values, then `extra` tokens.
+    """The result of a stage: the patches at `kept` (ascending), with these values, followed by `extra` tokens.
 
-    `sizes` are for the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives extra
-    tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that represents
-    each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is represented. `whole`
-    has the tokens before the patches too, where the reducer has all in one tensor: the tokens and their sizes.
+    `sizes` are the new sizes of the kept and the extra tokens. With None, kept tokens keep their sizes, and extra
+    tokens get size 1. `destinations` is needed if the state is `tracked`: the index, among the kept and then the extra
+    tokens, of the token that represents each patch. With None, a kept patch represents itself, and no other patch is
+    represented. If the reducer has all tokens in one tensor, `whole` holds the tokens and their sizes, including the
+    tokens before the patches.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -134,8 +134,8 @@ class Reduction:
 class SampledTokens:
     """The result of a stage in training.
 
-    `keep` is the mask that was sampled, 1 for a kept patch and 0 for a pruned one; `added` are the indices of pruned
-    ones that new tokens overwrote.
+    `keep` is the sampled mask, 1 for a kept patch and 0 for a pruned one. `added` are the indices of pruned patches
+    that new tokens overwrote.
     """
 
     keep: PerPatch
@@ -148,7 +148,7 @@ class Shape:
     """The model properties that a reducer needs.
 
     `heads` is the number of heads of the original model: the reducer receives all of them in order, even if some were
-    removed. `directions` is the size of its keys, used for costs only; `depth` is the number of layers.
+    removed. `directions` is the size of its keys, used only for costs. `depth` is the number of layers.
     """
 
     width: int
@@ -162,19 +162,19 @@ class Reducer(ABC):
     """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs, validated by their types.
 
     `needs` lists what it uses of the layer before a stage: "class_attention", "attention", "keys", "value_norms".
-    `every_layer` is what it uses of every layer before its last stage, "class_attention", "attention" or "tokens" (the
-    output of the layer); `add_layer` makes a statistic of it.
+    `every_layer` is what it uses of every layer before its last stage: "class_attention", "attention" or "tokens" (the
+    output of the layer). `add_layer` turns this into a statistic.
 
-    A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
-    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
-    predictor at every stage, or `one_predictor` for all of them. A reducer with `untrained_reason` selects by what only
-    a training with it makes meaningful.
+    A `proportional` reducer changes the sizes of tokens. Later attention then weights a token by its size, by adding
+    the logarithm of the size to its scores. A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
+    predictor at every stage, or with `one_predictor` one for all stages. `untrained_reason` is set if a reducer's
+    selection is meaningful only after training with it.
     """
 
-    name: ClassVar[str]  # in texts, where it is not that of the class in snake case
+    name: ClassVar[str]  # in texts, if it is not the name of the class in snake case
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    # These four may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
+    # These four may depend on the knobs; such a reducer sets them in __post_init__.
     needs: tuple[str, ...] = ()
     every_layer: str = ""
     learned: bool = False
@@ -185,7 +185,7 @@ class Reducer(ABC):
 
     @property
     def untrained_reason(self) -> str | None:
-        """Why its selection means nothing in a model that was not trained with it; None where it always does."""
+        """Why the selection means nothing in a model that was not trained with it, or None if it has a meaning."""
         return "its predictors select at random until they are trained" if self.learned else None
 
     @abstractmethod
@@ -193,18 +193,18 @@ class Reducer(ABC):
         """Reduces every image to `count` patches."""
 
     def native_merge(self, state: TokenState, count: int) -> Merged | None:
-        """Merges to `count` patches in one round by the C++ kernel; None where that does not implement this."""
+        """Merges to `count` patches in one round by the C++ kernel; None if the kernel does not implement this."""
         return None
 
     def predictor(self, shape: Shape) -> nn.Module:
-        """Returns a new predictor of one stage."""
-        return nn.Module()  # no parameters: every stage has a predictor, also of a reducer that learns nothing
+        """Returns a new predictor for one stage."""
+        return nn.Module()  # without parameters: every stage has a predictor, even if the reducer learns nothing
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of all matrix products of a stage that keeps `count` of `patches` patches.
 
-        Norms are not counted, as elsewhere in `costs`; the predictor's MACs are found in its modules, and are assumed
-        to run once per patch. Sums and page rank over maps are not counted either.
+        Norms are not counted, as elsewhere in `costs`. The predictor's MACs are found in its modules, which are assumed
+        to run once per patch. Sums and page rank over maps are not counted, either.
         """
         return 0
 
@@ -212,18 +212,18 @@ class Reducer(ABC):
         """Adds the `every_layer` quantity of one layer to the statistic `before`, which is None at the first layer.
 
         Raises:
-            NotImplementedError: The reducer has no such statistic.
+            NotImplementedError: The reducer does not have such a statistic.
         """
         raise NotImplementedError
 
     def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:
-        """Returns a number for every image that a selection depends on; None where it depends on none."""
+        """Returns a number for every image on which a selection depends; None if it depends on no such number."""
         return None
 
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
         """Samples, in a training step, which patches a learned reducer keeps.
 
-        A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
+        A sample that equals the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
 
         Raises:
             NotSupported: The reducer learns nothing.
@@ -247,7 +247,7 @@ class Selecting(Reducer):
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Keeps the patches of the highest relevance, in their order."""
+        """Keeps the patches with the highest relevance, in their order."""
         return reduced_to_best(state, self.relevance(state, predictor), count)
 
 
@@ -261,7 +261,7 @@ def gathered_rows(
     table: Float[Tensor, "batch rows features"], indices: Int[Tensor, "batch chosen"]
 ) -> Float[Tensor, "batch chosen features"]:
     """Returns some rows of every image."""
-    if not (table.device.type == "cpu" or is_traced()):  # one kernel in place of four
+    if not (table.device.type == "cpu" or is_traced()):  # one kernel instead of four
         return table.gather(1, indices[..., None].expand(-1, -1, table.shape[2]))
     # index_select copies whole rows; gather copies element by element.
     image = torch.arange(indices.shape[0], device=indices.device)[:, None]
@@ -273,7 +273,7 @@ def stable_order(
     values: Float[Tensor, "batch values"] | Int[Tensor, "batch values"], descending: bool = True
 ) -> Int[Tensor, "batch values"]:
     """Returns the indices that sort every row; of equal values, the one with the lower index comes first."""
-    # ONNX has no stable sort, but its TopK of all values is one.
+    # ONNX has no stable sort, but its TopK over all values is one.
     if torch.onnx.is_in_onnx_export():
         return values.topk(values.shape[1], dim=1, largest=descending).indices
     return values.argsort(dim=1, descending=descending, stable=True)
@@ -282,10 +282,10 @@ def stable_order(
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
     """Returns the indices of the `count` largest values of every row, or of all if there are fewer, in any order.
 
-    Of equal values it takes the first ones, or any in a graph for a CPU.
+    Among equal values it takes the first ones, except in a graph for a CPU, where it may take any.
     """
-    # On CUDA and in ONNX a selection takes the first of equal values. On CUDA it is one kernel; a stable sort is four,
-    # and compiled it is code whose compilation takes ten seconds. OpenVINO selects in a tenth of the time of a sort.
+    # On CUDA and in ONNX, topk takes the first of equal values. On CUDA it is one kernel, while a stable sort is four,
+    # and compiles to code that takes ten seconds to compile. OpenVINO's topk takes a tenth of the time of a sort.
     if values.device.type in ("cuda", "meta") or is_traced():
         return values.topk(min(count, values.shape[1]), dim=1, sorted=False).indices
     return stable_order(values)[:, :count]
@@ -294,7 +294,7 @@ def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor,
 def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[Tensor, "batch kept"]:
     """Returns the indices of the `count` most relevant patches that are present (no mask: all are), in ascending order.
 
-    Of equal patches it takes the first ones, as `first_best` does.
+    Among equal patches it takes the first ones, like `first_best`.
     """
     if present_mask is not None:
         relevance = relevance.masked_fill(present_mask == 0, float("-inf"))
@@ -302,7 +302,7 @@ def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
-    """Returns the destinations of all patches: a kept patch its index among the kept ones, else from `others`."""
+    """Returns the destinations of all patches: a kept patch has its index among the kept, others are from `others`."""
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 
@@ -332,7 +332,7 @@ class AttentionReceived(Selecting):
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
-        # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not count.
+        # Masked tokens receive no attention, but their own rows of the map still sum to 1, and must not count.
         attention = state.attention
         if not state.unmasked:
             attention = attention * (state.sizes > 0).to(attention.dtype)[:, None, :, None]

@@ -1,7 +1,7 @@
 """`accelerate` and `plain`: a model for inference in attnrx's kernels, and the way back.
 
-An accelerated model is frozen: its class is a subclass of the user's, which refuses training and new weights. So the
-kernels may keep whatever they derive from the weights, and it never is out of date.
+An accelerated model is frozen: its class is a subclass of the user's class that refuses training and new weights.
+Whatever the kernels derive from the weights therefore never goes out of date.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from attnrx.vit.models.working.adopted import chunked_forward
 
 
 class Accelerated(nn.Module):
-    """The base, before the class of the user, of the classes of accelerated models."""
+    """The first base of the classes of accelerated models; the user's class is the second."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model returns; of images alone, a batch is computed in chunks that fit the caches.
+        """Returns what the model returns; if it gets only images, it computes a batch in chunks that fit the caches.
 
         Raises:
-            NotSupported: Under a trace of torch.fx.
+            NotSupported: torch.fx traces the model.
         """
         given: Any = args  # torch.fx traces `*args` as one value
         if isinstance(given, fx.Proxy):
@@ -68,11 +68,11 @@ class Accelerated(nn.Module):
         return super().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights by the names of the model that is not accelerated."""
+        """Returns the weights under the names of the original model."""
         return library_form(vars(self)[WORKING]).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Is refused.
+        """Refuses new weights.
 
         Raises:
             NotSupported: Always.
@@ -98,10 +98,10 @@ FROZEN = (
 def accelerate(model: nn.Module) -> nn.Module:
     """Returns a copy of a model that computes the same in attnrx's kernels, for inference on a CPU.
 
-    Attention, MLPs and whole blocks in float32 are one call of a C++ kernel each, where they are of a known kind. A
-    batch is computed in chunks that fit the caches. The last block computes only the class token, where the answer
-    needs no other. The copy has your model's class, call and state dict. It refuses training and new weights; `plain`
-    gives you the model back.
+    In float32, one call of a C++ kernel computes each attention, MLP or whole block of a known kind. A batch is
+    computed in chunks that fit the caches. The last block computes only the class token if the answer needs no other.
+    The copy has your model's class, call and state dict. It refuses training and new weights; `plain` gives you the
+    model back.
 
     Args:
         model: A model that `load`, `realize` or another function of attnrx returned.
@@ -136,13 +136,13 @@ def accelerate(model: nn.Module) -> nn.Module:
 
 @checked()
 def plain(model: nn.Module) -> nn.Module:
-    """Returns a copy of an accelerated model as it was before: of its own class, with its own modules and weights.
+    """Returns a copy of an accelerated model as it was before, with its own class, modules and weights.
 
     Args:
         model: What `accelerate` returned.
 
     Returns:
-        The model, in evaluation mode, whose weights may be trained.
+        The model, in evaluation mode. You can train its weights.
 
     Raises:
         InvalidInput: The model is not accelerated.
@@ -158,7 +158,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def is_accelerated(model: nn.Module) -> bool:
-    """Returns whether a model is an accelerated one."""
+    """Returns whether a model is accelerated."""
     return isinstance(model, Accelerated)
 
 
@@ -169,6 +169,6 @@ def _accelerated(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
-    """Returns an accelerated model without its contents, which pickle fills in."""
+    """Returns an accelerated model without contents, for pickle to fill in."""
     made = _accelerated(kind)
     return made.__new__(made)

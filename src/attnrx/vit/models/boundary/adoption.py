@@ -1,7 +1,7 @@
-"""The one adoption: what is read in a module, a working copy of it, and the proof of that.
+"""The one way of adoption: what is read in a module, its working copy, and the proof that both compute the same.
 
-A model of a library is created again by its library, so it has no surroundings. A module of a user has the Vision
-Transformer at some path, and may have parts of its own around it (`Surroundings`).
+A library's model is created again by its library, so it has no surroundings. A user's module has the Vision Transformer
+at some path, and may have its own parts around it (`Surroundings`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ from attnrx.vit.models.working.adoption_proof import (
 )
 from attnrx.vit.models.working.token_hooks import TokenHook
 
-PROOF_PATCHES = 16  # the most patches per side of the images of a proof
+PROOF_PATCHES = 16  # the images of a proof have at most this many patches per side
 OTHER_ATTENTION = (
     "its attention computes something else than plain softmax attention, its heads, its scale or the order of its "
     "projections are not those that were read, or it changes or replaces a part in its forward"
@@ -53,28 +53,28 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """A module does not take images alone, or returns something else for them than one entry per image."""
+    """A module needs more than images, or returns something else for them than one entry per image."""
 
 
 def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
-    """Returns a working copy of a module of any class, and a model of a known family as it is.
+    """Returns a working copy of a module of any class; a model of a known family is returned as it is.
 
-    `factory` creates the module again, `inputs` are an example of what it takes other than images.
+    `factory` creates the module again. `inputs` are an example of what it takes other than images.
 
     Raises:
-        NotSupported: The module has an unsupported feature, or nothing that is read.
-        InvalidInput: It has no weights, or the inputs are no tensors.
+        NotSupported: The module has an unsupported feature, or nothing that attnrx can read.
+        InvalidInput: The module has no weights, or the inputs are not tensors.
     """
     if known_family(model) is not None:
         return model
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # attnrx does not manage its replicas
         raise NotSupported(
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
     if inputs is None:
         return adopt_any(model, factory)
-    # On a shallow copy, whose copies keep it: the model stays as it is.
+    # The inputs are stated on a shallow copy, whose copies keep them; the user's model is unchanged.
     marked = copy(model)
     vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
     return adopt_any(marked, factory)
@@ -83,12 +83,12 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
 def adopt_any(
     model: nn.Module, factory: Factory | None = None, creation: Mapping[str, Any] | None = None, **stated: Any
 ) -> nn.Module:
-    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
+    """Adopts what it can read: a library's model, else the largest Vision Transformer, a found structure, or MLPs.
 
-    `creation` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
+    `creation` is how a library creates the model. `stated` are fields of its `Origin` that the model does not state.
 
     Raises:
-        NotSupported: The module has an unsupported feature, or nothing that is read.
+        NotSupported: The module has an unsupported feature, or nothing that attnrx can read.
     """
     takes_images = ATTRIBUTE not in vars(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
@@ -97,13 +97,13 @@ def adopt_any(
     require_plain_code(model)
     require_ordinary_tensors(model)
     refusals = () if library is None else tuple(library.refusals(model))
-    inside = partial(adopt, factory=factory, creation=creation)  # a module of a user
+    inside = partial(adopt, factory=factory, creation=creation)  # as a user's module
     units = partial(inside, UnitsFamily(), model, "")
     attempts: Sequence[Callable[[], Any]]
-    # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
+    # The error to show is about what the model is, not about an attempt to read only a part of it.
     shown = 0
     if (library is None or refusals) and (trunks := trunks_of(model)):
-        # The first that the module calls; its others stay as they are.
+        # Only the first one that the module calls is adopted; the others stay as they are.
         attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
         structure = StructureFamily()
@@ -112,7 +112,7 @@ def adopt_any(
         attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
     elif any(refusal.is_of_class for refusal in refusals):
         attempts, shown = [units, partial(adopt, library, model)], -1
-    else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
+    else:  # the second attempt is for a model its library cannot create again, e.g. with a part of the user's own
         attempts = [partial(adopt, library, model, **stated), partial(inside, library, model, "")]
     errors: list[AttnrxError] = []
     for attempt in attempts:
@@ -123,7 +123,7 @@ def adopt_any(
                 raise
             errors.append(error)
     if shown and len(errors) > 1:
-        # The last says what may be loaded instead, the one before what is missing in this model.
+        # The last error says what you can load instead, the one before it what is missing in this model.
         raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]
 
@@ -140,26 +140,26 @@ def adopt(
 ) -> Adopted:
     """Returns a working copy of a model with attnrx attention in every layer; the model itself is not changed.
 
-    Its outputs are compared with those of the model on random images, and every attention with the one that it
-    replaces. A model of a library (`path` is None) is created again from its description, and compared. Of a module of
-    a user is found out what the parts around the Vision Transformer read, return and cost. Activations that parts keep
-    are detached.
+    The outputs of both are compared on random images, and every attention is compared with the one it replaces. A
+    library's model (`path` is None) is created again from its description, and compared with that, too. For a user's
+    module, forward passes show what the parts around the Vision Transformer read, return and cost. Activations that
+    parts store are detached.
 
     Args:
         family: The family of the Vision Transformer.
-        model: The model, or the module with it.
-        path: Where the Vision Transformer is in a module of a user, "" for the module itself; None for a model that its
+        model: The model, or the module that contains it.
+        path: Where the Vision Transformer is in a user's module, "" for the module itself; None for a model that its
             library creates again.
-        facts: What is known of a structure that was found (`StructureFamily.found`).
-        factory: The function that creates a module of a user.
-        creation: How a library creates a module of a user, where that is known.
-        **stated: Fields of `Origin` that override what a model of a library states: `mean` and `std` of the
-            normalization, `preprocessing`, the settings of the library's transform of pictures.
+        facts: What is known about a structure that was found (`StructureFamily.found`).
+        factory: The function that creates a user's module.
+        creation: How a library creates a user's module, if that is known.
+        **stated: Fields of `Origin` that override what a library's model states: `mean` and `std` of the
+            normalization, and `preprocessing`, the settings of the library's image transform.
 
     Raises:
         NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be copied,
-            adapters, or weights that are computed from other tensors; or the outputs differ, are no tensors with one
-            entry per image, or the Vision Transformer is called never.
+            adapters, or weights that are computed from other tensors. Or the outputs differ, or are not tensors with
+            one entry per image, or the Vision Transformer is never called.
         InvalidInput: The model was adopted already, or has no weights.
     """
     if isinstance(model, Adopted):
@@ -171,7 +171,7 @@ def adopt(
     require_finite_tensors(model.state_dict(), model_name(model))
     facts = dict(facts or {})
     origin = family.stated_origin(model, path, facts, stated)
-    original = copy_module(model)  # whose own code may change it in a forward pass
+    original = copy_module(model)  # the model's own code may change it in a forward pass
     around = None
     if path is not None:
         facts["shape"] = PlainShape(original)
@@ -181,10 +181,10 @@ def adopt(
         trunk = opened.get_submodule(path or "")
         layers = family.layers(trunk)  # before their attention is replaced
         if around is not None:
-            around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # as long as it is not known
+            around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # until it is known which are read
         require_ordinary_tensors(opened, [f"{path or ''}.{each}".strip(".") for each in family.block_paths(trunk)])
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
-    if not path:  # other parts have no code of a user's, or it is lost when the model is saved
+    if not path:  # other parts have no code of the user's, or it is lost when the model is saved
         require_unchanged(original, partial(working.answering(), original), working.input_shape)
     images, expected = _proved(family, original, working)
     if layers:
@@ -194,7 +194,7 @@ def adopt(
     prove_units(family, working)
     family.prove(working)
     if around is None:
-        # A model that was changed after its creation would be saved, and loaded as another one.
+        # A model that was changed after its creation would be loaded as another one than was saved.
         family.require_rebuilt(working)
     else:
         _measure_(family, original, working, images, expected, factory, creation)
@@ -208,12 +208,13 @@ def _function_name(factory: Factory) -> str:
 
 
 def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns random images and the outputs of a model for them, after they were compared with those of its working
-    copy; states in that which method of a module of a user takes images.
+    """Returns random images and a model's outputs for them, after comparing them with the outputs of its working copy.
+
+    For a user's module, this also records in the working copy which method takes images.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
-        # A module whose inputs are stated is called with these alone.
+        # If the inputs of a module are stated, only its forward is tried.
         methods = IMAGE_METHODS if around.path and ATTRIBUTE not in vars(original) else ()
         candidates += [replace(around, call=name) for name in methods if hasattr(original, name)]
     for each in candidates:
@@ -227,16 +228,16 @@ def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tup
 
 
 def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor) -> dict[str, Tensor]:
-    """Returns the outputs of a model for two images, after they were compared with those of its working copy.
+    """Returns a model's outputs for two images, after comparing them with the outputs of its working copy.
 
     Raises:
-        _OtherInputs: It does not take images alone.
-        NotSupported: They differ, or are no tensors of real numbers with one entry per image.
+        _OtherInputs: The model needs more than images, or does not return one entry per image.
+        NotSupported: The outputs differ, or are not finite.
     """
     name, answer = working.name, partial(working.answering(), original)
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
 
-    def count(call: ModuleCall) -> int:  # the images of a call; another method than `forward` may be called
+    def count(call: ModuleCall) -> int:  # the number of images; a method other than `forward` may be called
         return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
 
     with evaluating((original, working)):
@@ -248,7 +249,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
                 f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
                 "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
             ) from error
-        # The code of a user may draw numbers, or mix the images of a batch.
+        # A user's code may draw random numbers, or mix the images of a batch.
         passes = {} if working.around is None else {"in every call": images, "in a batch than alone": images[:1]}
         others = {when: tensors_of(answer(each)) for when, each in passes.items()}
         with recording_calls((patches,), count) as calls:
@@ -266,7 +267,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
-    # The blocks of a structure that was found are none of the module itself.
+    # The blocks of a found structure do not exist in the module itself.
     has_blocks = not isinstance(family, StructureFamily)
     trunks = (original.get_submodule(working.path), working.trunk) if has_blocks else ()
     layers = [family.layers(trunk) for trunk in trunks]
@@ -294,13 +295,13 @@ def _measure_(
     factory: Factory | None,
     creation: Mapping[str, Any] | None,
 ) -> None:
-    """States in the working copy of a module of a user what is around the Vision Transformer, as its passes show it."""
+    """Records in the working copy of a user's module what is around the Vision Transformer, as its passes show it."""
     around = working.around
     assert around is not None
     kind = None
     if factory is None:
         creation = creation or library_creation(original)
-        if around.name.split(".")[0] not in PLAIN_PACKAGES:  # whose classes make models of their default sizes
+        if around.name.split(".")[0] not in PLAIN_PACKAGES:  # their classes create models of their default sizes
             kind = imported_class(around.name)
     creates = partial(_is_created, module=original, call=around.call, images=images, expected=expected)
     inputs = vars(original).get(ATTRIBUTE) if around.call == "forward" else None
@@ -319,22 +320,22 @@ def _measure_(
     if not depth:
         return
     is_alike = False
-    # Without hooks, where the last block may compute the class token alone.
+    # Without hooks, so that the last block may compute only the class token.
     with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
         is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
     if not is_alike:
-        # Its parts after the blocks need the tokens of all patches, though they read one token of them.
+        # Parts after the blocks need the tokens of all patches, although they read only one token.
         working.around = replace(around, read_blocks=(*around.read_blocks, depth - 1))
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Whether a function creates the module, up to its weights, with which it has the expected outputs."""
+    """Whether a function creates this module up to its weights: with them, it has the expected outputs."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
             vars(created).update({ATTRIBUTE: own} if (own := vars(module).get(ATTRIBUTE)) else {})
         created.load_state_dict(module.state_dict())
-        # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
+        # The text of a module shows settings that evaluation does not, such as dropout rates.
         with evaluating((created,)):
             answer = tensors_of(answered(call, created, images))
         return repr(created) == repr(module) and not difference_of(expected, answer)
@@ -343,8 +344,9 @@ def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, e
 
 
 def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
-    """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
-    a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
+    """Returns two random images for the proof, small ones if the module interpolates its position embeddings.
+
+    A pass of a DINOv2 at its stated 518 x 518 pixels takes seven times as long as one with 16 x 16 patches.
     """
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) and working.attnrx_inputs is None else ()
@@ -361,7 +363,7 @@ def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopte
 def _kind(
     family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor, tensors: Mapping[str, Tensor]
 ) -> str:
-    """Returns the name of the kind of outputs of a module; features that a method returns are an embedding."""
+    """Returns the name of the kind of a module's outputs; if a method returns features, they are an embedding."""
     around = working.around
     if around is not None and around.call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
         return "embedding"
@@ -371,9 +373,10 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the blocks whose patch tokens are read by other parts than the next block, in a pass of the images.
+    """Returns the blocks whose patch tokens are read by parts besides the next block.
 
-    Its patches are changed for all parts but the next block, in a pass: the outputs show whether any part reads them.
+    The patch tokens of a block are changed for all parts except the next block. If the outputs change, a part reads
+    them.
     """
     blocks = family.blocks(working.trunk)
     prefix = family.parts(working.trunk).prefix_tokens
@@ -386,7 +389,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
         return tokens + scale * noise
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
-        remove_capturing_(working)  # so that the hooks of transformers are called after those below
+        remove_capturing_(working)  # so that transformers' own hooks are called after those below
         with ExitStack() as hooks:
             for index in indices:
                 changed = TokenHook(partial(change, index, scale, first))
@@ -397,7 +400,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
             return tensors_of(working.answer(images))
 
     def changes(indices: Sequence[int], first: int) -> bool:
-        # With the same hooks both times, so that both have the same rounding.
+        # The same hooks run both times, so both passes round alike.
         pair = outputs(indices, 0.0, first), outputs(indices, 1.0, first)
         return any(not torch.equal(tensor, pair[1][name]) for name, tensor in pair[0].items())
 
@@ -405,13 +408,13 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
     with evaluating((working,)):
         if not changes([last], 0):  # a head of zeros reads nothing yet
             return tuple(range(len(blocks)))
-        # All at once first: most modules read the last block alone.
+        # First all blocks at once, because most modules read only the last block.
         found = [index for index in earlier if changes([index], prefix)] if changes(earlier, prefix) else []
         return (*found, *([last] if changes([last], prefix) else []))
 
 
 def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
-    """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
+    """Raises NotSupported if MLPs may be of any class and the hidden units of one of them are not separate."""
     source, parts = adopted.trunk, family.parts(adopted.trunk)
     pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
     if not pairs:

@@ -1,4 +1,4 @@
-"""Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted; and saves them."""
+"""Loads and saves models. Sources are saved folders, names, transformers' folders, and instances, which are adopted."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -39,16 +39,16 @@ def load_model(
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
-    The arguments are as in `attnrx.load`, which also reads elastic models and files of runtimes.
+    The arguments are the same as in `attnrx.load`, which also reads elastic models and the files of runtimes.
 
     Returns:
-        The model; a new one, except an instance of an attnrx model, which is returned as it is.
+        A new model, except that an instance of an attnrx model is returned as it is.
 
     Raises:
         CheckpointError: The folder or the weights cannot be read, or do not fit.
         UnknownName: There is no model of this name.
         NotSupported: The model has an unsupported feature, or belongs to no family.
-        InvalidInput: `weights` or `pretrained` for a source that takes none.
+        InvalidInput: You gave `weights` or `pretrained` for a source that takes none.
     """
     factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
@@ -57,7 +57,7 @@ def load_model(
                 return adopted_instance(source, factory, inputs)
             by_reader = ModuleFamily(factory)
             return adopt(by_reader, by_reader.marked(source, reader))
-    # Without a colon it is a folder, also one that is called like a library.
+    # A source without a colon is a folder, even if it has the name of a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
         family = LIBRARIES[library]
@@ -78,7 +78,7 @@ def load_model(
         return load_folder(download(name), factory)
     if library == "hf":
         return _of_transformers(name, trust)
-    # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
+    # A colon may also be part of a path, e.g. C:\models, so an existing folder has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     if not is_saved and is_transformers_folder(source):
@@ -92,7 +92,7 @@ def load_model(
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
 
-    `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
+    `changes` override fields of its configuration. On the meta device the model has no weights, but its costs can be
     computed.
 
     Args:
@@ -125,13 +125,13 @@ def save_model(
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
-    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
-    model. Before anything is replaced, the new folder is loaded, and its model compared with this one.
+    A model already in the folder is replaced atomically, together with all files that belong to it. These are `parts`,
+    by default PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files
+    of the new model. Before anything is replaced, the new folder is loaded and its model is compared with this one.
 
     Raises:
-        NotSupported: The model belongs to no family, its weights cannot be stored one by one, or what was written is
-            another model, because this one was changed in a way that a folder cannot hold.
+        NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Or the saved model
+            differs, because this one was changed in a way that a folder cannot hold.
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
@@ -141,14 +141,14 @@ def save_model(
     def write(new: Path) -> None:
         if write_beside is not None:
             write_beside(new)
-        if "factory" not in needed_to_load(model):  # a function of the user's, known where it is loaded alone
+        if "factory" not in needed_to_load(model):  # else it needs a user's function, known only when it is loaded
             require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
 
     return save_weights(folder, model, family, notes, write, parts)
 
 
 def require_same(folder: Path, model: nn.Module, factory: Factory | None = None) -> None:
-    """Raises NotSupported unless a folder holds this model, as its answer for a random image and its parts show."""
+    """Raises NotSupported if a folder does not hold this model: answers for random images and parts are compared."""
     remedy = (
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
         "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
@@ -161,14 +161,14 @@ def require_same(folder: Path, model: nn.Module, factory: Factory | None = None)
         raise NotSupported(f"{type(model).__name__} {remedy} What was written cannot be loaded: {why}") from error
     saved = library_form(saved)
     require_alike(model, saved, remedy)
-    # Also what the outputs do not show, e.g. of a head of zeros: activations, epsilons, rates of dropout.
+    # Compares what outputs may not show (e.g. with a head of zeros): activations, epsilons, dropout rates.
     for own, other in zip(repr(model).splitlines(), repr(saved).splitlines(), strict=False):
         if own != other:
             raise NotSupported(f"{type(model).__name__} {remedy} It has {own.strip()}, the folder {other.strip()}.")
 
 
 def _meant(name: str) -> str:
-    """Returns the end of a message about a name that is no folder: what may have been meant."""
+    """Returns the end of a message about a name that is not a folder: what the user may have meant."""
     known = []
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
@@ -190,12 +190,12 @@ def load_folder(folder: Path | str, factory: Factory | None = None, weights: Pat
 
     Raises:
         CheckpointError: The folder has no model, or a damaged one.
-        NotSupported: A function that creates the module of a user is needed, and there is none.
+        NotSupported: A function that creates the user's module is needed, and none was given.
     """
 
     def build(family: Any, description: Mapping[str, Any]) -> nn.Module:
         if "around" not in description:
-            # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
+            # The shared instance must not get the factory: it would be used for every model loaded later.
             return (ModuleFamily(factory) if isinstance(family, ModuleFamily) else family).build(description)
         around = from_dict(description["around"], Surroundings)
         return family.built_inside(created_again(around, factory), description)
@@ -217,7 +217,7 @@ def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
         )
     tensors: Mapping[str, Tensor] = read_tensors(source)
     require_finite_tensors(tensors, str(source))
-    # The names are those of the model, or of a file that attnrx wrote.
+    # The names are either the model's, or those in a file that attnrx wrote.
     model = model if tensors.keys() == model.state_dict().keys() else library_form(model)
     if tensors.keys() != model.state_dict().keys():
         names = family_of(model).saved_names(model)

@@ -1,6 +1,4 @@
-"""Models with fewer blocks: the library creates its class with another depth, and the blocks that stay keep their
-weights.
-"""
+"""Models with fewer blocks: their library creates another depth, and the kept blocks keep their weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,9 +20,9 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 
 
 def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
-    """Returns the library's own model with the blocks of these indices only, with weights of its own.
+    """Returns the library's own model with only the blocks `kept`, and with its own copy of their weights.
 
-    Its answers are compared with those of the model whose other blocks return their inputs.
+    Its answers are compared with the answers of the original, in which the other blocks return their inputs.
 
     Raises:
         NotSupported: The library creates no such model, or the tokens do not pass a removed block unchanged.
@@ -63,7 +61,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
 
 
 def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], stock: Stock) -> None:
-    """Raises NotSupported unless the model answers as the original does whose removed blocks return their inputs."""
+    """Raises NotSupported unless the new model answers like the original with its removed blocks skipped."""
     images = random_images(created, stock.origin.input_shape)
     blocks = [own.get_submodule(path) for path in removed]
     with evaluating((own, created)):
@@ -81,7 +79,7 @@ def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], 
 
 @contextmanager
 def passing(blocks: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Makes blocks return their tokens as they are, in the form of an earlier output of each."""
+    """Makes blocks return their tokens unchanged, in the same form as their earlier outputs."""
 
     def forward(output: Any, tokens: Tensor, *_: Any, **__: Any) -> Any:
         return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])

@@ -1,9 +1,9 @@
-"""Portable models: modules that their own library creates at other sizes, and checkpoints that it loads by itself.
+"""Portable models: modules that their own library creates at other sizes, and checkpoints that it loads without attnrx.
 
-A library's class states the width of its MLPs, and some state the number of heads. `Stock` finds the arguments for
-other sizes: it tries the few ways in which libraries state them, and reads the sizes of what the library then creates
-on the meta device. `stock_form` creates that model, gives it the weights, and compares its outputs. `save_stock` writes
-the library's own checkpoint; attnrx.json beside it is what attnrx reads.
+A library's class states the width of its MLPs, and some classes state the number of heads. `Stock` finds the arguments
+for other sizes. It tries the few ways in which libraries state them, and reads the sizes of what the library then
+creates on the meta device. `stock_form` creates that model, gives it the weights, and compares its outputs.
+`save_stock` writes the library's own checkpoint; attnrx reads the attnrx.json beside it.
 """
 
 import copy
@@ -38,19 +38,19 @@ from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import difference_of
 
-# By family, the arguments that may state the width of the MLPs, as a number of units or as a ratio to the width, and
-# those that state the number of blocks.
+# By family: the argument that may state the MLP width as a number of units, the one for the number of blocks, and the
+# one that may state the MLP width as a ratio to the model width.
 UNITS: Mapping[str, str] = {"huggingface": "intermediate_size", "torchvision": "mlp_dim"}
 DEPTHS: Mapping[str, str] = {
     "timm": "depth", "huggingface": "num_hidden_layers", "torchvision": "num_layers", "open_clip": "layers",
 }  # fmt: skip
 RATIOS: Mapping[str, str] = {"timm": "mlp_ratio", "huggingface": "mlp_ratio", "open_clip": "mlp_ratio"}
-# What configurations of transformers derive from the number of blocks, and state.
+# Settings that transformers' configurations derive from the number of blocks and then store.
 STAGES = ("stage_names", "out_features", "out_indices")
-# Gated MLPs state the outputs of both halves (timm), or 3 / 2 of their units (DINOv2 of transformers).
+# For gated MLPs, timm counts the outputs of both halves; transformers' DINOv2 counts 3 / 2 of the units.
 GATES = (1.0, 2.0, 1.5)
-# A ratio times the width is rounded down by most libraries, and up to a multiple of 8 by DINOv2's gated MLP: the exact
-# one first, which may be rounded to the number below.
+# Most libraries round a ratio times the width down; DINOv2's gated MLP rounds it up to a multiple of 8. The exact value
+# is tried first, and floating-point error may round it to the number below.
 ROUNDINGS = (0.0, 0.25, -0.5)
 PORTABLE = (
     "a portable model is a plain Vision Transformer of timm, transformers, torchvision or open_clip, with other sizes"
@@ -58,9 +58,7 @@ PORTABLE = (
 
 
 class Stock:
-    """What the class of a model's library can be created with: other widths of all MLPs, other numbers of heads, or of
-    blocks.
-    """
+    """What a library's class can create in place of a model: other MLP widths, numbers of heads or of blocks."""
 
     def __init__(self, model: nn.Module):
         """Reads the present sizes of a model.
@@ -86,10 +84,10 @@ class Stock:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """The units of every MLP, the number of heads and their directions.
+        """The number of units of every MLP, the number of heads, and the number of directions of a head.
 
         Raises:
-            NotSupported: There are no MLPs of two maps, or the sizes differ between layers or heads.
+            NotSupported: There are no MLPs with two maps, or the sizes differ between layers or heads.
         """
         return self._sizes(self.model)
 
@@ -115,7 +113,7 @@ class Stock:
         return units[0], *sizes.pop()
 
     def arguments(self, hidden: int, heads: int, depth: int | None = None) -> Mapping[str, Any] | None:
-        """Returns the arguments with which the library creates these sizes; None where it cannot."""
+        """Returns the arguments with which the library creates these sizes, or None if it cannot."""
         key = hidden, heads, depth or self.depth
         if key not in self._found:
             self._found[key] = next(filter(lambda each: self._creates(each, key), self._candidates(*key)), None)
@@ -134,32 +132,34 @@ class Stock:
             return False
 
     def _candidates(self, hidden: int, heads: int, depth: int) -> Iterator[dict[str, Any]]:
-        """Yields arguments that may create these sizes."""
+        """Yields arguments that might create these sizes."""
         given = dict(self.origin.arguments)
-        inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # of a class of CLIP
+        inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # in a CLIP class
         own, width = dict(given[inside] if inside else given), self.width
-        if heads != own.get("num_attention_heads", heads):  # of transformers, some of whose classes read `head_dim`
+        if heads != own.get("num_attention_heads", heads):  # in transformers, where some classes read `head_dim`
             own |= {"num_attention_heads": heads, "head_dim": self.sizes[2]}
         if depth != self.depth:
             own = {name: value for name, value in own.items() if name not in STAGES}
             own[DEPTHS[self.family.name]] = depth
         units, ratio = UNITS.get(self.family.name, ""), RATIOS.get(self.family.name, "")
-        # timm has the arguments that were given; the others state all of theirs.
+        # timm's arguments are those that were passed; the other libraries state all of their arguments.
         changes: list[dict[str, Any]] = [{}] if (hidden, heads) == (self.hidden, self.heads) else []
         changes += [{units: hidden}] if units in own else []
         if ratio in own or self.family.name == "timm":
-            # DINOv2 of transformers takes whole ratios only.
+            # DINOv2 of transformers takes only whole ratios.
             changes += [] if hidden % width else [{ratio: hidden // width}]
             changes += [{ratio: (gate * hidden + more) / width} for gate in GATES for more in ROUNDINGS]
         for change in changes:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
 
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
-        """Returns the arguments of the present model, and the inputs and outputs of the linear maps that the library
-        then creates with other ones: none, unless its class cannot state the sizes.
+        """Returns the arguments of the present model, and the sizes of the linear maps that they create differently.
+
+        The latter are empty if the arguments can state all sizes. Otherwise they hold the (inputs, outputs) of the
+        present maps by their paths.
 
         Raises:
-            NotSupported: A part outside the blocks is another one, or no sizes of linear maps make the same model.
+            NotSupported: The arguments are classes that no file can hold.
         """
         with suppress(NotSupported):
             arguments = self.arguments(self.hidden, self.heads)
@@ -179,8 +179,9 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the paths of both maps of the MLPs outside the blocks that have the width of those in the blocks, as
-        in the pooling head of SigLIP.
+        """Returns the paths of both maps of MLPs outside the blocks whose width follows the width in the blocks.
+
+        The pooling head of SigLIP has such an MLP.
         """
         key = hidden, heads
         if key in self._followers:
@@ -191,15 +192,16 @@ class Stock:
             for path, part in self._outside(source).items()
             if isinstance(part, nn.Linear) and isinstance(created.get(path), nn.Linear)
         ]
-        # A head of so many classes is no such map, and has no second one.
+        # A classifier with `hidden` classes is not such a map: it has no second map.
         firsts = [path for path, part, other in linears if part.out_features != other.out_features == hidden]
         seconds = [path for path, part, other in linears if part.in_features != other.in_features == hidden]
         self._followers[key] = tuple(zip(firsts, seconds, strict=False))
         return self._followers[key]
 
     def difference(self, hidden: int, heads: int, depth: int | None = None) -> str:
-        """Returns a part outside the blocks that the library would create otherwise, e.g. a head that was replaced; ""
-        if there is none.
+        """Returns the path of a part outside the blocks that the library creates differently, e.g. a replaced head.
+
+        Returns "" if there is none.
         """
         followers = {path for pair in self.followers(hidden, heads) for path in pair}
         created = self._created(hidden, heads, depth)
@@ -210,7 +212,7 @@ class Stock:
         return ""
 
     def require_files(self) -> None:
-        """Raises NotSupported if no file of the library can have the arguments."""
+        """Raises NotSupported if no file of the library can hold the arguments."""
         if classes := [name for name, each in self.origin.arguments.items() if is_layer(each)]:
             raise NotSupported(
                 f"{self.name} cannot be portable: it was created with a class of layers as {', '.join(classes)}, which "
@@ -228,7 +230,7 @@ class Stock:
             )
 
     def _outside(self, source: nn.Module) -> dict[str, nn.Module]:
-        """Returns the parts outside the blocks by their paths."""
+        """Returns the parts outside the blocks, by their paths."""
         inside = tuple(f"{path}." for path in self.family.block_paths(source))
         return {path: part for path, part in source.named_modules() if not f"{path}.".startswith(inside)}
 
@@ -244,13 +246,14 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 
 
 def stock_form(model: nn.Module) -> nn.Module:
-    """Returns a model as its library creates it, with the same weights: no part of it is of attnrx.
+    """Returns a model as its library creates it, with the same weights and without any part of attnrx.
 
-    Where no argument of the class gives the sizes, e.g. of layers that differ, the library's linear maps are replaced
-    by other ones (`Stock.present`), and its folder has the code for that. The result shares the memory of the weights.
+    If no argument of the class states the sizes, e.g. because layers differ, the library's linear maps are replaced by
+    others (`Stock.present`), and the saved folder contains the code for it. The result shares the memory of the
+    weights.
 
     Raises:
-        NotSupported: The library has no parts that hold the model: ranks, tokens, other heads.
+        NotSupported: The library has no parts that can hold the model: ranks, token policies, other heads.
     """
     own = library_form(model)
     if reduction_of(own) is not None:
@@ -285,8 +288,9 @@ def stock_form(model: nn.Module) -> nn.Module:
 
 
 def copy_modes_(model: nn.Module, created: nn.Module, renamed: Callable[[str], str | None] = str) -> None:
-    """Gives the parts and weights of a model that was created anew the modes of another one; `renamed` returns the name
-    in the former of a name in the latter, or None.
+    """Gives the parts and weights of a newly created model the modes of another model.
+
+    `renamed` maps a name in `model` to the name in `created`, or to None.
     """
     created.train(model.training)
     parts, weights = dict(created.named_modules()), dict(created.named_parameters())
@@ -307,12 +311,13 @@ def save_stock(
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: ReplacedFiles | None = None,
 ) -> Path:
-    """Saves what `stock_form` returned as a folder that its own library and `load` read, replacing an earlier model.
+    """Saves what `stock_form` returned as a folder that both its own library and `load` read.
 
-    The weights have the library's names, in one file for both. The folder is read back, as `save_model` does.
+    An earlier model in the folder is replaced. The library and attnrx read the same weights file, which has the
+    library's names. The folder is read back as a check, as in `save_model`.
 
     Raises:
-        NotSupported: The library joins or divides weights in its files, or was given arguments that no file has.
+        NotSupported: The library joins or divides weights in its files, or has arguments that no file can hold.
     """
     folder, stock = Path(folder), Stock(model)
     require_ordinary_weights(model)
@@ -356,11 +361,11 @@ def _write_huggingface(model: Any, stock: Stock, folder: Path, **more: Any) -> N
 
 
 def _write_torchvision(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes nothing: torchvision reads weights alone."""
+    """Writes nothing: torchvision reads only weights."""
 
 
 def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes the image tower of open_clip's JSON; a text tower is added by who has one."""
+    """Writes the image tower of open_clip's JSON; a caller that has a text tower adds it."""
     own, mean_std = stock.origin.arguments, {"mean": list(stock.origin.mean), "std": list(stock.origin.std)}
     vision = {
         "image_size": own["image_size"][0] if len({*own["image_size"]}) == 1 else own["image_size"],
@@ -374,10 +379,10 @@ def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], folder: Path) -> None:
-    """Writes modeling.py, which creates a model whose sizes no argument of its class gives."""
+    """Writes modeling.py, which creates a model whose sizes no argument of its class states."""
     name = type(model).__name__
     if stock.family.name == "huggingface":
-        # What transformers runs for `trust_remote_code=True`, by the names of its automatic classes.
+        # transformers runs this file for `trust_remote_code=True`; it finds it by the names of its automatic classes.
         classes = [
             "AutoModel",
             *(["AutoModelForImageClassification"] if name.endswith("ForImageClassification") else []),
@@ -453,7 +458,7 @@ WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
 
 
 def _is_of_library(working: nn.Module) -> bool:
-    """Whether a library creates the model of a working copy again."""
+    """Whether a library can create the model of a working copy again."""
     return isinstance(working, Adopted) and working.around is None and family_of(working) in LIBRARIES.values()
 
 
@@ -461,7 +466,7 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
     """Returns the Python code with which the model's own library loads its portable folder.
 
     Raises:
-        InvalidInput: The model is not one of a library.
+        InvalidInput: The model is not a library's model.
     """
     family, where = family_of(model), str(folder)
     if not _is_of_library(working_copy(model)):
@@ -476,7 +481,7 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
     if family.name == "huggingface":
         name = type(library_form(model)).__name__
         return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where!r})"
-    # Of these libraries the folder has the weights, and the code has the sizes.
+    # For these libraries, the folder holds the weights and the code states the sizes.
     module = {"torchvision": "torchvision.models", "open_clip": "open_clip.transformer"}[family.name]
     arguments, layers = [], dict.fromkeys(["VisionTransformer"])
     for name, value in Stock(model).origin.arguments.items():

@@ -1,4 +1,4 @@
-"""The boundary of a public function that works on models: what it requires of them, and what it leaves unchanged."""
+"""The boundary of a public function on models (a verb): what it requires of them, and what it leaves unchanged."""
 
 import sysconfig
 import traceback
@@ -35,9 +35,10 @@ Result = TypeVar("Result")
 
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Makes a function on models a verb: it checks the code that was added to them, runs in the ordinary modes of
-    autograd whatever the caller's are, makes tensors on the CPU by default, and leaves the state of models and random
-    generators as it was.
+    """Turns a function on models into a verb.
+
+    A verb checks the code that was added to the models. It runs in the ordinary modes of autograd, whatever modes the
+    caller set, and makes tensors on the CPU by default. It leaves the state of models and random generators as it was.
 
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
@@ -49,7 +50,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         is_inside = _IS_INSIDE.get()
         with ordinary_modes(), default_cpu(), restored_state(models), inside_verb():
             copies: dict[int, nn.Module] = {}
-            for model in {id(each): each for each in models}.values():  # one that was given twice is one
+            for model in {id(each): each for each in models}.values():  # a model that was given twice has one copy
                 copies[id(model)] = working_copy(model)
                 if not is_inside and record_of(model) is not None:
                     require_alike(model, copies[id(model)], CHANGED)
@@ -69,13 +70,13 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 @contextmanager
 def users_code_named(verb: str) -> Iterator[None]:
-    """Names code of the user's, e.g. the forward of a part of a model, in what it raises inside a verb.
+    """Names the user's code, e.g. the forward of a part of a model, if it raises an error inside a verb.
 
-    The user's code is what was called by attnrx and is in no installed package: what libraries raise for tensors of
-    attnrx is a defect of attnrx.
+    The user's code is code that attnrx called and that is in no installed package. An error that a library raises for
+    attnrx's tensors is a defect of attnrx.
 
     Raises:
-        UserCodeError: The block raised an exception below such code, which is the `__cause__`.
+        UserCodeError: The block raised an exception in such code; the exception is the `__cause__`.
     """
     try:
         yield
@@ -94,15 +95,15 @@ def users_code_named(verb: str) -> Iterator[None]:
         ) from error
 
 
-# Where the code of attnrx is, and that of Python and its packages.
+# Where the code of attnrx is, and where Python and its packages are.
 PACKAGE = str(Path(__file__).parents[3])
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @contextmanager
 def default_cpu() -> Iterator[None]:
-    """Makes new tensors on the CPU, where generators are, if the caller set another default device."""
-    # The mode costs time in every operation, so that it is entered only where it changes something.
+    """Makes new tensors on the CPU, where random generators are, even if the caller set another default device."""
+    # The mode costs time in every operation, so it is entered only if it changes something.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
@@ -112,7 +113,7 @@ _IS_INSIDE: ContextVar[bool] = ContextVar("inside a verb", default=False)
 
 @contextmanager
 def inside_verb() -> Iterator[None]:
-    """Lets the verbs that are called in the context return working copies."""
+    """Lets verbs called in the context return working copies."""
     token = _IS_INSIDE.set(True)
     try:
         yield
@@ -121,9 +122,9 @@ def inside_verb() -> Iterator[None]:
 
 
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
-    """Returns the result of a verb with models of their own classes in the place of working copies.
+    """Returns the result of a verb, with models of their own classes in place of working copies.
 
-    A model that shares memory with one that was given, e.g. the unchanged one, is copied.
+    A model that shares memory with a given model, e.g. because it is unchanged, is copied.
     """
     if hasattr(result, "in_library_form"):
         result = result.in_library_form()
@@ -155,7 +156,7 @@ def ordinary_modes() -> Iterator[None]:
 
 @contextmanager
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores modes of parts, `requires_grad` and `grad`, and the random states of torch, numpy and `random`."""
+    """Restores the modes of parts, `requires_grad`, `grad`, and the random states of torch, numpy and `random`."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
     try:

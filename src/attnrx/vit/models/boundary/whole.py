@@ -1,4 +1,4 @@
-"""Modules of users with a Vision Transformer inside: how they are created again, and the parts around it."""
+"""Users' modules with a Vision Transformer inside: how they are created again, and the parts around it."""
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from attnrx.vit.models.working.adopted import Adopted
 
 
 def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns how a library creates a module, as far as the module states it."""
+    """Returns how a library creates a module, or None if the module does not state it."""
     library = next((each for each in LIBRARIES.values() if each.adopts(model)), None)
     with suppress(NotSupported):  # its arguments cannot be saved
         stated = None if library is None else library.creation(model)
@@ -41,25 +41,26 @@ def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
 
 
 def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
-    """Creates a module of a user anew, with any weights: by the factory, its library or its class.
+    """Creates a user's module again, with any weights: by the factory, its library or its class.
 
     Raises:
         NotSupported: The class has not been imported or needs arguments, and there is no factory.
         UserCodeError: The factory raised an exception.
-        InvalidInput: The factory returned no module.
+        InvalidInput: The factory returned something else than a module.
     """
     if factory is None and around.creation is not None:
         create: Factory | None = partial(created_by_library, around.creation)
     else:
         create = factory or (imported_class(around.name) if around.by_class else None)
-    # With values, also where a model is loaded on the meta device: the code of a module may read them.
+    # With values, even if a model is loaded on the meta device: the code of a module may read them.
     with torch.device("cpu"):
         return created_by(create, around.name, around.needed)
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """States in a working copy that neither a library nor the class of its module creates it, where its user changed it
-    after it was loaded.
+    """Records in a working copy if neither its library nor its class creates the module any longer.
+
+    This is so if the user changed the module after loading it.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:
@@ -93,8 +94,10 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns the pairs of maps around the Vision Transformer of a working copy between which every unit, e.g. a
-    channel of a decoder, is computed from itself alone; paths are those in `source`.
+    """Returns the pairs of maps around the Vision Transformer of a working copy that have separate units between them.
+
+    Units, e.g. the channels of a decoder, are separate if none is computed from another one. Paths are relative to
+    `source`.
     """
     if not adopted.path or adopted.around is None or adopted.around.call != "forward":
         return ()
@@ -102,7 +105,7 @@ def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
 
 
 def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units that are not kept of one of `pairs_around`, in place, without a compensation."""
+    """Removes the units outside `keep` from one of `pairs_around`, in place, without compensating for them."""
     around, family = adopted.around, family_of(adopted)
     assert around is not None
     cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
@@ -113,14 +116,14 @@ def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]
 
 
 def needed_to_load(model: nn.Module) -> str:
-    """Returns what `load` needs to create a saved model again, "" for nothing."""
+    """Returns what a user must do so that `load` can create a saved model again, "" for nothing."""
     record = record_of(model)
     around = model.around if isinstance(model, Adopted) else None if record is None else record.around
     return "" if around is None else around.needed
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
-    """Imports a function by "module:function", as the user gave it.
+    """Imports a function by the "module:function" that the user stated.
 
     Raises:
         InvalidInput: There is no such function.

@@ -1,9 +1,9 @@
 """Working copies of models, and the way back.
 
-A user has models of a library's own classes, with a record beside them. Verbs compute with working copies (`Adopted`):
-every attention is attnrx's, every linear map and block may run in a kernel, and a model of a library returns one
-tensor. What a verb returns is put back: a copy of the user's module, in which a part is replaced only where the
-library's own part cannot hold the result. An attention that its own module can hold is written into that module.
+A user has models of a library's own classes, with a record beside them. The verbs (public functions on models) compute
+with working copies (`Adopted`). In these, every attention is attnrx's, every linear map and block may run in a kernel,
+and a library's model returns one tensor. The result is put back into a copy of the user's module. A part is replaced
+only if the library's own part cannot hold the result; an attention that fits is written into the library's module.
 """
 
 import copy
@@ -43,9 +43,9 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
 WORKING = "attnrx_working"
-"""The attribute of an accelerated model with its working copy."""
+"""The attribute of an accelerated model that holds its working copy."""
 HOOKS = "hooks"
-"""The attribute of the working copy in an accelerated model with the keys of the hooks that the model had before."""
+"""The attribute of that working copy that holds the keys of the hooks the model had before it was accelerated."""
 SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_channels", "groups", "normalized_shape")
 """The attributes of a part that state the sizes of its weights."""
 
@@ -56,9 +56,9 @@ def is_working(model: nn.Module) -> bool:
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """Returns a working copy of a model with a record, and any other model itself.
+    """Returns a working copy of a model with a record; any other model is returned itself.
 
-    The copy has parameters of its own in the same memory, except in the attention: it is for reading.
+    The copy has separate parameters in the same memory, except in the attention, so it is only for reading.
     """
     if WORKING in vars(model):
         model = plain_form(model)
@@ -77,7 +77,7 @@ def working_copy(model: nn.Module) -> nn.Module:
 
 @checked()
 def model_fingerprint(model: nn.Module) -> str:
-    """Returns a hash of a model's weights, as its working copy has them."""
+    """Returns a hash of a model's weights, computed from its working copy."""
     model = working_copy(model)
     require_ordinary_weights(model)
     is_inside = isinstance(model, Adopted) and model.around is not None
@@ -85,9 +85,9 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def answer(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns what a model answers for images, in its own code: one row per image, or what a whole module returns.
+    """Returns what a model's own code answers for images: one row per image, or what a whole module returns.
 
-    A model of transformers returns more than its answer, and takes images by other names.
+    A transformers model returns more than its answer and takes images under other names; this hides both.
     """
     return _caller(model)(model, images)
 
@@ -98,10 +98,10 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 
 
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
-    """Raises NotSupported, with the remedy, where a model answers something else than another form of it.
+    """Raises NotSupported, with the remedy, if a model and another form of it give different answers.
 
-    Copies of both are run with the random images of their adoption: transformers leaves hooks in a model that it runs.
-    Models that prune tokens are not compared, because rounding may decide which ones are pruned.
+    Both get the random images of their adoption. Copies are run, because transformers leaves hooks in a model that it
+    runs. Models that prune tokens are not compared: rounding may decide which tokens they prune.
     """
     if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
@@ -109,7 +109,7 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     family, name = family_of(model), type(model).__name__
     shape, inputs = family.input_shape(model), family.inputs(model)
     if isinstance(inputs, PatchInputs) and inputs.is_padded(shape):
-        return  # random numbers are no mask of patches
+        return  # random numbers are not a valid mask of patches
     images = random_images(other, shape)
     with evaluating((model, other)), user_code(f"{name}, called with random images,"):
         expected = tensors_of(answer(model, images))
@@ -119,9 +119,9 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
 
 
 def own_model(model: nn.Module) -> nn.Module:
-    """Returns the model that a working copy was made of, which answers by its own code: what a user runs.
+    """Returns the model that a working copy was made of, which answers by its own code as the user runs it.
 
-    A working copy whose weights are others by now, and any other model, is returned itself.
+    If the weights of the working copy have changed since, the working copy is returned. So is any other model.
     """
     kept = model.own if isinstance(model, Adopted) else None
     own = None if kept is None else kept.model
@@ -133,12 +133,12 @@ def own_model(model: nn.Module) -> nn.Module:
 
 
 def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
-    """Returns a model as its user runs it: in kernels a working copy, else in its own class."""
+    """Returns a model as its user runs it: the working copy if `in_kernels`, else a model of its own class."""
     return model if in_kernels or not is_working(model) else Answering(library_form(model))
 
 
 class Answering(nn.Module):
-    """Returns what a model answers for images, as `answer` does: a module for exporters and wrappers."""
+    """A module for exporters and wrappers that returns a model's answer for images, like the function `answer`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -151,7 +151,7 @@ class Answering(nn.Module):
 def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
     """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
 
-    With `tracked` they state which token represents each patch after every stage (`TokenRun.representatives`).
+    With `tracked`, they state which token represents each patch after every stage (`TokenRun.representatives`).
     """
     with evaluating((model,)), recording_tokens(model, tracked) as runs:
         answer(model, images)
@@ -159,26 +159,24 @@ def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> To
 
 
 class _NeedsBlocks(Exception):
-    """A part of the result needs blocks that are called with [batch, tokens, width]."""
+    """Signals that a part of the result needs blocks that are called with [batch, tokens, width]."""
 
 
 def library_form(model: nn.Module) -> nn.Module:
-    """Returns the model of a working copy: a module of the user's class, with the working copy's weights.
-
-    It shares the memory of the working copy.
-    """
+    """Returns a working copy as a module of the user's class, in the same memory and with the same weights."""
     if not isinstance(model, Adopted):
         return model
     try:
-        # Tokens leave between blocks, which the user's module may not call as one.
+        # Tokens are removed between blocks, and the user's module may not call its blocks one by one.
         return _library_form(model, in_blocks=reduction_of(model) is not None)
     except _NeedsBlocks:
         return _library_form(model, in_blocks=True)
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Returns the model of an accelerated one, in its memory, with the hooks and the attributes that its user has
-    written since.
+    """Returns the plain model of an accelerated one, in the same memory.
+
+    It has the hooks and the attributes that the user has written since.
 
     Raises:
         NotSupported: A hook was put on a part that the model itself does not have.
@@ -192,15 +190,13 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
 
 
 def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
-    """Returns the keys of the hooks of every part of a model that has some, by the paths of the parts."""
+    """Returns the keys of the hooks of every part that has some, by the path of the part."""
     keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
     return {path: each for path, each in keys.items() if each}
 
 
 def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-    """Gives the parts of a model the hooks that were put on those of its accelerated form after `before`, and removes
-    those that were removed.
-    """
+    """Adds to and removes from a model the hooks that its accelerated form gained and lost after `before`."""
     named = dict(result.named_modules())
     for path, part in accelerated.named_modules():
         own, known = named.get(path), before.get(path, frozenset())
@@ -225,7 +221,7 @@ def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, 
 
 
 def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
-    """Gives the parts of a model the numbers, texts and settings that the parts of its accelerated form have."""
+    """Copies the numbers, texts and settings of the parts of an accelerated model to the parts of its plain form."""
     named, skipped = dict(result.named_modules()), {*vars(nn.Module()), RECORD, WORKING}
     for path, part in accelerated.named_modules():
         own = named.get(path)
@@ -241,8 +237,9 @@ def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
 
 
 def _put_settings_(own: Any, value: Any) -> None:
-    """Changes settings, a dictionary or an object such as a configuration, to those of another one, in place: several
-    parts of a model may share them.
+    """Copies the values of settings, a dictionary or an object such as a configuration, into other settings, in place.
+
+    In place, because several parts of a model may share them.
     """
     is_other = callable(value) or isinstance(value, nn.Module | Tensor) or type(value).__module__.startswith("attnrx")
     if type(own) is not type(value) or is_other or value is own:
@@ -259,7 +256,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Does so; `in_blocks`: a structure that was found has the blocks that attnrx calls, and not the user's."""
+    """Does the work of `library_form`; with `in_blocks`, a found structure gets attnrx's blocks, not the user's."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -278,7 +275,7 @@ def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
 
 
 def _attach_tokens_of_(model: nn.Module, other: nn.Module) -> None:
-    """Attaches the token policy of another form of the model, if it has one, with its predictors."""
+    """Attaches the token policy of another form of the model, if there is one, with its predictors."""
     reduction = reduction_of(other)
     if reduction is None:
         return
@@ -292,8 +289,9 @@ def _joined(*paths: str) -> str:
 
 
 def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, places: dict[str, str]) -> Iterator[str]:
-    """Writes the attention of every layer into the result, or puts it in the place of the library's own; yields the
-    paths of the adapters of the working copy. Adds to `places` where norms are that are put before attention.
+    """Writes the attention of every layer into the library's own module of the result, or puts it in that place.
+
+    Yields the paths of the adapters in the working copy. Adds to `places` where a norm is put before an attention.
     """
     if not family.reads_attention(model):
         return
@@ -311,19 +309,19 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
-            # The norm of an attention that has its own is outside of the blocks that attnrx calls.
+            # An attention with its own norm: the norm is outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
             replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):
                 replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
                 places[_joined(path, block, "norm")] = f"{target}.0"
             elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-                raise _NeedsBlocks  # it takes tokens first
+                raise _NeedsBlocks  # the library's module takes [tokens, batch, width]
             result.set_submodule(target, replaced)
 
 
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
-    """Writes attention into the library's own module, and returns whether it is read from there as it was."""
+    """Writes attention into the library's own module, and returns whether reading it back gives the same attention."""
     attention = adapter.attention
     if not _is_idle(attention):
         return False
@@ -332,12 +330,12 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
         family.write_attention_(source, module, adapter)
         found = family.convert_attention(source, module)
         is_same = found.spec == attention.spec and _are_equal(found, attention)
-        # A grid, or a sequence, of tokens; attention that was found takes sequences.
+        # The input is a grid or a sequence of tokens; a found structure has attention that takes sequences.
         is_grid = family.parts(source).grid_axis is not None and not isinstance(family, StructureFamily)
         sides = (attention.spec.window or (2, 3)) if is_grid else (5,)
         if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter, sides)):
             return True
-    except Exception:  # the shapes or parts of the module are others
+    except Exception:  # the module has other shapes or parts
         pass
     for part, attributes, parameters in before:
         vars(part).clear()
@@ -346,7 +344,7 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
 
 
 def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -> bool:
-    """Whether an attention module that has lost heads computes with the others, as far as tokens alone show."""
+    """Whether an attention module that lost heads computes the right output with the rest, for random tokens."""
     weight = adapter.attention.output.weight
     if weight.is_meta:
         return False
@@ -359,7 +357,7 @@ def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -
 
 
 def _is_idle(attention: Attention) -> bool:
-    """Whether nothing needs what an attention computes inside."""
+    """Whether nothing observes what an attention computes inside."""
     return type(attention.backend) in BACKENDS.loaded and not attention._forward_hooks
 
 
@@ -380,9 +378,9 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _released(adapter: Adapter, module: nn.Module) -> Adapter:
-    """Returns an adapter as it is, in the place of a module, in a model without a token policy."""
+    """Returns an adapter for the place of a module, without what a token policy or an observer needed."""
     released: Any = aliased(adapter)
-    if "config" in vars(module):  # that of the result itself, which a user of transformers changes
+    if "config" in vars(module):  # the result's own configuration, which a user of transformers changes
         released.config = vars(module)["config"]
     attention = released.attention
     attention.kept_patches = None
@@ -425,7 +423,7 @@ def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
 
 
 def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
-    """Writes a linear map into the library's own, or puts a map of two factors in its place."""
+    """Writes a linear map into the library's own map, or replaces that by a map of two factors."""
     own = result.get_submodule(target)
     if isinstance(part, Convolution):
         if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
@@ -447,7 +445,7 @@ def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
 
 
 def _plain_maps(module: nn.Module) -> nn.Module:
-    """Replaces the linear maps in a module, in place, by PyTorch's."""
+    """Replaces the linear maps in a module by PyTorch's class, in place."""
     for path, part in list(module.named_modules()):
         if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
             with torch.device("meta"):
@@ -472,7 +470,7 @@ def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: 
 
 
 def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
-    """Sets the modes of the parts of the result; a part that the working copy lacks follows what it is part of."""
+    """Sets training or evaluation mode in the parts of the result; parts the working copy lacks follow their owners."""
     working = {places.get(path, path): part.training for path, part in root.named_modules()}
     before = {path: part.training for path, part in result.named_modules()}
     for path, part in result.named_modules():
@@ -503,12 +501,12 @@ def _set_tensors_(own: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
 def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
 
-    Position embeddings are interpolated by the code of the model's library. A token policy keeps the same shares of
-    the patches.
+    The code of the model's library interpolates position embeddings. A token policy keeps the same shares of the
+    patches.
 
     Raises:
         NotSupported: The library does not interpolate the position embeddings of this model.
-        InvalidInput: Patches do not tile such images, or a token policy would keep none of them.
+        InvalidInput: Patches do not tile such images, or a token policy would keep no patch.
     """
     family = family_of(model)
     own = family.input_shape(model)
@@ -518,19 +516,19 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     other = working_copy(model) if has_record else copy_module(model)
     if own[0] != shape[0]:
         if not family.accepts_(other, shape):
-            return model  # other channels are refused where it is run
+            return model  # running it then raises an error for the channels
     else:
         family.resize_(other, *shape[1:])
     return library_form(other) if has_record else other
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Returns the model, or a copy of it that takes images of the size of another model of the same channels.
+    """Returns the model, or a copy of it that takes images as large as another model with the same channels does.
 
     Raises:
         NotSupported: The library does not interpolate the position embeddings of this model.
         InvalidInput: Patches do not tile such images.
     """
-    # One without a family is a file of a runtime, or any other module.
+    # A model without a family is a runtime's file, or any other module.
     family = known_family(other)
     return model if family is None or known_family(model) is None else accepting(model, family.input_shape(other))

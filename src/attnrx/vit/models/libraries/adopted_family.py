@@ -1,4 +1,4 @@
-"""The base class of the families of other libraries: read, describe, rebuild, count costs."""
+"""The base class of the families of other libraries: reads, describes and rebuilds models, and counts their costs."""
 
 import importlib
 import math
@@ -67,19 +67,19 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     """A family of models of another library: working copies, description, rebuilding, costs.
 
     A subclass states where the parts of the library's models are (`parts`), how their attention is converted
-    (`projected`, `traits`, `adapter`) and how they are created, and lists unsupported features (`refusals`). A module
-    of a user with such a model inside (`Adopted.around`) is of the same family: all that concerns the Vision
-    Transformer is read of `Adopted.trunk`.
+    (`projected`, `traits`, `adapter`), how they are created, and which features are unsupported (`refusals`). A user's
+    module with such a model inside (`Adopted.around`) belongs to the same family: everything about the Vision
+    Transformer is read from `Adopted.trunk`.
 
     Raises:
-        NotSupported: By methods that need the library, where it is not installed.
+        NotSupported: A method needs the library, and it is not installed.
     """
 
     model_type: type[Adopted]
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns a description of where the parts of a model are."""
 
     def adopts(self, model: nn.Module) -> bool:
         """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
@@ -90,21 +90,22 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return iter(())
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported where a working copy shows that parts are not as its reader states, which outputs do not
-        show.
+        """Raises NotSupported if a working copy shows that parts are not as its reader states.
+
+        This is for statements that outputs do not prove.
         """
 
     def origin(self, model: nn.Module) -> Origin:
-        """Returns how the model was created and its input format.
+        """Returns how the model was created, and its input format.
 
         Raises:
-            NotSupported: The model does not state how it was created, or in values that cannot be saved.
+            NotSupported: The model does not state how it was created, or states it in values that cannot be saved.
             InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module, which creates it."""
+        """Returns the origin of a model inside a user's own module, which creates the model."""
         return self._stated(model, {})
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
@@ -119,15 +120,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return tuple(f"{paths}.{name}" for name, _ in source.get_submodule(paths).named_children())
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last block; an identity where a model has none."""
+        """Returns the norm after the last block, or an identity if the model has none."""
         norm = self.parts(source).norm
         return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
     def stated_origin(
         self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
     ) -> Origin:
-        """Returns the origin of the Vision Transformer at `path` in a user's module, or of a library's model if `path`
-        is None. The values in `stated` have precedence. `facts` are taken from its `Record`.
+        """Returns the origin of the Vision Transformer at `path` in a user's module, or of a library's model.
+
+        `path` is None for a library's model. The values in `stated` have precedence. `facts` come from its `Record`.
 
         Raises:
             NotSupported: The model does not state how it was created.
@@ -136,23 +138,25 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._stated(model, stated) if path is None else self.origin_inside(model.get_submodule(path))
 
     def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
-        """Returns a module whose blocks are called with [batch, tokens, width], the module itself where they are; and
-        where the parts were before that are elsewhere then. The module may be changed.
+        """Returns a module whose blocks are called with [batch, tokens, width], and the earlier paths of moved parts.
+
+        If its blocks are called like this already, it is the module itself. The module may be changed.
         """
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns the same with the facts of such a module, for users."""
+        """Returns such a module for users, and the facts of its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
-        """Returns a working copy of a model with a record of this family, which has memory of its own for the weights
-        of the attention alone.
+        """Returns a working copy of a model with a record of this family.
+
+        Only the weights of the attention have separate memory.
         """
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
     def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
-        """Returns a working copy of a model, made of what `opened` returned for an alias of it."""
+        """Returns a working copy of a model, made from what `opened` returned for an alias of it."""
         origin = self.present_size(opened.get_submodule(record.path), record.origin)
         adopted = self.model_type(opened, origin, record.around, record.facts, places)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
@@ -170,13 +174,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted
 
     def present_facts(self, adopted: Adopted) -> dict[str, Any]:
-        """Returns what the record of a model needs besides its origin and surroundings."""
+        """Returns the facts that the record of a model needs besides its origin and surroundings."""
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns a module of a user with small random weights, and creates a model of a library, which keeps that
-        library's attention.
-        """
+        """Returns a user's module with small random weights, or a library's model, newly created by its library."""
         adopted = self._adopted(model)
         if adopted.around is None:
             return self.created_again(adopted.origin)
@@ -185,11 +187,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return fresh if takes_images else OfImages(fresh, adopted.around.call)
 
     def created_again(self, origin: Origin) -> nn.Module:
-        """Creates the model of an origin with its own library; called with images it returns the answer."""
+        """Creates the model of an origin with its own library; if called with images, it returns the answer."""
         return self._created(origin)
 
     def _created(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, and replaces the parts that were replaced in it."""
+        """Creates the model with its own library, and replaces the parts that the origin states as replaced."""
         created = self.create(origin.architecture, origin.arguments)
         blocks = self.parts(created).blocks
         for path, part in origin.replaced.items():
@@ -199,11 +201,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return created
 
     def without_weights(self, model: nn.Module) -> Adopted:
-        """Returns a working copy of a model on the meta device, where its outputs cannot be compared.
+        """Returns a working copy of a model on the meta device, where outputs cannot be compared.
 
         Raises:
             NotSupported: The model has an unsupported feature.
-            InvalidInput: The patches do not tile the images, or are larger.
+            InvalidInput: The patches do not tile the images, or are larger than these.
         """
         self.require_supported(model)
         return self.working(model, Record(self.name, self._stated(model, {})))
@@ -218,8 +220,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Sets the attention of every block, removes dropout of rate 0, packs linear maps, and enables the shortcut of
-        `LastLayer` for models with class-token pooling.
+        """Sets the attention of every block, removes dropout of rate 0, and packs linear maps.
+
+        For models with class-token pooling, it also enables the shortcut of `LastLayer`.
         """
         source, blocks = adopted.trunk, self.blocks(adopted.trunk)
         parts = self.parts(source)
@@ -230,9 +233,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
-            # A list, because the loop replaces modules; with duplicates, because one dropout may have several names.
+            # A list, because the loop replaces modules; duplicates included, because a dropout may have several names.
             for name, part in list(block.named_modules(remove_duplicate=False)):
-                # Calling a dropout takes as long as a small matrix product.
+                # Calling a dropout takes as long as a small matrix product does.
                 if type(part) is nn.Dropout and part.p == 0:
                     block.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
@@ -246,14 +249,14 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             )
 
     def place_attention_(self, source: nn.Module, block: nn.Module, attention: Attention) -> Attention:
-        """Puts attnrx attention in the place of a block's own, or of the one that is there; returns it."""
+        """Puts attnrx attention in place of a block's own, or of attnrx attention that is there already; returns it."""
         path = self.parts(source).attention
         module = block.get_submodule(path)
         if isinstance(module, Adapter):
             module.attention = attention.train(module.attention.training)
             return attention
         for name, norm in attention.inner_norms.items():
-            if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
+            if type(norm) is nn.Identity:  # built from a spec, which only names the norms
                 attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
         adapter = self.adapter(source, module, attention)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
@@ -262,7 +265,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention of a layer, which takes the place of the library's own in the model."""
+        """Returns the attention of a layer, after putting it in place of the library's own in the model."""
         source = self._adopted(model).trunk
         block = self.blocks(source)[layer]
         module = block.get_submodule(self.parts(source).attention)
@@ -279,9 +282,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
-        """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
+        """Raises NotSupported with every unsupported feature of the model, without reading its weights."""
         refusals = tuple(self.refusals(model))
-        # After the others: without the parts that a reader names there are no MLPs.
+        # Checked last, because without the parts that a reader names there are no MLPs.
         refusals = refusals or tuple(self._changed_mlps(model))
         if refusals:
             # Every layer yields the same reasons; a dict removes repetitions and keeps the order.
@@ -290,24 +293,24 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields the maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
+        """Yields a refusal for maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
             maps = parts.maps_of(named.get(parts.mlp[0]))
-            paths = (name if name in named else name.rpartition(".")[0] for name in maps)  # of halves their map
+            paths = (name if name in named else name.rpartition(".")[0] for name in maps)  # for halves, the whole map
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(self._named(model, path) for path in self.block_paths(self._adopted(model).trunk))
 
     def _named(self, model: nn.Module, path: str) -> str:
-        """Returns the path in a model, which may be a working copy, of a part of the Vision Transformer."""
+        """Returns the path of a part of the Vision Transformer in a model, which may be a working copy."""
         inside = "source" if isinstance(model, Adopted) else ""
         return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """Returns the attention of every layer; a copy of the library's own where that is in its place."""
+        """Returns the attention of every layer; if the library's own is still in place, a converted copy of it."""
         return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -317,7 +320,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         adopted = self._adopted(model)
         maps = [[map_at(adopted.trunk, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
-        # The linear map of a `units.Convolution`.
+        # `linear` is the linear map of a `units.Convolution`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def has_plain_units(self, model: nn.Module) -> bool:
@@ -333,7 +336,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Replaces one of the two linear maps of one layer's MLP in place.
 
         Raises:
-            NotSupported: The model has no MLPs of two linear maps.
+            NotSupported: The model has no MLPs with two linear maps.
         """
         adopted = self._adopted(model)
         if not adopted.pairs:
@@ -344,7 +347,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.trunk.set_submodule(path, linear.train(adopted.trunk.get_submodule(path).training))
 
     def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
-        """Returns the maps of the MLP of every block, () where a block has another kind."""
+        """Returns the maps of the MLP of every block, or () if a block has an MLP of another kind."""
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
@@ -372,7 +375,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
-            # A library creates these buffers anew, in its default type, which `model.half()` may have changed.
+            # A library creates these buffers in its default type, but `model.half()` may have changed them.
             "buffer_dtypes": {
                 f"source.{path}.{name}".replace("..", "."): str(buffer.dtype).removeprefix("torch.")
                 for path, name, buffer in unsaved_buffers(adopted.trunk)
@@ -385,15 +388,15 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Creates the described model with its own library, then inserts attention and MLPs of the described ranks.
 
         Raises:
-            InvalidInput: The library creates a model of another depth.
+            InvalidInput: The library creates a model with another depth.
         """
         return self.shaped(self._created(self.described_origin(description)), description)
 
     def built_inside(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        """Does the same with a module of a user that was created anew, and has the Vision Transformer inside.
+        """Does the same with a user's module that was newly created and has the Vision Transformer inside.
 
         Raises:
-            InvalidInput: It has another Vision Transformer.
+            InvalidInput: The module contains another Vision Transformer.
         """
         around, facts = from_dict(description["around"], Surroundings), self.described_facts(created, description)
         path, origin = around.path, self.described_origin(description)
@@ -414,18 +417,18 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(module, description, around, facts, places, plain)
 
     def has_class_of(self, part: nn.Module) -> bool:
-        """Returns whether a part of a module is a model of the library, or of a subclass of one."""
+        """Returns whether a part of a module is a model of the library, or of a subclass of its classes."""
         return self.adopts(part) or any(
             base.__module__.split(".")[0] == self.library and base.__module__ != "timm.layers"
             for base in type(part).__mro__
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts of a described model that are needed to open what was created."""
+        """Returns the facts of a described model that are needed to open the created module."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
-        """Returns a working copy of the model of an origin with the weights of the library's files."""
+        """Returns a working copy of the model of an origin, with the weights of the library's files."""
         origin, linears = self.described_origin(description), description.get("linears", {})
         created = self.created_with(origin, linears, state, outputs)
         return self.working(created, vars(created)[RECORD])
@@ -437,12 +440,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         state: Mapping[str, Tensor],
         outputs: str | None = None,
     ) -> nn.Module:
-        """Creates a model with its own library, which gets these weights and shares their memory.
+        """Creates a model with its own library; it gets these weights and shares their memory.
 
-        `linears` are the inputs and outputs of linear maps that are replaced before, by their paths.
+        `linears` holds the inputs and outputs of linear maps to replace first, by their paths.
 
         Raises:
-            RuntimeError: The weights do not fit; nothing of their size was allocated.
+            RuntimeError: The weights do not fit; no memory was allocated for them.
         """
         with torch.device("meta"):
             created = self.create(origin.architecture, origin.arguments)
@@ -453,10 +456,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         self.state_format_(created, origin)
         vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
         weight = next(created.parameters())
-        return created.to(weight.device, weight.dtype)  # buffers that no file has
+        return created.to(weight.device, weight.dtype)  # for buffers that no file has
 
     def _recompute_buffers_(self, created: nn.Module) -> None:
-        """Computes the buffers that are not saved of a model that was created on the meta device."""
+        """Computes the unsaved buffers of a model that was created on the meta device."""
         for path, name, buffer in unsaved_buffers(created):
             module = created.get_submodule(path)
             with torch.device("cpu"):
@@ -478,10 +481,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         places: Mapping[str, str] | None = None,
         plain: PlainShape | None = None,
     ) -> Adopted:
-        """Inserts attention and MLPs of the described ranks into a model that was created, which is changed.
+        """Inserts attention and MLPs of the described ranks into a created model, which is changed.
 
         Raises:
-            InvalidInput: It has another depth.
+            InvalidInput: The model has another depth.
         """
         origin = self.described_origin(description)
         adopted = self.model_type(created, origin, around, facts, places)
@@ -500,7 +503,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
                 "e.g. depth=N of timm."
             )
-        # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
+        # Before the MLPs get their shapes: `_install_` fuses them, and their paths are those after it.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         self._shape_mlps_(adopted, description)
 
@@ -522,7 +525,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 if rank is not None:
                     self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
                 elif hidden != created_units[layer]:
-                    # The second map has a bias after units were removed: the mean of what they gave.
+                    # After units were removed, the second map has a bias: the mean of what these units contributed.
                     self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -541,7 +544,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         reduction = reduction_of(adopted)
         if reduction is not None:  # it keeps the same shares of the patches
             reduction.shape = self.token_shape(adopted, reduction.shape.heads)
-            reduction.policy.counts(reduction.shape.layout.patches)  # raises an error where a share keeps no patch
+            reduction.policy.counts(reduction.shape.layout.patches)  # raises an error if a share keeps no patch
         elif around is None:  # a policy is attached after a model is built
             self.require_rebuilt(adopted)
         if around is not None and shape is not None:
@@ -550,8 +553,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             self.count_(adopted)
 
     def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of what the Vision Transformer gets for images of this size, which a module of a
-        user may resize or pad; the size itself where no part shows that.
+        """Returns the height and width that the Vision Transformer gets for images of this size.
+
+        A user's module may resize or pad images. If no part shows the size inside, the size of the images is returned.
         """
         path, (channels, *own) = self.parts(adopted.trunk).patches.split("."), adopted.input_shape
         first = 0 if adopted.path else 1
@@ -564,18 +568,18 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
                 shapes.extend(tensor.shape for tensor in tensors if tensor.ndim == 4)
 
-            with ExitStack() as hooks, evaluating((adopted,)), suppress(Exception):  # of a size that it does not take
+            with ExitStack() as hooks, evaluating((adopted,)), suppress(Exception):  # if it does not take the size
                 for part in parts:
                     hooks.enter_context(part.register_forward_pre_hook(record, with_kwargs=True))
                 adopted.answer(random_images(adopted, (channels, *size), 1))
             return (shapes[0][-2], shapes[0][-1]) if shapes else None
 
-        # A part may be called with something else than images, e.g. with the features of a convolution.
+        # A part may be called with something other than images, e.g. with the features of a convolution.
         shows_images = adopted.attnrx_inputs is None and seen(*own) == adopted.origin.input_shape[1:]
         return (seen(height, width) if shows_images else None) or (height, width)
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
-        """Resizes the position embeddings in place, and states the size."""
+        """Resizes the position embeddings in place, and records the size."""
         name, channels = adopted.origin.architecture, adopted.origin.input_shape[0]
         if any(attention.spec.pair_bias for attention in self.attention(adopted)):
             raise NotSupported(
@@ -590,15 +594,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Resizes a model that a working copy was made of in the same way, in place; returns it."""
+        """Resizes, in the same way and in place, a model from which a working copy was made; returns it."""
         source = model.get_submodule(adopted.path)
         self.fit_created_(source, adopted.origin, before)
         self.state_format_(source, adopted.origin)
         return model
 
     def count_(self, adopted: Adopted) -> None:
-        """States how a module of a user calls the Vision Transformer for an image, and the MACs of all else, as they
-        are counted in a forward pass.
+        """Records how a user's module calls the Vision Transformer for an image, and the MACs of everything else.
+
+        Both are counted in a forward pass.
         """
         around, parts = adopted.around, self.parts(adopted.trunk)
         assert around is not None
@@ -609,7 +614,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         count = self.num_tokens(adopted)
         usual = all(each == parts.sequences(layer, count) * around.calls for layer, each in enumerate(lengths))
         adopted.around = replace(around, lengths=() if usual else lengths, head_calls=1, macs=0)
-        # The classifier has a price where it runs once per image, on the tokens that it pools; else it is of the rest.
+        # The classifier is priced if it runs once per image, on the tokens that it pools; else it counts as the rest.
         priced = self.costs(adopted).classifier_macs * around.calls
         inside = ".".join(filter(None, ("source", around.path)))
         is_priced = priced > 0 and priced == sum(macs.get(f"{inside}.{head}", 0) for head in parts.heads)
@@ -617,7 +622,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.around = replace(adopted.around, macs=macs[""] - self.costs(adopted).product_macs)
 
     def refresh_(self, adopted: Adopted) -> None:
-        """States in the origin of a working copy what its user changed after it was loaded, outside of the blocks.
+        """Records in the origin of a working copy what its user changed outside of the blocks after loading it.
 
         Raises:
             NotSupported: A part was replaced by one that a saved folder cannot describe.
@@ -647,31 +652,32 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
-        """Returns the origin with the size of images that the model takes now, where its library states that."""
+        """Returns the origin with the image size that the model takes now, if its library states that."""
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        """Returns the origin of a model with the arguments that its own attributes state now."""
+        """Returns the origin of a model, with the arguments that its own attributes state now."""
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """States the input format in a model that was created or resized, where its library reads it."""
+        """Writes the input format into a model that was created or resized, where its library reads it."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Makes the library's own model, which a user's module created, take images of the size of `origin`; `before`
-        is the origin of the created one, by default as it states.
+        """Makes the library's model that a user's module created take images of the size of `origin`.
+
+        `before` is the origin of the created model; by default, the model states it.
         """
         before = before or self.origin_inside(source)
         if before.input_shape[1:] != origin.input_shape[1:]:
             self._resized(source, before, *origin.input_shape[1:])
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Resizes the position embeddings in place as the library does it; returns how such a model is created.
+        """Resizes the position embeddings in place, as the library does, and returns how such a model is created.
 
-        The origin may have the input shape of before.
+        The returned origin may still have the earlier input shape.
 
         Raises:
-            NotSupported: The library does not resize those of this model.
+            NotSupported: The library does not resize the position embeddings of this model.
         """
         _, *size = origin.input_shape
         raise NotSupported(
@@ -700,7 +706,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 f"has {usual} with those before its patches; tokens can be pruned only where all sequences are these."
             )
         if pooling not in POOLINGS and adopted.around is not None and parts.prefix_tokens:
-            pooling = "class"  # all patches are restored where they are read, so the module pools as ever
+            pooling = "class"  # all patches are restored where they are read, so the module pools as before
         if pooling not in POOLINGS:
             raise NotSupported(
                 f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
@@ -726,7 +732,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model without other parts around; for other models they are not known."""
+        """Returns the classifiers of a model without other parts around it; otherwise they are not known, and ()."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -741,7 +747,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return "" if around is None else DOUBTS.get(around.outputs, "")
 
     def answer_kind(self, adopted: Adopted) -> str:
-        """Returns the name of the `OutputKind` of a model of the library."""
+        """Returns the name of the `OutputKind` of a library's model."""
         return "logits" if self.heads(adopted) else "embedding"
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
@@ -771,7 +777,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.num_patches(adopted.trunk, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image of this shape, or of a video; a border is not read."""
+        """Returns the number of patches of an image or video of this shape; a border may be left unread."""
         patches: Any = source.get_submodule(self.parts(source).patches)
         channels, *size = input_shape
         sides = (channels // patches.in_channels, *size)[-len(patches.stride) :]
@@ -793,11 +799,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs. Their parameters add up to the parameters of the model.
+        """Returns the costs; their parameters add up to the parameters of the model.
 
-        Parameters before the first layer (tokens and position embeddings too) count as patches. A layer's parameters
-        outside attention and MLP (LayerScale and relative positions too) count as its norms. All parts around the
-        Vision Transformer count as classifier.
+        Parameters before the first layer, including tokens and position embeddings, count as patches. A layer's
+        parameters outside attention and MLP, such as LayerScale and relative positions, count as its norms. All parts
+        around the Vision Transformer count as classifier.
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
@@ -808,7 +814,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         if around.lengths:  # a policy removes the same number of tokens from every sequence
             before = self.num_tokens(adopted)
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
-        # Where attention alone has windows, with a border of zeros, the MLP has the tokens of the image.
+        # If only the attention has windows, with a border of zeros, the MLP has the tokens of the image.
         counts = None if self.grid_axis(adopted) is None else [calls * count for count in tokens]
         costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls, counts)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
@@ -822,7 +828,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         classifier = sum(num_params(module) for module in self._heads(source))
         before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
         mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
-        # Where MLPs are of another kind, nothing in them changes.
+        # If MLPs are of another kind, nothing in them changes.
         gates = [next((map_at(source, path) for path in pair.between), None) for pair in adopted.pairs]
         changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, gates, strict=True))
         changes = changes or [((), (), 0, None)] * len(blocks)
@@ -833,7 +839,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                     spec,
                     num_tokens,
                     mlp_costs(mlp, num_tokens, *change),
-                    # Inner norms of the attention are not counted by its spec.
+                    # The spec of the attention does not count inner norms.
                     PartCosts(
                         num_params(block)
                         - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))
@@ -856,7 +862,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return [module for name, module in source.named_modules() if name in names]
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the classifiers on one image; a pooling by attention attends to `tokens` tokens."""
+        """Returns the MACs of the classifiers for one image; a pooling by attention attends to `tokens` tokens."""
         return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
@@ -876,8 +882,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._own(model)
 
     def require_rebuilt(self, adopted: Adopted) -> None:
-        """Raises NotSupported for a model that its library creates otherwise than it is now; states in its origin the
-        parts that were replaced outside of the blocks.
+        """Raises NotSupported if its library would create the model differently from its present state.
+
+        Parts outside of the blocks may have been replaced; they are recorded in the origin.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
@@ -899,13 +906,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the attention and the block of every layer, one after the other, as they stand in a model."""
+        """Returns the attention and the block of every layer in turn, as they are in a model."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
 
 def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Returns the buffers that are not saved with the weights, with the path of their module and their name in it."""
+    """Returns the buffers that are not saved with the weights: path of the module, name in it, and buffer."""
     return [
         (path, name, buffer)
         for path, module in model.named_modules()
@@ -915,7 +922,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
+    """Replaces the library's MLP by one with the same parts, if it consists of two maps and an activation."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -930,25 +937,25 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
 
 
 def saved_names(model: nn.Module) -> Mapping[str, str]:
-    """Returns the names of the weights in a model of transformers by those in the files of its `save_pretrained`."""
+    """Returns the names of a transformers model's weights, by their names in the files of `save_pretrained`."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
         state = model.state_dict()
         owners = {id(tensor): name for name, tensor in state.items()}
         return {name: owners[id(tensor)] for name, tensor in revert(model, state).items() if id(tensor) in owners}
-    except (ImportError, AttributeError):  # versions that write the names of the model
+    except (ImportError, AttributeError):  # versions that write the model's own names
         return {}
 
 
 def weights_around(adopted: Adopted) -> list[nn.Parameter]:
-    """Returns the weights of all parts around the Vision Transformer."""
+    """Returns the weights of all parts around the Vision Transformer, without predictors of a token policy."""
     others = adopted.source._modules.get(TOKENS) or nn.Identity()
     inside = {id(weight) for part in (adopted.trunk, others) for weight in part.parameters()}
     return [weight for weight in adopted.source.parameters() if id(weight) not in inside]
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns the sizes of the outputs for one image of the model's own size, by their places.
+    """Returns how many numbers each output has for one image of the model's own size, by its place.
 
     Raises:
         NotSupported: The module does not take such images.
@@ -963,6 +970,6 @@ def output_sizes(adopted: Adopted) -> dict[str, int]:
 
 
 def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
-    """Returns a module and the number of tokens of every sequence in a call of it."""
+    """Returns the called module, and the number of tokens of every sequence that it got."""
     sequences, *sides, _ = call.tokens.shape  # a sequence may be a grid
     return call.module, [math.prod(sides)] * sequences

@@ -1,4 +1,4 @@
-"""How attnrx attention is made of a library's attention module, and written back into it."""
+"""Converts a library's attention module to attnrx attention, and writes attnrx attention back into such a module."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -23,35 +23,36 @@ from attnrx.vit.models.working.adopted import (
     interleaved_rows,
 )
 
-# The parameters of attention modules with vectors for every distance in rows, and in columns, [distances, head_dim].
+# The parameters of attention modules that hold vectors for every distance in rows, and in columns.
 DISTANCES = ("rel_pos_h", "rel_pos_w")
-# The attributes of attention modules with the number of heads, and with the features of all of them.
+# The attributes of attention modules that hold the number of heads, and the number of features of all heads.
 HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
 HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
 
 def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Returns the vectors of an attention module for distances in rows and in columns; None where it has none."""
+    """Returns an attention module's vectors for distances in rows and in columns, or None if it has none."""
     down, right = (getattr(module, name, None) for name in DISTANCES)
     return None if down is None or right is None else (down, right)
 
 
 class AttentionConversion(ABC):
-    """The part of a family that converts attention: by the projections that `parts` names, and by what a family states
-    besides (`traits`, `pair_bias`).
+    """The part of a family that converts attention.
+
+    It uses the projections that `parts` names, and what else a family states (`traits`, `pair_bias`).
     """
 
     adapter_type: type[Adapter] = PlainAttention
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns a description of where the parts of a model are."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
         parts = self.parts(source)
         weights, biases = self.projected(source, module)
-        kept_heads = vars(module).get(KEPT_HEADS)  # of a module that has lost some
+        kept_heads = vars(module).get(KEPT_HEADS)  # only a module that lost heads has it
         heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
         scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
         scale = scale or (weights[0].shape[0] // heads) ** -0.5
@@ -63,11 +64,12 @@ class AttentionConversion(ABC):
         return attention
 
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
-        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads; the
-        inverse of `convert_attention`, as far as the module can hold them.
+        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads.
+
+        This is the inverse of `convert_attention`, as far as the module can hold the weights.
 
         Raises:
-            NotSupported: It cannot.
+            NotSupported: The module cannot hold them.
         """
         attention, parts = adapter.attention, self.parts(source)
         spec, rotary = attention.spec, self.traits(source, module).get("rotary")
@@ -99,14 +101,14 @@ class AttentionConversion(ABC):
             for path, target in list(bias.named_parameters()):
                 owner, _, name = path.rpartition(".")
                 holder = bias.get_submodule(owner)
-                # The tables of timm are parameters of the attention module itself.
+                # timm's tables are parameters of the attention module itself.
                 holder = module if not owner and getattr(module, name, None) is target else holder
                 set_parameter_(holder, name, state[path], target.requires_grad)
         if spec.heads != tuple(range(self._num_heads(module, parts))):
             self.keep_heads_(module, spec.heads, spec.head_dim)
 
     def _write_distances_(self, module: nn.Module, attention: Attention) -> None:
-        """Writes relative positions into a library's module, in which all heads share them."""
+        """Writes relative positions into a library's module, where all heads share them."""
         scores: Any = attention.scores
         for name, rows in zip(DISTANCES, (scores.down, scores.right), strict=True):
             tables = rows.detach().unflatten(0, (len(attention.spec.heads), -1))
@@ -120,7 +122,7 @@ class AttentionConversion(ABC):
         return name if isinstance(name, int) else int(getattr(module, name))
 
     def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
-        """States in an attention module that it has these heads alone, whose weights were written."""
+        """Records in an attention module that it has only these heads, whose weights were written before."""
         vars(module)[KEPT_HEADS] = heads
         for part in module.modules():
             own = vars(part)
@@ -134,10 +136,10 @@ class AttentionConversion(ABC):
     ) -> None:
         """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
 
-        Weights are [rows, width], the output's [width, rows]; biases are [rows] and [width], or None.
+        Weights are [rows, width], for the output [width, rows]; biases are [rows] or [width], or None.
 
         Raises:
-            NotSupported: The module has one bias for all projections, and only some of them have one.
+            NotSupported: The module has one bias for all projections, and only some projections have a bias.
         """
         part: Any = module
         if isinstance(module, nn.MultiheadAttention):
@@ -173,17 +175,17 @@ class AttentionConversion(ABC):
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns what `attention_from_projections` needs besides the projections: rotation, bias of pairs, norms."""
+        """Returns what else `attention_from_projections` needs: rotation, bias of pairs, norms."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
         """Returns the module that replaces an attention module of `source` and calls `attention`."""
         parts = self.parts(source)
         adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
-        # nn.MultiheadAttention returns a pair also where its weights are not requested.
+        # nn.MultiheadAttention returns a pair even if its weights are not requested.
         adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
+        """Returns a module that computes an attention module's bias of pairs [1, heads, tokens, tokens], or None."""
         return None

@@ -1,5 +1,6 @@
-"""The family of the Vision Transformers of transformers, with or without a classifier: where the parts of a class are,
-one reader per class, and how its models are adopted.
+"""The family of transformers' Vision Transformers, with or without a classifier.
+
+It has one reader per class, which states where the parts of the class are, and it adopts such models.
 """
 
 import inspect
@@ -30,25 +31,25 @@ from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, unread_attentio
 from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape, one_node
 
 CLASS_TOKEN = "class token"
-MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several
-# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
+MAPS = "feature_maps"  # the output of a backbone; it has several, so it is adopted as a whole module
+# Parameters of the embeddings, and names of modules, over all classes of READERS; a class has some of each.
 PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 CLASSIFIERS = (*HEADS, "classifier.dense")
 OTHER_HEADS = ("fc_norm", "visual_projection", "class_labels_classifier", "bbox_predictor", "neck", "head")
 GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
-# What a model returns, where it is not one field of the output of transformers; each is [batch, features].
+# What a model returns if it is not one field of the output of transformers; each is [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
     CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
     "mean": lambda output: output.last_hidden_state.mean(1),
-    # The class logits and the box of every detection token, one after the other.
+    # The class logits of every detection token, followed by its box.
     "detections": lambda output: torch.cat([output.logits, output.pred_boxes], dim=-1).flatten(1),
     "depth": lambda output: output.predicted_depth.flatten(1),
 }
 
 
-# Where the parts of most classes are, in the body of a model.
+# Where the parts of most classes are, relative to the body of a model.
 LAYOUT = ViTParts(
     "layers", "attention", "embeddings.patch_embeddings.projection", "layernorm", classifiers=CLASSIFIERS,
     projections=("q_proj", "k_proj", "v_proj", "o_proj"), returns_weights=True,
@@ -59,10 +60,10 @@ LAYOUT = ViTParts(
 class ModelReader:
     """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
-    The parts are where `layout` says in the body, the module with the embeddings and the layers. `answer` is a field of
-    the output, or one of ANSWERS. `windowed` are the fields of the configuration with the number of windows per side of
-    an image, and with the indices of the blocks that attend to one window each. `embeddings` is the name of the part of
-    the body that makes the tokens.
+    The parts are where `layout` says in the body, which is the module with the embeddings and the layers. `answer` is a
+    field of the output, or one of ANSWERS. `windowed` names two fields of the configuration: the number of windows per
+    side of an image, and the indices of the blocks that attend to one window each. `embeddings` is the name of the part
+    of the body that makes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -73,7 +74,7 @@ class ModelReader:
     embeddings: str = "embeddings"
 
     def windows(self, config: Any) -> tuple[int, tuple[int, ...]]:
-        """Returns the windows of an image between blocks, and the blocks that attend to all of them."""
+        """Returns the number of windows of an image between blocks, and the blocks that attend to all windows."""
         if not self.windowed:
             return 1, ()
         side, blocks = (getattr(config, name) for name in self.windowed)
@@ -85,18 +86,18 @@ class ModelReader:
         return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
 
     def body_path(self, source: nn.Module) -> str:
-        """Returns the path of the module with the embeddings and the layers."""
+        """Returns the path of the body, the module with the embeddings and the layers."""
         return next((path for path, part in source.named_modules() if self.embeddings in part._modules), "")
 
     def body_of(self, source: nn.Module) -> Any:
         return source.get_submodule(self.body_path(source))
 
     def inputs(self, source: nn.Module) -> ModuleInputs:
-        """Returns what a model of this class takes."""
+        """Returns the inputs of a model of this class."""
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model of this class are."""
+        """Returns a description of where the parts of a model of this class are."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
@@ -106,12 +107,12 @@ class ModelReader:
         tokens = body.get_submodule(self.embeddings).named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
-        # The word that begins the names of the classes of a block and its MLP, e.g. ViT; a block may be of a subclass.
+        # The classes of a block and its MLP begin with the same word, e.g. ViT; a block may be of a subclass.
         kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
         word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
         pooling = self.pooling
         if not getattr(source.config, "use_mean_pooling", True):
-            # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
+            # BEiT and Data2Vec then take the first token, a class token. VideoMAE has none, and takes a patch.
             pooling = "class" if pooling == "mean" else "the first patch"
         windows, joined = self.windows(body.config)
         return replace(
@@ -147,15 +148,15 @@ SAM = replace(
     LAYOUT, attention="attn", patches="patch_embed.projection", norm="", projections=("qkv", "proj"),
     maps=("mlp.lin1", "mlp.lin2"), mlp_classes=("SamMLPBlock",), grid_axis=-1,
 )  # fmt: skip
-# Classes whose attention consists of two modules, and whose MLP too.
+# Classes whose attention consists of two modules, and whose MLP does, too.
 NESTED = replace(
     LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
     projections=("attention.query", "attention.key", "attention.value", "output.dense"),
 )  # fmt: skip
-# The same, where the attention returns a tensor instead of a pair.
+# The same, but the attention returns a tensor instead of a pair.
 NESTED_TENSOR = replace(NESTED, returns_weights=False)
 
-# By the classes' names; those of one line have one reader.
+# By the names of the classes; all classes of one entry have the same reader.
 _READERS: Mapping[str, ModelReader] = {
     # The input of AST's classifier is the mean of the class token and the distillation token.
     "ViTForImageClassification DeiTForImageClassification DeiTForImageClassificationWithTeacher "
@@ -165,7 +166,7 @@ _READERS: Mapping[str, ModelReader] = {
     "IJepaModel": ModelReader(pooling="mean", answer="mean"),
     "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
     "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
-    # DINOv2's classifier takes the class token and the mean of the patches; "mean", because the patches are needed.
+    # DINOv2's classifier takes the class token and the mean of the patches. "mean", because it needs the patches.
     "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
         DINO, "mean", takes_any_size=True
     ),
@@ -188,14 +189,14 @@ _READERS: Mapping[str, ModelReader] = {
     "SiglipVisionModel": ModelReader(TOWER, "attention", "pooler_output"),
     "Siglip2VisionModel": ModelReader(TOWER, "attention without padding", "pooler_output"),
     "SiglipForImageClassification": ModelReader(TOWER, "mean"),
-    # The mean of the patches that are not padded.
+    # The mean of the patches without the padded ones.
     "Siglip2ForImageClassification": ModelReader(TOWER, "mean without padding"),
     "YolosForObjectDetection": ModelReader(NESTED_TENSOR, "detection tokens", "detections"),
     "DPTForDepthEstimation": ModelReader(NESTED_TENSOR, "a map of all patches of several layers", "depth"),
     "VideoMAEForVideoClassification": ModelReader(NESTED_TENSOR, "mean without a norm"),
 }
 READERS: Mapping[str, ModelReader] = {name: reader for names, reader in _READERS.items() for name in names.split()}
-# The part of a saved model of several towers that is read.
+# For saved models of several towers, the part that is read.
 VISION_PARTS: Mapping[str, str] = {
     "CLIPModel": "CLIPVisionModelWithProjection",
     "SiglipModel": "SiglipVisionModel",
@@ -215,17 +216,14 @@ def is_transformers_folder(folder: Path | str) -> bool:
     return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
-# What a configuration states of its logits -> the kind of outputs; without a statement they are logits of classes.
-# What a configuration states -> the name of an `OutputKind`.
+# From the type of problem in a configuration to the name of an `OutputKind`; by default, outputs are logits of classes.
 PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
-# The kinds of answers that are neither logits nor embeddings: one number per pixel, or of several units.
+# The kinds of answers that are neither logits nor embeddings: one number per pixel, or numbers of several units.
 ANSWER_KINDS = {"depth": "map", "detections": "regression"}
 
 
 class HuggingFaceModel(Adopted):
-    """A working copy of a Vision Transformer of transformers; called with images it returns the logits or the
-    embedding.
-    """
+    """A working copy of a transformers Vision Transformer; for images it returns the logits or the embedding."""
 
     def entering(self, images: ImageBatch) -> ImageBatch:
         return super().entering(self.inputs.images(images, 4) if self.around is None else images)
@@ -241,7 +239,7 @@ class HuggingFaceModel(Adopted):
 
     @cached_property
     def inputs(self) -> ModuleInputs:
-        """What the model of transformers takes."""
+        """What the transformers model takes."""
         return reader_of(self.trunk).inputs(self.trunk)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
@@ -251,8 +249,9 @@ class HuggingFaceModel(Adopted):
 
     @property
     def interpolation(self) -> dict[str, bool]:
-        """The argument with which transformers resizes position embeddings, where images have not the size of the
-        configuration and the model takes such an argument.
+        """The argument with which transformers resizes position embeddings, if it is needed.
+
+        It is needed if images do not have the size in the configuration, and if the model takes such an argument.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
         return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
@@ -263,11 +262,11 @@ class HuggingFaceModel(Adopted):
 
     @cached_property
     def dense_head_macs(self) -> int:
-        """The MACs of a DPT's neck and head, which are convolutions over the patches of several layers."""
+        """The MACs of DPT's neck and head, which are convolutions over the patches of several layers."""
         source: Any = self.trunk
         config = source.config
         tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
-        # Counted, not derived: the reassembly and fusion of a DPT are many convolutions at several resolutions.
+        # Counted rather than derived: a DPT reassembles and fuses with many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
@@ -277,17 +276,17 @@ class HuggingFaceModel(Adopted):
 def _answer(
     reader: ModelReader, inputs: ModuleInputs, options: Mapping[str, Any], source: nn.Module, images: Tensor
 ) -> Tensor:
-    """Returns the logits or the embedding, [batch, features], of a model of transformers."""
+    """Returns the logits or the embedding, [batch, features], of a transformers model."""
     arguments = inputs.arguments(inputs.images(images, 4))[1]
     return reader.answer_of(source(**arguments, **options, output_attentions=False, return_dict=True))
 
 
 class HuggingFaceAttention(Adapter):
-    """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
+    """attnrx attention with the call signature of a transformers layer; it returns no attention weights."""
 
-    takes_mask = False  # of padding
+    takes_mask = False  # whether it takes a mask of padding
     config: Any = None
-    """The configuration of the model, which may request attention weights of every call."""
+    """The configuration of the model, which may request attention weights in every call."""
 
     @one_node
     def forward(
@@ -305,8 +304,8 @@ class HuggingFaceAttention(Adapter):
         `position_embeddings` are cosines and sines, [patches, 2 * pairs].
 
         Raises:
-            NotSupported: A mask or the attention weights are requested, or images of another size than the model was
-                created for, where biases of pairs are interpolated to the tokens that are left.
+            NotSupported: A mask is given, or attention weights are requested. Or images have another size than the
+                model was created for, and biases of pairs would be interpolated to the tokens that are left.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
@@ -336,7 +335,7 @@ class HuggingFaceAttention(Adapter):
         return (mixed, None) if self.returns_weights else mixed
 
     def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
-        """Returns a mask of pairs of tokens, [batch, 1, tokens, tokens], as a bias of every head."""
+        """Returns a mask of pairs of tokens, [batch, 1, tokens, tokens], as a bias for every head."""
         if mask.dtype == torch.bool:
             excluded = torch.finfo(tokens.dtype).min / 2  # finite, so that a score can be added
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
@@ -345,8 +344,8 @@ class HuggingFaceAttention(Adapter):
 
 
 def _are_collected() -> bool:
-    """Whether a call of transformers collects attention weights, also without a word to the layers."""
-    module = sys.modules.get("transformers.utils.output_capturing")  # of recent versions
+    """Whether a call of transformers collects attention weights, even without telling the layers."""
+    module = sys.modules.get("transformers.utils.output_capturing")  # only in recent versions
     if module is None or torch.compiler.is_compiling():
         return False
     return "attentions" in (module._active_collector.get() or {})
@@ -371,16 +370,16 @@ class HuggingFaceFamily(AdoptedFamily):
         return PROBLEMS.get(source.config.problem_type, "logits")
 
     def read(self, name: Path | str, trust: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-        """Reads a model from a local folder, or from the hub by its id; returns it and its input format, as far as its
-        image processor states it.
+        """Reads a model from a local folder, or from the hub by its id; returns it and its input format.
 
-        A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
-        CLIP and SigLIP the image tower is read. Mean, std and image size come from the image processor in the same
-        folder; without one they are 0.5 and the size in the configuration. With `trust` code of the repository may run.
+        A model is read as the class it was saved as, if that is one of `READERS`, else as an image classifier. For CLIP
+        and SigLIP, the image tower is read. Mean, std and image size come from the image processor in the same folder.
+        Without one, mean and std are 0.5, and the size is the configuration's. With `trust`, code of the repository may
+        run.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
-            InvalidInput: It needs code of its repository, and `trust` is False.
+            InvalidInput: The model needs code of its repository, and `trust` is False.
         """
         try:
             kind = _class_of(open_pretrained(_transformers("AutoConfig"), name, trust))
@@ -392,7 +391,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 f"hf:{name} cannot be read as an image classifier or an image tower: {error} Give a folder written by "
                 "save_pretrained, or the id of such a model on the hub."
             ) from error
-        # transformers initializes missing weights randomly with a warning only, e.g. the head of a pretrained backbone.
+        # If weights are missing, e.g. the head of a backbone, transformers draws them at random and only warns.
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise CheckpointError(
@@ -408,20 +407,20 @@ class HuggingFaceFamily(AdoptedFamily):
         return adopted.inputs if adopted.around is None else adopted.attnrx_inputs
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        # An output with the features of all tokens needs those of pruned patches.
+        # An output with the features of all tokens needs pruned patches, too.
         return () if reader_of(adopted.trunk).answer == "logits" else (len(self.block_paths(adopted.trunk)) - 1,)
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
         adopted, inputs = self._adopted(model), self.inputs(model)
         if not (isinstance(inputs, PatchInputs) and inputs.is_padded(shape)):
             return False
-        # The values are not pixels alone.
+        # The values are not only pixels.
         facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
         adopted.origin = replace(adopted.origin, input_shape=image_shape(shape), **facts)
         return True
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
+        return bool(self._adopted(model).origin.preprocessing)  # then the statistics come from an image processor
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
         adopted = self._adopted(model)
@@ -429,15 +428,16 @@ class HuggingFaceFamily(AdoptedFamily):
         if adopted.around is not None or not origin.preprocessing:
             return {}
         statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
-        # One class for all: its settings say what is computed.
+        # One class for all models, because its settings decide what is computed.
         rescaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         """Returns what the image processor does that was saved with the model.
 
-        None where there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). They compute
-        with Pillow, as the class with backend "pil" does; the backend "torchvision" rounds a few pixels differently.
+        Returns None if there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). The
+        geometry computes with Pillow, like processors with backend "pil"; the backend "torchvision" rounds a few pixels
+        differently.
         """
         shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
         size, channels = settings.get("size", {}), shape[0]
@@ -462,13 +462,13 @@ class HuggingFaceFamily(AdoptedFamily):
             raise
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
-        # Weights are drawn on the CPU, so that they do not depend on the default device.
+        # Weights are drawn on the CPU, so they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.device(device):
             return model_from(_class_of(config), config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields unsupported classes of models or attention, and unsupported features."""
+        """Yields a refusal for unsupported classes of models or attention, and for unsupported features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
             adopted = ", ".join(READERS)
@@ -491,18 +491,18 @@ class HuggingFaceFamily(AdoptedFamily):
                 yield from unread_attention(attention, reader.layout.projections)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor."""
+        """Reads the configuration; mean and std are 0.5, the default of ViTImageProcessor."""
         shape = reader_of(model).inputs(model).shape
         half = (0.5,) * shape[0]
         return Origin(type(model).__name__, _settings(model.config), shape, half, half)
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        # The image processor of the folder or hub id that the model was loaded from.
+        # Read the image processor of the folder or hub id from which the model was loaded.
         reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
             try:
                 saved = _processor(source, reader.takes_any_size, local_files_only=True)
-            except InvalidInput:  # of code that is not trusted here, whatever the model was loaded with
+            except InvalidInput:  # code of a repository is not trusted here, even if the model was loaded with trust
                 saved = {}
             if len(saved.get("mean", ())) == reader.inputs(model).shape[0]:
                 stated = {**saved, **stated}
@@ -511,14 +511,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         if not interpolates(source):
             return super()._resized(source, origin, height, width)
-        # Pictures are resized and cropped in the proportion of the size that the processor was made for.
+        # Pictures are resized and cropped in proportion to the size for which the processor was made.
         settings = dict(origin.preprocessing)
         scales = height / origin.input_shape[1], width / origin.input_shape[2]
         if settings.get("do_center_crop") and "crop_size" in settings:
             settings["crop_size"] = {"height": height, "width": width}
         size = settings.get("size", {})
         if size.keys() == {"shortest_edge"}:
-            # Rounded up: the resized picture must not be smaller than the crop.
+            # Rounded up, because the resized picture must not be smaller than the crop.
             settings["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
         elif size.keys() == {"height", "width"}:
             settings["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
@@ -528,7 +528,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return LibraryAnswer(self._created(origin), origin)
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the class and the configuration of a model of any class of transformers."""
+        """Returns the class and the configuration of any transformers model."""
         name, config = type(model).__name__, getattr(model, "config", None)
         if not hasattr(config, "to_json_string") or getattr(_transformers(""), name, None) is not type(model):
             return None
@@ -537,13 +537,13 @@ class HuggingFaceFamily(AdoptedFamily):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any class of transformers from its configuration."""
         kind = getattr(_transformers(""), architecture, None)
-        # A name in a file may be that of any object of transformers.
+        # A name in a file may name any object of transformers.
         if not (isinstance(kind, type) and issubclass(kind, _transformers("PreTrainedModel"))):
             raise UnknownName("class of transformers", architecture, READERS)
         return kind(kind.config_class.from_dict(dict(arguments)))  # type: ignore[attr-defined]
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # Modules of transformers compute such buffers in __init__, from the configuration alone.
+        # Modules of transformers compute such buffers in __init__, from only the configuration.
         return type(module)(module.config)
 
     def present_origin(self, adopted: Adopted) -> Origin:
@@ -554,7 +554,7 @@ class HuggingFaceFamily(AdoptedFamily):
         if isinstance(inputs, PatchInputs):
             is_padded = inputs.is_padded(input_shape)
             return height if is_padded else (height // inputs.size) * (width // inputs.size)
-        # AST exchanges time and bins before its convolution.
+        # AST swaps time and bins before its convolution.
         return super().num_patches(source, (channels, width, height) if inputs.dimensions == 2 else input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
@@ -570,7 +570,7 @@ class HuggingFaceFamily(AdoptedFamily):
         for name, module in list(source.named_modules()):
             is_ours = isinstance(source.get_submodule(name.rpartition(".")[0]), PairBias)
             if type(module).__name__.endswith("RelativePositionBias") and not is_ours:
-                # transformers interpolates the table in every call, also to the size that it has.
+                # transformers interpolates the table in every call, even to the size that it already has.
                 bias = PairBias(module, partial(module, module.window_size))
                 source.set_submodule(name, bias.train(module.training))
         for block in self.blocks(source):
@@ -589,7 +589,7 @@ class HuggingFaceFamily(AdoptedFamily):
         body: Any = reader_of(source).body_of(source)
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
         return {
-            # transformers rotates halves of a row (`rotate_half`).
+            # transformers rotates the halves of a row (`rotate_half`).
             "rotary": HALVES if hasattr(body, "rope_embeddings") else None,
             "pair_bias": any(getattr(body.config, name, False) for name in names),
         }
@@ -613,7 +613,7 @@ INTERPOLATE = "interpolate_pos_encoding"
 
 
 class LibraryAnswer(nn.Module):
-    """A model of transformers with its own attention, which returns the answer that an adopted model returns."""
+    """A transformers model with its own attention, which returns the same answer as an adopted model."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
@@ -625,10 +625,10 @@ class LibraryAnswer(nn.Module):
 
 
 def interpolates(source: nn.Module) -> bool:
-    """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
+    """Returns whether a transformers model resizes its position embeddings, always or if a call asks for it."""
     reader = reader_of(source)
     return reader.takes_any_size or (
-        reader.inputs(source).dimensions == 3  # no videos
+        reader.inputs(source).dimensions == 3  # not for videos
         and all(
             INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
         )
@@ -639,12 +639,12 @@ def _settings(config: Any) -> dict[str, Any]:
     """Returns a configuration, or the settings of an image processor, as JSON values."""
     options = {"use_diff": False} if hasattr(config, "model_type") else {}
     settings = json.loads(config.to_json_string(**options))
-    settings.pop("_name_or_path", None)  # the source path is no part of the model
+    settings.pop("_name_or_path", None)  # the source path is not part of the model
     return settings
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Adds the mask that the layers of a tower require, so that all blocks can be called with tokens alone."""
+    """Adds the mask that the layers of a tower require, so that all blocks can be called with only tokens."""
     return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
 
 
@@ -671,27 +671,27 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 
 def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none.
+    """Returns the input format from the saved image processor, as `adopt` takes it; {} if there is none.
 
     Raises:
-        InvalidInput: It needs code of the repository, and `trust` is False.
+        InvalidInput: The processor needs code of the repository, and `trust` is False.
     """
     try:
         processor = open_pretrained(_transformers("AutoImageProcessor"), source, trust, **options)
     except AttnrxError:
         raise
-    # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
+    # There is no image processor, one of another kind, or one that needs a library that is not installed.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
     stated = _settings(processor)
     settings = {name: stated[name] for name in PROCESSOR_SETTINGS if stated.get(name) is not None}
-    # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
+    # One pair of statistics for rescaling and normalization: they are on the scale of pixels divided by 255.
     scale = 255 * float(stated.get("rescale_factor") or 1 / 255) if stated.get("do_rescale", True) else 255.0
     normalizes = stated.get("do_normalize", True) and stated.get("image_mean") is not None
     statistics: Any = (stated["image_mean"], stated["image_std"]) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     mean, std = (tuple(value / scale for value in values) for values in statistics)
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
-    # What enters the model: the crop where the processor crops, else the resized image.
+    # The size that enters the model: the crop if the processor crops, else the resized image.
     size = settings.get("crop_size" if settings.get("do_center_crop") else "size", {})
     if takes_any_size and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(mean), size["height"], size["width"])

@@ -1,4 +1,4 @@
-"""How a library creates its models: by a name with weights of its own or of a file, or by saved arguments."""
+"""How a library creates its models: by name, with its own weights or those of a file, or from saved arguments."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,42 +20,45 @@ class LibraryModels(ABC):
     """The part of a family that creates models of its library.
 
     Raises:
-        NotSupported: By methods that need the library, where it is not installed.
+        NotSupported: A method needs the library, and it is not installed.
     """
 
     name: str
     library: str
     """The package of the library."""
     takes_weights = False
-    """Whether `load` takes the weights of a file, or downloads them."""
+    """Whether `load` takes the weights of a file, or downloads weights."""
     size_argument = ""
-    """The argument of the library for the side of images, of families that take weights."""
+    """The library's argument for the side of images; only for families that take weights."""
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns a description of where the parts of a model are."""
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image of this shape, or of a video; a border is not read."""
+        """Returns the number of patches of an image or video of this shape; a border may be left unread."""
 
     @abstractmethod
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module, which creates it."""
+        """Returns the origin of a model inside a user's own module, which creates the model."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
+        """Creates any model of the library, without pretrained weights; `origin` or `creation` states how.
+
+        The model may be of a class that attnrx does not read.
 
         Raises:
             UnknownName: The library has no such model.
-            InvalidInput: The arguments are not those of a model.
-            NotSupported: The model is of no library.
+            InvalidInput: The arguments do not fit the model.
+            NotSupported: The model does not come from a library.
         """
         raise NotSupported(f"{architecture} is created by the code of its user.")
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the `architecture` and the `arguments` with which `create` creates a model of any class of the
-        library; None where the model does not state them.
+        """Returns the `architecture` and `arguments` with which `create` creates a model of any class of the library.
+
+        Returns None if the model does not state them.
 
         Raises:
             NotSupported: They cannot be saved.
@@ -63,19 +66,19 @@ class LibraryModels(ABC):
         return None
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
+        """Returns a module with the values of a module's unsaved buffers, or None if its library computes none."""
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the library's model of this name with weights from seed 0, or none on the meta device.
+        """Returns the library's model of this name with weights from seed 0; on the meta device without weights.
 
         With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
 
         Raises:
             UnknownName: The library has no model of this name.
-            InvalidInput: The library takes no such arguments.
+            InvalidInput: The library does not take these arguments.
             CheckpointError: The weights or the configuration cannot be read or downloaded.
-            NotSupported: The library is not installed, or the models are of no library.
+            NotSupported: The library is not installed, or the models do not come from a library.
         """
         if not self.has(name) and (names := self.names()):
             raise UnknownName(f"{self.library} model", name, names)
@@ -94,7 +97,7 @@ class LibraryModels(ABC):
                 raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
 
     def names(self) -> Sequence[str]:
-        """Returns the names of the library's models; () where it has no list of them."""
+        """Returns the names of the library's models; () if it has no list of them."""
         return ()
 
     def has(self, name: str) -> bool:
@@ -102,11 +105,11 @@ class LibraryModels(ABC):
         return name in self.names()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Calls the library for `initialized`, which names it in errors.
+        """Calls the library for `initialized`, which adds the library's name to errors.
 
         Raises:
             CheckpointError: The configuration cannot be read.
-            NotSupported: The models are of no library.
+            NotSupported: The models do not come from a library.
         """
         raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
 
@@ -117,13 +120,13 @@ class LibraryModels(ABC):
 
         Args:
             name: The name in the library.
-            weights: A file with the weights under the library's names (`read_weight_file`), also of a model that was
-                fine-tuned to another number of classes or size of images; by default the library downloads them.
-            pretrained: False initializes the weights from seed 0 instead.
+            weights: A file with the weights under the library's names (`read_weight_file`). The model may have been
+                fine-tuned for another number of classes or image size. By default, the library downloads the weights.
+            pretrained: If False, weights are initialized from seed 0 instead.
             **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
 
         Raises:
-            InvalidInput: Both `weights` and `pretrained=True` were given, or wrong arguments.
+            InvalidInput: Both `weights` and `pretrained=True` were given, or arguments are wrong.
             UnknownName: The library has no model of this name.
             CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
         """
@@ -141,22 +144,22 @@ class LibraryModels(ABC):
         return model
 
     def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the arguments for the weights of a model that was fine-tuned to other classes, or to another size.
+        """Returns the arguments for weights that were fine-tuned for another number of classes, or another image size.
 
         Raises:
-            CheckpointError: The positions are those of patches that form no square.
+            CheckpointError: The number of positions is not that of a square grid of patches.
         """
         with torch.device("meta"):
             model = self.initialized(name, **arguments)
         published, changes = model.state_dict(), dict[str, int]()
         both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
-        # The linear maps with other rows and the same columns: the classifiers, of which distilled models have two.
+        # Linear maps with other rows and the same columns are the classifiers; distilled models have two.
         rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
-        # Or one that the published model lacks.
+        # Or the classifier is a map that the published model lacks.
         rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
         if len(rows) == 1:
             changes["num_classes"] = rows.pop()
-        # Tables [1, tokens, width] of other tokens: the positions.
+        # Tables [1, tokens, width] with another number of tokens are position embeddings.
         tables = [
             (path, other[1], own[1])
             for path, other, own in both
@@ -165,7 +168,7 @@ class LibraryModels(ABC):
         if tables and self.size_argument:
             path, tokens, own = tables[0]
             patches: Any = model.get_submodule(self.parts(model).patches)
-            # Without the tokens before the patches, if these have positions.
+        # Subtract the tokens before the patches, if these have positions.
             count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
             side = math.isqrt(max(count, 0))
             if not count or side * side != count:
@@ -177,9 +180,9 @@ class LibraryModels(ABC):
         return changes
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Returns the tensors of a weight file as the library converts them for this model."""
+        """Returns the tensors of a weight file in the form to which the library converts them for this model."""
         return state
 
     def input_format(self, name: str) -> dict[str, Any]:
-        """Returns the input format of the downloaded weights, as `adopt` takes it; {} where the model holds it."""
+        """Returns the input format of the downloaded weights, as `adopt` takes it; {} if the model holds it."""
         return {}

@@ -1,4 +1,4 @@
-"""The family of timm's Vision Transformers with one list of blocks, adopted by structure with attnrx attention."""
+"""The family of timm's Vision Transformers that have one list of blocks; their structure is read from their parts."""
 
 import copy
 import importlib
@@ -38,11 +38,11 @@ from attnrx.vit.models.working.adopted import (
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 IN_GRIDS = "VisionTransformerSAM"  # the class whose blocks are called with grids of tokens
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
-# The parts of an attention module that are read: submodules, and parameters of its own.
+# The parts of an attention module that are read: submodules, and its own parameters.
 ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
 ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table", *DISTANCES}
 INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
-# Where the classes of layers are that a model may be created with, and the name under which they are saved.
+# The modules with layer classes that a model may be created with, and the key under which such a class is saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
 FUSED, SEPARATE = ("qkv", "proj"), ("q_proj", "k_proj", "v_proj", "proj")
@@ -52,7 +52,7 @@ FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_c
 
 
 class TimmModel(Adopted):
-    """A working copy of a Vision Transformer of timm."""
+    """A working copy of a timm Vision Transformer."""
 
     @property
     def takes_any_size(self) -> bool:
@@ -71,14 +71,14 @@ class TableBias(nn.Module):
     def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
         super().__init__()
         self.relative_position_bias_table = table
-        self.index = index  # no buffer: timm's is not saved with the weights either
+        self.index = index  # not a buffer: timm does not save its own index with the weights either
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
         return of_weights(self, None, self._pairs)
 
     def _pairs(self) -> Tensor:
         table = self.relative_position_bias_table
-        # [pairs, heads] to [1, heads, tokens, tokens]; contiguous once here, instead of at every use.
+        # [pairs, heads] to [1, heads, tokens, tokens]; made contiguous once here instead of at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
@@ -98,10 +98,10 @@ class TimmAttention(Adapter):
         shared_rel_pos_bias: Tensor | None = None,
         shared_rel_pos: Tensor | None = None,
     ) -> TokenBatch:
-        """Returns the attention output of the tokens `x`, with the arguments of timm's attention.
+        """Returns the attention output of the tokens `x`; the arguments are those of timm's attention.
 
-        `rope` holds sines and cosines, [patches, 2 * head_dim] or with the heads first; the shared biases of pairs are
-        [1, heads, tokens, tokens].
+        `rope` holds sines and cosines, [patches, 2 * head_dim], or with the heads first. The shared biases of pairs of
+        tokens are [1, heads, tokens, tokens].
 
         Raises:
             NotSupported: A mask is given.
@@ -112,16 +112,16 @@ class TimmAttention(Adapter):
         if rope is not None:  # concatenated, [(images, heads,) patches, sines and cosines]
             table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
             pairs = table.shape[-1] // 4
-            # A pair has its angle twice: side by side, or in both halves of a row.
+            # Every pair has its angle twice: side by side, or in both halves of a row.
             one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
             sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
             rotation = cos, sin
-        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
+        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; all biases are added.
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Is called by timm's `set_input_size` of models with a bias for every pair of tokens.
+        """Refuses the call by timm's `set_input_size` for models with a bias for every pair of tokens.
 
         Raises:
             NotSupported: Always.
@@ -133,7 +133,7 @@ class TimmAttention(Adapter):
 
 
 class TimmFamily(AdoptedFamily):
-    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any Vision Transformer of timm with one list of blocks."""
+    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any timm Vision Transformer with one list of blocks."""
 
     name = library = "timm"
     model_type = TimmModel
@@ -142,22 +142,22 @@ class TimmFamily(AdoptedFamily):
     adapter_type = TimmAttention
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
+        # As in timm for a pretrained file: position embeddings are resampled to the model's image size.
         return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
     def names(self) -> Sequence[str]:
         return _timm("models").list_models()
 
     def has(self, name: str) -> bool:
-        # The address of a hub, or a name without the tag of pretrained weights.
+        # The name may be the address of a hub, or have the tag of pretrained weights.
         return ":" in name or bool(_timm("models").is_model(name.partition(".")[0]))
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        _timm("models")  # an error that names the extra, where timm is not installed
+        _timm("models")  # raises an error that names the extra if timm is not installed
         return open_timm(name, pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
+        """Returns the geometry of timm's evaluation transform (`timm.data.create_transform`)."""
         adopted = self._adopted(model)
         facts = {**(getattr(adopted.trunk, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
         facts |= {"input_size": adopted.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
@@ -172,7 +172,7 @@ class TimmFamily(AdoptedFamily):
         return ImageGeometry(tuple(size), channels, resize, target, settings["interpolation"], fill=fill)  # type: ignore[arg-type]
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
+        """Yields a refusal for parts of the model that cannot be read: blocks, attention, and unsupported features."""
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         is_read = hasattr(model, "num_prefix_tokens") or type(model).__name__ == IN_GRIDS
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not is_read:
@@ -185,8 +185,8 @@ class TimmFamily(AdoptedFamily):
             if not isinstance(attention, nn.Module):
                 yield Refusal(f"the block {kind} has no attention module attn")
                 continue
-            # What has parameters and is not read changes the output. Everything else (a scale, an option of the forward
-            # pass) is found by the comparison of logits.
+            # Parts with parameters that are not read change the output. Everything else (a scale, an option of the
+            # forward pass) is found when logits are compared.
             submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
             parameters = {part for part, _ in attention.named_parameters(recurse=False)}
             unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
@@ -242,19 +242,19 @@ class TimmFamily(AdoptedFamily):
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        present = self.creation(adopted.trunk)  # after `reset_classifier`, for example
+        present = self.creation(adopted.trunk)  # it may have changed, e.g. by `reset_classifier`
         return adopted.origin if present is None else replace(adopted.origin, arguments=present["arguments"])
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
         model: Any = source
-        shape = _shape(model)  # after `set_input_size`; a dynamic size is that of every batch
+        shape = _shape(model)  # may have changed by `set_input_size`; a dynamic size changes with every batch
         is_other = shape != origin.input_shape and not getattr(model, "dynamic_img_size", False)
         return replace(origin, input_shape=shape) if is_other else origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
         model: Any = source
         config = getattr(model, "pretrained_cfg", None)
-        if config is not None:  # what `timm.data.resolve_model_data_config` reads
+        if config is not None:  # `timm.data.resolve_model_data_config` reads it
             stated = {"input_size": origin.input_shape, "mean": origin.mean, "std": origin.std}
             model.pretrained_cfg = model.default_cfg = {**config, **origin.preprocessing, **stated}
 
@@ -266,10 +266,11 @@ class TimmFamily(AdoptedFamily):
         return super().stated_origin(model, path, facts, stated)
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
-        values that cannot be saved, has no arguments.
+        """Returns the origin of a model inside a user's own module.
+
+        If the model's constructor created it, or arguments that cannot be saved, the origin has no arguments.
         """
-        _timm("models")  # raises for a version that is too old
+        _timm("models")  # raises an error if timm is too old
         try:
             return super().origin_inside(model)
         except NotSupported:
@@ -281,13 +282,13 @@ class TimmFamily(AdoptedFamily):
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
         data, heads = _timm("data"), self.heads(model)
-        # By the head, because `num_classes` of a model whose head was replaced is that of the one before.
+        # Read from the head, because `num_classes` stays the same when a user replaces the head.
         subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None
         info = None if subset is None else data.ImageNetInfo(subset)
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Calls timm's entrypoint with model arguments only."""
+        """Calls timm's entrypoint with only model arguments."""
         # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
         forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
         if ":" in architecture or forbidden:
@@ -298,8 +299,8 @@ class TimmFamily(AdoptedFamily):
         return self.initialized(architecture, **{key: _layer(value) for key, value in arguments.items()})
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs on
-        # a copy, because the parameters of the module itself stay on the meta device until the weights are assigned.
+        # Tables of rotary embeddings and indices of biases are recomputed by a method of timm's module. It runs on a
+        # copy, because the module's own parameters stay on the meta device until the weights are assigned.
         if not hasattr(module, "init_non_persistent_buffers"):
             return None
         computed: Any = copy.deepcopy(module).to_empty(device="cpu")
@@ -330,10 +331,10 @@ class TimmFamily(AdoptedFamily):
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
         attention: Any = module
         weights, biases = super().projected(source, module)
-        if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+        if getattr(attention, "q_bias", None) is not None:  # in BEiT and EVA, whose key bias is a buffer of zeros
             biases[:3] = attention.q_bias, None, attention.v_bias
         groups = getattr(attention, "num_kv_groups", 1)
-        # Keys and values of grouped heads: repetition is exact, and gives every head rows of its own, as a spec
+        # Grouped heads share keys and values. Repeating these is exact, and gives every head its own rows, as a spec
         # describes them.
         sides: list[Any]
         for sides in (weights, biases) if groups > 1 else ():
@@ -346,7 +347,7 @@ class TimmFamily(AdoptedFamily):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes the weights, [rows, width] and [width, rows], and biases, [rows] and [width], into a module."""
+        """Writes weights ([rows, width], [width, rows]) and biases ([rows], [width]) into an attention module."""
         attention: Any = module
         groups = getattr(attention, "num_kv_groups", 1)
         sides: list[Any]
@@ -354,7 +355,7 @@ class TimmFamily(AdoptedFamily):
             for side, rows in enumerate(sides[1:3], 1):
                 if rows is not None:
                     sides[side] = rows.unflatten(0, (attention.num_kv_heads, groups, -1))[:, 0].flatten(0, 1)
-        if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+        if getattr(attention, "q_bias", None) is not None:  # in BEiT and EVA, whose key bias is a buffer of zeros
             for name, bias in (("q_bias", biases[0]), ("v_bias", biases[2])):
                 if bias is None:
                     raise NotSupported("an attention without its biases")
@@ -388,7 +389,7 @@ class TimmFamily(AdoptedFamily):
         return PairBias(bias, bias.get_bias) if table is None else TableBias(table, bias.relative_position_index)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        # The attention pooling of VisionTransformer may leave the prefix tokens out.
+        # VisionTransformer's pooling by attention may leave out the prefix tokens.
         excludes = getattr(adopted.trunk, "pool_include_prefix", True) is False
         return super().head_macs(adopted, tokens - self.parts(adopted.trunk).prefix_tokens if excludes else tokens)
 
@@ -421,12 +422,12 @@ def _layer(value: Any) -> Any:
 
 
 def _shape(model: Any) -> tuple[int, int, int]:
-    # Of the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
+    # From the patch embedding, because `img_size` of timm.create_model may differ from the pretrained configuration.
     return image_shape((model.patch_embed.proj.in_channels, *model.patch_embed.img_size))
 
 
 def _has_bias(block: Any) -> bool:
-    """Whether a bias is added for every pair of tokens in a block."""
+    """Whether a block adds a bias for every pair of tokens."""
     names = "relative_position_bias_table", "rel_pos"
     attention = block.attn
     if isinstance(attention, Adapter):
@@ -440,7 +441,7 @@ def _layout(attention: nn.Module) -> str:
 
 def _timm(module: str) -> ModuleType:
     imported, models = (required_module(f"timm.{name}", "", "a model of timm", "timm") for name in (module, "models"))
-    if not hasattr(models, "get_model_args"):  # new in the oldest version that the extra of attnrx accepts
+    if not hasattr(models, "get_model_args"):  # added in the oldest version that attnrx's extra accepts
         found = installed_versions("timm").get("timm", "an older version")
         raise NotSupported(
             f"models of timm need timm 1.0.31 or newer, and {found} is installed: pip install -U 'attnrx[timm]'."

@@ -15,7 +15,7 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
-# The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
+# The arguments of VisionTransformer that the model stores as attributes; the other three are read from its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
 
 
@@ -24,7 +24,7 @@ class TorchvisionModel(Adopted):
 
 
 class TorchvisionFamily(AdoptedFamily):
-    """`torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any VisionTransformer of torchvision."""
+    """`torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any VisionTransformer instance of torchvision."""
 
     name = library = "torchvision"
     model_type = TorchvisionModel
@@ -51,9 +51,9 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns what the transform of the weights does; of other weights what most of torchvision's presets do."""
+        """Returns the geometry of the weights' own transform; for other weights, of most of torchvision's presets."""
         channels, size, _ = self._adopted(model).origin.input_shape
-        # 224 of 256 pixels, the ratio of crop and resize in torchvision's presets.
+        # 224 of 256 pixels is the ratio of crop and resize in torchvision's presets.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
             self._adopted(model).origin.preprocessing
         )
@@ -61,7 +61,7 @@ class TorchvisionFamily(AdoptedFamily):
         return ImageGeometry((size, size), channels, "shortest_edge", (target, target), settings["interpolation"])
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields other classes than VisionTransformer, and what its reader does not find."""
+        """Yields a refusal for classes other than VisionTransformer, and for parts that its reader does not find."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of torchvision, attnrx adopts VisionTransformer.")
@@ -73,7 +73,7 @@ class TorchvisionFamily(AdoptedFamily):
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
-        size = stored["image_size"]  # torchvision's models take square images of three channels only
+        size = stored["image_size"]  # torchvision's models take only square images of three channels
         return Origin("VisionTransformer", arguments, image_shape((3, size, size)), *IMAGENET)
 
     def _resized(self, source: Any, origin: Origin, height: int, width: int) -> Origin:
@@ -100,7 +100,7 @@ def _torchvision(module: str) -> Any:
     return required_module(f"torchvision.{module}", "", "a model of torchvision", "torchvision")
 
 
-# The mean and standard deviation of CLIP's images (OPENAI_DATASET_MEAN and _STD of open_clip).
+# The mean and standard deviation of CLIP's images (open_clip's OPENAI_DATASET_MEAN and OPENAI_DATASET_STD).
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # The activations and norms of the towers, by the names of their classes.
 ACTIVATIONS = ("GELU", "QuickGELU")
@@ -115,7 +115,7 @@ class OpenClipModel(Adopted):
 
 
 def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    # With output_tokens=True a tower returns the embedding and the tokens.
+    # A tower with output_tokens=True returns the embedding and the tokens.
     output = tower(images)
     return output[0] if isinstance(output, tuple) else output
 
@@ -130,9 +130,9 @@ class OpenClipFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
-        # The mean before the last norm.
+        # This tower takes the mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
-        is_attention = tower.attn_pool is not None  # CoCa, whose first query is the embedding
+        is_attention = tower.attn_pool is not None  # CoCa; its first query gives the embedding
         # The head, a projection, is a parameter (`head_macs`).
         return ViTParts(
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
@@ -143,21 +143,21 @@ class OpenClipFamily(AdoptedFamily):
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
         source: Any = adopted.trunk
-        # The tokens that a pooling by attention returns are those of its queries.
+        # The tokens returned by a pooling by attention belong to its queries.
         return (len(self.block_paths(source)) - 1,) if source.output_tokens and source.attn_pool is None else ()
 
     def names(self) -> Sequence[str]:
         return _open_clip("").list_models()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Creates the image tower alone; `arguments` override fields of its configuration."""
+        """Creates only the image tower; `arguments` override fields of its configuration."""
         config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
-        # Private, but without the text tower that the public constructors create as well.
+        # A private function, but the public constructors would also create the text tower.
         return _open_clip(".model")._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields other classes than VisionTransformer, and other blocks than ResidualAttentionBlock."""
+        """Yields a refusal for classes other than VisionTransformer, and blocks other than ResidualAttentionBlock."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
@@ -175,10 +175,10 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are CLIP's, unless it states others."""
+        """Reads the arguments of the class from the model; mean and std are CLIP's, unless the model states others."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
-        # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.
+        # A missing LayerScale is an identity. Its initial value is not stored, and the weights replace it.
         scale = getattr(block.ls_1, "gamma", None)
         arguments = {
             "image_size": list(tower.image_size), "patch_size": list(tower.patch_size),
@@ -199,7 +199,7 @@ class OpenClipFamily(AdoptedFamily):
         return Origin("VisionTransformer", arguments, image_shape((3, *tower.image_size)), mean, std, settings)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns what open_clip's transform for inference does."""
+        """Returns the geometry of open_clip's transform for inference."""
         settings = self._adopted(model).origin.preprocessing
         channels, *size = self._adopted(model).origin.input_shape
         proportional = "shortest_edge" if size[0] == size[1] else "cover"
@@ -211,7 +211,7 @@ class OpenClipFamily(AdoptedFamily):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         if architecture != "VisionTransformer":
             return self.initialized(architecture, **arguments)
-        # A saved model has names of classes; only those listed here are looked up in the library.
+        # A saved model holds names of classes; only those listed here are looked up in the library.
         towers, arguments = _open_clip(".transformer"), dict(arguments)
         for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
             name = arguments[field]
@@ -221,7 +221,7 @@ class OpenClipFamily(AdoptedFamily):
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the projection, which is a parameter and no module, and of a pooling by attention."""
+        """Returns the MACs of the projection, which is a parameter and not a module, and of a pooling by attention."""
         projection: Any = adopted.trunk.proj
         return super().head_macs(adopted, tokens) + (0 if projection is None else projection.numel())
 

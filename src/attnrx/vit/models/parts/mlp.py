@@ -17,11 +17,11 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two maps between which every unit is computed from itself alone.
+    """Two maps with units between them that stay separate: no unit is computed from another one.
 
-    `first` and `second` are their paths, `between` the paths of the depthwise convolutions, batch norms and gates
-    between them, and `block` the path of the smallest part that is called around both. `positions` are the places per
-    image that the maps run at, `unit_macs` the MACs per image of one unit between them.
+    `first` and `second` are the paths of the two maps. `between` holds the paths of the depthwise convolutions, batch
+    norms and gates between them. `block` is the path of the smallest part whose call covers both maps. `positions` is
+    the number of places per image at which the maps run. `unit_macs` are the MACs per image of one unit between them.
     """
 
     first: str
@@ -33,21 +33,22 @@ class Pair:
 
 
 class LowRankLinear(nn.Module):
-    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out).
+    """Two linear maps in place of one matrix: y = second(first(x)).
 
-    `rank` is the number of features between the two factors. Features are [*batch, inputs], outputs [*batch, outputs].
+    They are smaller and faster than the matrix if `rank`, the number of features between them, is less than
+    inputs * outputs / (inputs + outputs). Features are [*batch, inputs], outputs [*batch, outputs].
     """
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
         super().__init__()
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
-        # One bias, after both factors: a bias between them would be one more term of the second.
+        # Only one bias, after both factors: a bias between them could be folded into it.
         self.first = NativeLinear(inputs, rank, bias=False)
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
-    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and has none with shapes
+    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and knows no shapes
         return self.second(self.first(features))
 
 
@@ -63,10 +64,10 @@ def hidden_units(mlps: Sequence[tuple[nn.Module, nn.Module]]) -> tuple[int, ...]
 
 
 class FusedMLP(nn.Module):
-    """fc2(act(fc1(x))); each of the two maps is one matrix or factored.
+    """fc2(act(fc1(x))), where each of the two maps is one matrix or is factored.
 
-    For inference in float32 on a CPU with an exact GELU, one call of the kernel computes all of it, in blocks of tokens
-    whose hidden features stay in the cache. A hook on a part gets the part's own call.
+    For inference in float32 on a CPU with an exact GELU, one call of the C++ kernel computes the whole MLP. It works on
+    blocks of tokens, so the hidden features stay in the cache. If a part has a hook, the parts are called one by one.
     """
 
     def __init__(self, fc1: nn.Module, act: nn.Module, fc2: nn.Module):
@@ -80,14 +81,14 @@ class FusedMLP(nn.Module):
             weights = [linear.weight for linear in linears]
             is_native = first and second and runs_natively(features, *weights) and is_exact_gelu(self.act)
             if is_native and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-                # Whether a GELU follows each map: after the last factor of the first map only.
+                # Whether a GELU follows each map: only after the last factor of the first map.
                 gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
                 return native_maps(features, weights, [each.bias for each in linears], gelus)
         return self.fc2(self.act(self.fc1(features)))
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns the linear maps of which a map consists: itself, or its factors; empty for other modules."""
+    """Returns the linear maps that make up a map: the map itself or its two factors; () for other modules."""
     # The exact classes: a subclass may compute something else.
     if type(part) is NativeLinear:
         return (part,)
@@ -103,7 +104,7 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own, as in a gated MLP.
+    """A linear map as two separate maps, `first` and `second`, for the halves of its outputs, as in a gated MLP.
 
     Features are [*batch, inputs], outputs [*batch, outputs].
     """
@@ -126,7 +127,7 @@ def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
 
 
 def map_at(model: nn.Module, path: str) -> nn.Module:
-    """Returns the map at a path, of `PATH.first` and `PATH.second` the half of a linear map that is one."""
+    """Returns the map at a path; `PATH.first` and `PATH.second` are the halves of the linear map at PATH."""
     whole, _, half = path.rpartition(".")
     owner = model.get_submodule(whole)
     if half in HALVES and isinstance(owner, nn.Linear):
@@ -135,12 +136,12 @@ def map_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
-    """Replaces a parameter (of any shape) of a module itself."""
+        """Replaces a parameter that the module itself owns by a value of any shape."""
     owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
 
 
 def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> None:
-    """Gives a linear map other weights, and their sizes; it stays the same module."""
+    """Gives a linear map other weights and sizes; it stays the same module."""
     is_trained = linear.weight.requires_grad
     set_parameter_(linear, "weight", weight, is_trained)
     if bias is None:
@@ -151,7 +152,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear maps at these paths by maps of so many inputs and outputs, without weights, in place."""
+    """Replaces the linear map at each path by one without weights that has the stated (inputs, outputs), in place."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):
@@ -170,7 +171,7 @@ def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
     """Removes the units that are not kept from a depthwise convolution, a batch norm or a gate, in place."""
     count = int(keep.sum())
     for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-        if tensor.ndim:  # the number of batches of a batch norm is one number
+        if tensor.ndim:  # the count of batches in a batch norm has no axis
             kept = tensor.detach()[keep.to(tensor.device)].clone() if not tensor.is_meta else tensor[:count]
             if name in part._parameters:
                 part._parameters[name] = nn.Parameter(kept, tensor.requires_grad)
@@ -180,7 +181,7 @@ def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
         part.out_features = count
     elif isinstance(part, nn.Conv2d):
         part.out_channels = count
-        if part.groups > 1:  # a gate is a convolution of all channels
+        if part.groups > 1:  # a gate (groups=1) is a convolution over all channels
             part.groups = part.in_channels = count
     else:
         part.num_features = count

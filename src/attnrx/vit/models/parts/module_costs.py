@@ -14,7 +14,7 @@ from attnrx.vit.models.parts.record import TOKENS
 
 
 def num_params(module: nn.Module) -> int:
-    """Returns the number of parameters of a module, without those of its token policy."""
+    """Returns the number of parameters of a module, without its token policy."""
     tokens = module._modules.get(TOKENS)
     others = 0 if tokens is None else num_params(tokens)
     return sum(parameter.numel() for parameter in module.parameters()) - others
@@ -26,27 +26,29 @@ def matrix_entries(module: nn.Module) -> int:
 
 
 def bias_macs(block: nn.Module) -> int:
-    """Returns the MACs of timm's MLPs that compute the bias of all pairs of tokens from their distances."""
+    """Returns the MACs of the small MLPs in timm blocks that compute attention biases from the distances of tokens."""
     mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
     return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
 
 
 def classifier_macs(head: nn.Module, tokens: int) -> int:
-    """Returns the MACs of a classifier on one token; a pooling by attention has keys of all tokens, and one query or
-    those of open_clip's AttentionalPooler.
+    """Returns the MACs of a classifier on one token.
+
+    A head that pools by attention also computes keys for all `tokens`. It has one query, or the queries of open_clip's
+    AttentionalPooler.
     """
     total, queries = matrix_entries(head), 1
     for part in head.modules():
         if type(part).__name__ == "AttentionalPooler":
             queries = len(part.query)  # type: ignore[arg-type]
         elif isinstance(part, nn.MultiheadAttention):
-            # Its projections of query, key and value are parameters and no Linear, so `matrix_entries` lacks them.
+            # Its projections of query, key and value are parameters, not Linear modules: `matrix_entries` lacks them.
             width, keys = part.embed_dim, part.kdim + part.vdim
             total += (2 * queries - 1) * width**2 + tokens * keys * width + 2 * queries * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":
             latent: Any = part  # one query
-            # `matrix_entries` has its projections of one token; keys and values are of all tokens, and both products
-            # come on top.
+            # `matrix_entries` counts its projections for one token, but keys and values are computed for all tokens.
+            # Both attention products are added.
             total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
     return total
 
@@ -59,8 +61,10 @@ def mlp_costs(
     hidden: int,
     gate: Any = None,
 ) -> PartCosts:
-    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
-    `hidden` features between them; `gate` is the map of the gate of a gated MLP.
+    """Returns the costs of the modules of an MLP after its two `maps` were changed; `maps` may be ().
+
+    The maps get these `ranks` (None: one matrix), with `hidden` features between them. `gate` is the map that computes
+    the gate of a gated MLP.
     """
     changed = []
     if maps:
@@ -68,7 +72,7 @@ def mlp_costs(
         changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
     if gate is not None:
         changed.append((gate, None, gate.in_features, hidden))
-    # What the maps have is replaced in the costs of the modules, so that further parts (a norm) stay counted.
+    # Only the costs of the maps are replaced, so further parts of the modules (a norm) stay counted.
     params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
     for linear, rank, inputs, outputs in changed:
         new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
@@ -79,9 +83,9 @@ def mlp_costs(
 
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
-    """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
+    """Returns the multiply-accumulates of a forward pass for every part, by its path; "" is the model itself."""
     with evaluating((model,)), counting(model) as counter:
         called(model, images)
-    # The names of the parts begin with that of the class. Two operations are one MAC.
+    # The counter starts every name with the name of the class. Two of its operations are one MAC.
     counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
     return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}

@@ -1,9 +1,9 @@
-"""Arguments of a module's forward that are no batch of images: several tensors, texts, videos, in one tensor.
+"""Arguments of a forward that are not one batch of images: several tensors, texts or videos, packed into one tensor.
 
-All code around a model hands one tensor [batch, channels, height, width] from the data to the model. The tensors of one
-item are put into it one after the other, as numbers of one row (`packed`), and taken out again where the module is
-called (`arguments`). Where the module takes one tensor of at least two axes, such as a video or a spectrogram, its
-leading axes are the channels.
+All code around a model passes one tensor [batch, channels, height, width] from the data to the model. `packed` puts all
+tensors of an item into it, one after the other, as one row of numbers. `arguments` takes them out again when the module
+is called. If the module takes only one tensor of at least two axes, such as a video or a spectrogram, its leading axes
+become the channels.
 """
 
 import math
@@ -18,15 +18,17 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import mapped
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 
-# The attribute of a module with its ModuleInputs; copies of the module keep it.
+# The attribute of a module that holds its ModuleInputs; copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"
 
 
 @dataclass(frozen=True)
 class InputField:
-    """One tensor among the arguments of a forward: its position or name and the keys inside that, its shape without the
-    batch, and its type, "" for floating-point numbers of the model's type. `low` and `high` are the least and the
-    largest integer of an example, between which random ones are drawn.
+    """One tensor among the arguments of a forward.
+
+    `path` is its position or name, followed by the keys inside that argument. `shape` is its shape without the batch.
+    `dtype` is its type, or "" for floating-point numbers of the model's type. For integers, `low` and `high` are the
+    smallest and the largest value in the example; random integers are drawn between them.
     """
 
     path: tuple[int | str, ...]
@@ -42,17 +44,16 @@ class InputField:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """What a module's forward takes, one field for every tensor."""
+    """What a module's forward takes, with one field for every tensor."""
 
     fields: tuple[InputField, ...]
 
     @classmethod
     def of(cls, given: Any) -> "ModuleInputs":
-        """Returns the inputs of which this is an example: a tensor, a tuple of positional arguments, or a mapping of
-        named ones.
+        """Returns the inputs that an example shows: a tensor, a tuple of positional or a mapping of named arguments.
 
         Raises:
-            InvalidInput: There is no tensor, or one has no batch of items, or other values than tensors are among them.
+            InvalidInput: There is no tensor, a tensor has no batch axis, or a value is not a tensor.
         """
         found, sizes = [], set()
         for path, tensor in _tensors(given):
@@ -72,27 +73,27 @@ class ModuleInputs:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of one item in attnrx."""
+        """The shape of one item inside attnrx."""
         if self.is_plain:
             *channels, height, width = self.fields[0].shape
             return math.prod(channels), height, width
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape in which the module takes one input, for one of this shape in attnrx; () for the same."""
+        """Returns the shape in which the module takes an item of `shape` in attnrx; () if both are the same."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether the module takes one tensor of floating-point numbers of at least two axes."""
+        """Whether the module takes one floating-point tensor with at least two axes per item."""
         return len(self.fields) == 1 and not self.fields[0].dtype and len(self.fields[0].shape) >= 2
 
     def packed(self, given: Any) -> ImageBatch:
         """Returns the arguments of a batch as one tensor.
 
         Raises:
-            InvalidInput: Their shapes or types are others than the example's.
+            InvalidInput: The shapes or types differ from the example's.
         """
         tensors = {path: tensor.detach().cpu() for path, tensor in _tensors(given)}
         rows: list[Tensor] = []
@@ -106,7 +107,7 @@ class ModuleInputs:
                     f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
                     f"{list(field.shape)}; give every item the same shape."
                 )
-            # Integers are exact up to the inverse of the rounding.
+            # A floating-point type holds integers exactly only up to a limit, here 2 / eps.
             if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > 2 / torch.finfo(dtype).eps:
                 raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
             rows.append(tensor.to(dtype).reshape(len(tensor), -1))
@@ -114,7 +115,7 @@ class ModuleInputs:
             raise InvalidInput(f"inputs: {_named(next(iter(tensors)))} was not in the first batch.")
         return torch.cat(rows, 1).unflatten(1, self.shape)
 
-    # For data that name the arguments.
+    # For data sets that name the arguments.
 
     @property
     def name(self) -> str:
@@ -131,10 +132,10 @@ class ModuleInputs:
         return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the input that a mapping of a dataset has, or None.
+        """Returns the input that a data set's mapping holds, or None if an argument is missing.
 
         Raises:
-            InvalidInput: Its tensors have other shapes.
+            InvalidInput: Its tensors have other shapes than the example's.
         """
         if any(field.path[0] not in fields for field in self.fields):
             return None
@@ -147,7 +148,7 @@ class ModuleInputs:
         return self.packed(given)
 
     def require_exportable(self, shape: Sequence[int]) -> None:
-        """Raises NotSupported for inputs of several tensors, which no file takes."""
+        """Raises NotSupported if the module takes several tensors, because an exported file takes one."""
         if not self.is_plain:
             names = ", ".join(_named(field.path) for field in self.fields)
             raise NotSupported(
@@ -158,7 +159,7 @@ class ModuleInputs:
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Any]]:
         """Returns the positional and the named arguments of the module for a packed batch."""
         if self.is_plain:
-            # Of any height and width.
+            # The images may have any height and width.
             channels = self.fields[0].shape[:-2]
             if len(channels) != 1:
                 images = images.unflatten(1, channels) if channels else images[:, 0]
@@ -179,8 +180,9 @@ class ModuleInputs:
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
     def random(self, like: Tensor, count: int) -> Tensor:
-        """Returns random inputs of the shape [count, *shape], in the type of a tensor of any shape, the same in every
-        call: normal numbers, and integers in the example's range.
+        """Returns random inputs of the shape [count, *shape] in the type of `like`, the same in every call.
+
+        Floating-point numbers are normal; integers are in the example's range.
         """
         generator = torch.Generator().manual_seed(0)
         rows = []
@@ -196,12 +198,12 @@ class ModuleInputs:
 
 @dataclass(frozen=True)
 class OrderedImages(ModuleInputs):
-    """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
+    """Images whose patches the model would shuffle by random noise (ViTMAE); rising noise keeps their order."""
 
     patch: tuple[int, int]
 
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
-        # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
+        # ViTMAE sorts the patches by this noise even if it masks none (mask_ratio 0).
         count = (images.shape[2] // self.patch[0]) * (images.shape[3] // self.patch[1])
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
         return [], {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
@@ -209,10 +211,10 @@ class OrderedImages(ModuleInputs):
 
 @dataclass(frozen=True)
 class PatchInputs(ModuleInputs):
-    """Images that are cut into patches before they enter the model (SigLIP 2), as its image processor does it.
+    """Images that are cut into patches before they enter the model, as SigLIP 2's image processor cuts them.
 
-    Images of any aspect ratio have up to so many patches, the rest of which is padding: those are one channel
-    [patches, features + 3] in attnrx, whose last columns are the mask of patches, and height and width in patches.
+    Images of any aspect ratio are padded to a fixed number of patches. In attnrx they have one channel
+    [patches, features + 3]. The last three columns are the mask of patches, and the height and width in patches.
     """
 
     ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
@@ -230,7 +232,7 @@ class PatchInputs(ModuleInputs):
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         if self.is_padded(images.shape[1:]):
             patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
-            # Rounded: half precision has all integers up to 2048.
+            # Rounded before the conversion; half precision holds all integers up to 2048.
             mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
         else:
             cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
@@ -251,7 +253,7 @@ class PatchInputs(ModuleInputs):
 
     @property
     def features(self) -> int:
-        """Numbers of one patch."""
+        """How many numbers one patch has."""
         return self.size**2 * self.fields[0].shape[0]
 
     def is_padded(self, shape: Sequence[int]) -> bool:
@@ -265,13 +267,15 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
 
 
 def inputs_of_config(config: Any) -> ModuleInputs:
-    """Returns what a class takes, by the configuration of its body: images, spectrograms [batch, time, mel bins] (AST),
-    videos [batch, frames, channels, height, width], or patches (SigLIP 2).
+    """Returns what a transformers class takes, read from its configuration.
+
+    It takes images, spectrograms [batch, time, mel bins] (AST), videos [batch, frames, channels, height, width], or
+    patches (SigLIP 2).
     """
     if hasattr(config, "num_mel_bins"):
         return ModuleInputs((InputField(("input_values",), (config.max_length, config.num_mel_bins)),))
     if config.model_type.startswith("siglip2"):
-        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
+        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape: a square of patches.
         side = math.isqrt(config.num_patches) * config.patch_size
         return PatchInputs((InputField(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
     frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
@@ -280,8 +284,9 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
-    """Returns what a module takes other than images: as was stated, or the videos that the configuration of a model of
-    transformers states.
+    """Returns what a module takes other than images, or None: what the user stated, or videos.
+
+    Videos are read from the configuration of a transformers model.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own
@@ -298,7 +303,7 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
 def called(module: nn.Module, images: Tensor) -> Any:
     """Returns the output of a module for one tensor [batch, channels, height, width].
 
-    Where the module takes other inputs, the tensor holds its arguments.
+    If the module takes other inputs, the tensor holds its packed arguments.
     """
     inputs = inputs_of(module)
     if inputs is None:
@@ -323,7 +328,7 @@ def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _listed(value: Any) -> Any:
-    """Returns a tree of dictionaries, with dictionaries of positions as lists."""
+    """Returns a tree of dictionaries, with lists in place of dictionaries whose keys are positions."""
     if not isinstance(value, dict):
         return value
     items = {key: _listed(part) for key, part in value.items()}

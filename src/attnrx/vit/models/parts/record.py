@@ -1,5 +1,6 @@
-"""What attnrx knows of a model, beside it: a model of a library or a user stays what it is, and has this in its
-`__dict__`, so that copies, pickles and replicas have it too.
+"""What attnrx knows about a model, kept in the model's `__dict__`.
+
+The model of a library or user keeps its own class; copies, pickles and replicas of it carry the record along.
 """
 
 from collections.abc import Mapping
@@ -9,11 +10,11 @@ from typing import Any
 from torch import nn
 
 RECORD = "attnrx_record"
-"""The attribute of a model with its `Record`."""
+"""The attribute of a model that holds its `Record`."""
 KEPT_HEADS = "attnrx_heads"
-"""The attribute of an attention module with the indices, in the original model, of the heads that are left in it."""
+"""The attribute of an attention module that holds the original indices of its remaining heads."""
 TOKENS = "attnrx_tokens"
-"""The name of the submodule with the token policy of a model."""
+"""The name of the submodule that holds the token policy of a model."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class Record:
     Attributes:
         family: The name of the family that reads the Vision Transformer.
         origin: How the Vision Transformer is created, and its input format (`Origin`).
-        around: What is around the Vision Transformer in a module of a user (`Surroundings`); None for a model that its
-            library, or its reader, creates again.
-        facts: What the family keeps besides, by name.
-        outputs: The kind of the outputs, where a user stated it.
+        around: What is around the Vision Transformer in a user's module (`Surroundings`). None if the library or the
+            reader creates the whole model again.
+        facts: What else the family keeps, by name.
+        outputs: The kind of the outputs, if a user stated it.
     """
 
     family: str

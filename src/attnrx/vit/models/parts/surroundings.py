@@ -1,4 +1,4 @@
-"""What is around the Vision Transformer in a module of a user: a decoder, several outputs, a head of any class."""
+"""What is around the Vision Transformer in a user's module: a decoder, several outputs, a head of any class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from attnrx.vit.models.parts.mlp import CONVOLUTIONS, keep_units_of_, sides_of
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.vit_parts import require_parts
 
-IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
+IMAGE_METHODS = ("get_image_features", "encode_image")  # of models for images and texts
 DETECTIONS = ("logits", "pred_boxes", "pred_masks")
-# What was taken, why, and what else it may be, with the statement for that (`load(model, outputs=...)`).
+# For each way to read the outputs: what was assumed, why, and the argument of `load(model, outputs=...)` for the other.
 DOUBTS = {
     "logits": "the outputs are taken as logits of classes, because a linear map makes them; if they are an embedding, "
     'load the model with outputs="embedding".',
@@ -30,8 +30,9 @@ DOUBTS = {
 
 
 class Cut(NamedTuple):
-    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
-    unit, as in `Pair`.
+    """Two maps, by their paths, with only `units` units left between them.
+
+    `between` are the parts between them that have weights per unit, as in `Pair`.
     """
 
     first: str
@@ -40,10 +41,10 @@ class Cut(NamedTuple):
     units: int
 
     def shape_(self, module: nn.Module) -> None:
-        """Gives a module that was created anew the shapes of the smaller one.
+        """Gives a newly created module the shapes of the smaller one.
 
         Raises:
-            InvalidInput: It has no such parts.
+            InvalidInput: The module lacks one of the parts.
         """
         require_parts(module, (self.first, self.second, *self.between), "the module")
         units = sides_of(module.get_submodule(self.first))[1]
@@ -65,21 +66,21 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around the Vision Transformer of a module of a user, as JSON values.
+    """What is around the Vision Transformer in a user's module, as JSON values.
 
-    `name` is "module:class" of the user's class, `factory` "module:function" of the function that creates it (None:
-    the class, or its library), `path` where the Vision Transformer is, "" if it is the module itself. `read_blocks` are
-    the indices of the blocks whose patch tokens other parts than the next block read. `sizes` are the numbers per image
-    of every tensor that is returned, by their places, `outputs` the name of the `OutputKind`, and `macs` the
-    multiply-accumulates per image outside of the Vision Transformer. `creation` is how a library creates the module, if
-    it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is whether the class
-    without arguments creates it. `call` is what images alone are given to: "forward", or one of IMAGE_METHODS where
-    that needs other inputs too. `cuts` are the pairs of maps around the Vision Transformer of which units were removed,
-    with the units that are left (`Cut`). `calls` is the number of images that the Vision Transformer gets for one
-    input. `lengths` are the numbers of tokens of every sequence that a block gets for it, () for one sequence of all
-    tokens per image. `head_calls` is how often its classifier runs for it, None for once per image. `image_size` is
-    (height, width) of the images of a module that resizes or pads them, () if the Vision Transformer gets them as they
-    are. `inputs` are the fields of `ModuleInputs` where the module takes other inputs than images.
+    `name` is "module:class" of the user's class. `factory` is "module:function" of the function that creates the
+    module, or None if the class or its library does. `path` is where the Vision Transformer is, "" for the module
+    itself. `read_blocks` are the indices of the blocks whose patch tokens are read by parts besides the next block.
+    `sizes` has, for every returned tensor, how many numbers it holds per image. `outputs` is the name of the
+    `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. If a library creates the
+    module, `creation` says how: `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is
+    whether calling the class without arguments creates the module. `call` is the method that takes only images:
+    "forward", or one of IMAGE_METHODS if forward needs other inputs too. `cuts` are the pairs of maps around the Vision
+    Transformer that lost units, with the number of units left (`Cut`). The next three describe one input: `calls` is
+    how many images the Vision Transformer gets; `lengths` has, for every block, the numbers of tokens of its sequences
+    (() for one sequence of all tokens per image); `head_calls` is how often the classifier runs (None: once per
+    image). If the module resizes or pads its images, `image_size` is the (height, width) it takes; otherwise (). If it
+    takes other inputs than images, `inputs` holds the fields of `ModuleInputs`.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Surroundings:
 
     @property
     def needed(self) -> str:
-        """What `load` needs to create a saved module again, "" for nothing."""
+        """What a user must do so that `load` can create a saved module again, "" for nothing."""
         if self.factory is None and self.creation is not None:
             return ""
         if self.by_class:
@@ -111,7 +112,7 @@ class Surroundings:
 
 
 class OfImages(nn.Module):
-    """A module of a user, called with images alone where its forward needs other inputs too."""
+    """A user's module that is called with only images, although its forward may need other inputs too."""
 
     def __init__(self, module: nn.Module, call: str):
         super().__init__()
@@ -128,9 +129,9 @@ class OfImages(nn.Module):
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
-    """Returns what a user's module returns if this method gets only images [batch, channels, height, width].
+    """Returns the output of a user's module whose method `call` gets only images [batch, channels, height, width].
 
-    Of a detector of transformers these are its detections, and not the states of its decoder.
+    For a transformers detector these are its detections, without the states of its decoder.
     """
     if call == "forward":
         answer = called(module, images)

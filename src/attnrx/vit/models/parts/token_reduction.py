@@ -1,13 +1,14 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens.
 
-Restoration: a block adds an update to every token. A restored patch is the token that represents it, plus its
-difference from that token at the stage where it was merged or pruned: it receives the updates of that token, and keeps
-its difference, which a copy of the merged token loses. Later layers change differences, so that early ones count less:
-the difference before layer l has the weight l / n at the output of layer n. This weight has the smallest error of those
-measured (docs/results/dense.md). Stages are undone from the last to the first, only for the blocks whose
-output is requested. The blocks pass the restored tokens to each other, so that every method of a library that runs them
-returns features of all patches: `TokenReduction.leave` stores the present tokens after a block, and `enter` gives them
-to the next one.
+Restoration returns a token for every patch. A block adds an update to each token, so a patch is restored from the token
+that represents it, plus the difference between the two at the stage that merged or pruned the patch. The patch thus
+receives the updates of its representative and keeps its difference, which a copy of the merged token would lose. Later
+layers change the differences, so those from early stages count less: the difference before layer l has the weight l / n
+at the output of layer n. Of the weights we measured, this one has the smallest error (docs/results/dense.md).
+
+Stages are undone from the last to the first, and only for blocks whose output is requested. The blocks pass the
+restored tokens to each other, so every library method that runs blocks returns features of all patches.
+`TokenReduction.leave` stores the present tokens after a block, and `enter` gives them to the next one.
 """
 
 import sys
@@ -39,7 +40,7 @@ from attnrx.vit.tokens import (
 )
 from attnrx.vit.tokens.reducer import stable_order
 
-TINY = 1e-20  # a size whose token has no weight in a sum, but a gradient
+TINY = 1e-20  # added to a size of 0, so that its logarithm has a gradient; too small to give the token weight
 
 
 @dataclass
@@ -47,9 +48,9 @@ class RestorableStage:
     """The patch tokens before a stage, the remaining ones, and which of them represents each patch.
 
     The stage runs before the layer `layer`, counted from 1. `destinations` are the indices of the representatives among
-    the remaining tokens, -1 for a pruned patch, which has none; `prunes` states whether there are such patches.
-    `positions` are the indices of the remaining tokens among all patch tokens, where pruned ones are masked; None where
-    they are removed.
+    the remaining tokens; a pruned patch has none and gets -1. `prunes` states whether there are such patches. If pruned
+    tokens are masked, `positions` are the indices of the remaining tokens among all patch tokens. If they are removed,
+    it is None.
     """
 
     layer: int
@@ -58,19 +59,19 @@ class RestorableStage:
     destinations: Int[Tensor, "batch before"]
     prunes: bool = False
     positions: Int[Tensor, "batch left"] | None = None
-    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    # Not a cached_property: in Python 3.11 it has a lock that compilers cannot trace.
     _sources: Tensor | None = None
 
     @property
     def sources(self) -> Int[Tensor, "batch before"]:
         """The index, among the remaining tokens, of the one whose updates each patch receives.
 
-        It is the token that represents the patch; for a pruned patch, the remaining one of the most similar direction.
+        It is the token that represents the patch. For a pruned patch, it is the remaining token closest in direction.
         """
         if self._sources is None and not self.prunes:
             self._sources = self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
         elif self._sources is None:
-            # Cosines of [before, remaining] pairs of patches. Computed on first use, for stages that are restored only.
+            # Cosines of [before, remaining] pairs of patches. Computed on first use: only restored stages need them.
             unit = nn.functional.normalize(self.remaining, dim=-1)
             similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
             self._sources = torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
@@ -79,11 +80,11 @@ class RestorableStage:
     def restored(
         self, patches: Float[Tensor, "batch after width"], num_layers: int
     ) -> Float[Tensor, "batch before width"]:
-        """Returns the patches before the stage from those after it, at the output of the first `num_layers` layers.
+        """Returns the patches before the stage, from those after it at the output of the first `num_layers` layers.
 
-        A patch is its source, plus a share of its difference from the source at the stage.
+        A patch is its source, plus a share of its difference from that source at the stage.
         """
-        # patches[source] + share * (before - remaining[source]), with one gather: the sources of both are the same.
+        # patches[source] + share * (before - remaining[source]); both terms have the same sources, so one gather does.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
         share = self.layer / num_layers
         change = torch.sub(remaining, self.remaining, alpha=share)
@@ -93,9 +94,9 @@ class RestorableStage:
 class CallState(threading.local):
     """The base of the state that modules pass to each other during a forward pass.
 
-    The modules have the signatures of a library, so such state is stored beside them, and removed at the end of the
-    pass. A thread that calls the same model at the same time has other images, hence other state. A copy or a pickle of
-    a model, even one made during a pass, has no state.
+    The modules have a library's signatures, so this state is stored beside them and removed at the end of the pass.
+    Threads that call the same model at the same time have different images, so each thread has its own state. A copy or
+    pickle of a model, even one made during a pass, has no state.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,8 +104,9 @@ class CallState(threading.local):
 
     @contextmanager
     def setting(self, **values: Any) -> Iterator[None]:
-        """Sets attributes in the context, and their values of before at its end, also after an exception: a hook of a
-        user may run the model inside a forward pass.
+        """Sets attributes inside the context and restores them at its end, also after an exception.
+
+        They are restored because a user's hook may run the model inside a forward pass.
         """
         before = {name: getattr(self, name) for name in values}
         try:
@@ -120,12 +122,12 @@ class TokenRun:
     """Token statistics of one batch in one forward pass.
 
     `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
-    on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
-    those indices after each stage. `stages` is None unless features of all patches are requested, which are those after
-    `restored_blocks`, or patches are tracked; `present` are the tokens after a block whose output is restored, `pooled`
-    those after the last one and its norm.
-    `image_keys` are the reducer's. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0
-    for a pruned one, with a gradient; a stage that keeps every patch samples none.
+    on. `patch_indices` holds the index in the image of every patch token, -1 for tokens that a stage added. `trail`
+    holds those indices after each stage. `stages` is None unless patches are tracked or features of all patches are
+    requested; blocks in `restored_blocks` return such features. `present` are the tokens after a block whose output is
+    restored, and `pooled` the tokens after the last block and its norm. `image_keys` come from the reducer. In
+    training, `sampled` holds the mask sampled at each stage, with a gradient: 1 for a kept patch, 0 for a pruned one. A
+    stage that keeps every patch samples no mask.
     """
 
     def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
@@ -145,13 +147,13 @@ class TokenRun:
         self.is_past_blocks = False
 
     def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
-        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch of
-        the image.
+        """Returns, for each patch of the image, the index of the token that represents it among a layer's patch tokens.
 
-        -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
+        `layer` is by default the last one. A pruned patch has -1. The result is None if no patch was pruned or merged,
+        or if features of all patches are not requested.
         """
-        # The destinations of each stage are among the tokens after it, which are the patches of the next one: they are
-        # composed from the first stage to the last.
+        # The tokens after a stage are the patches of the next one, so the destinations are composed from the first
+        # stage to the last.
         representatives = None
         for stage in self.stages or ():
             if layer is not None and stage.layer > layer:
@@ -169,9 +171,10 @@ class TokenRun:
 class _ReductionCall(CallState):
     """The run of the forward pass in progress, and the list of the innermost `recording_tokens`, if any.
 
-    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` belong
-    to the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was made of,
-    whose weights are on another device. `tracked` states whether runs have the representatives of patches.
+    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook ends it. `predictors`
+    belong to the model that is called. A replica of `DataParallel` needs this: its hooks refer to the reduction of the
+    original model, whose weights are on another device. `tracked` states whether runs record which token represents
+    each patch.
     """
 
     def __init__(self) -> None:  # called in every thread
@@ -188,13 +191,13 @@ class TokenReduction(nn.Module):
     """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
-    learned reducer always masks: it samples which patches are kept, in any number.
-    The tokens have a gradient with respect to the samples, which is bounded for dropped patches (`sized_softmax`).
+    learned reducer always masks. It samples which patches are kept, and their number may vary. The tokens have a
+    gradient with respect to the samples; for dropped patches it is bounded (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches.
 
-    The statistics of a pass exist during the pass; `recording_tokens` keeps them for the caller. A method of a library
-    that is called on the inner model and ends before the last block leaves them to the next pass of the same thread.
+    The statistics of a pass exist during the pass, and `recording_tokens` keeps them for the caller. If you call a
+    library method on the inner model that ends before the last block, they stay until the next pass of the same thread.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -215,9 +218,9 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
-        """Removes the statistics of the forward pass in the context at its end, also after an exception.
+        """Removes the statistics of the forward pass that runs in the context, at its end and after an exception.
 
-        With `restored_blocks` the tokens of all patches are restored after these blocks only.
+        With `restored_blocks`, only these blocks return the tokens of all patches.
         """
         call, before = self.call, self.call.run
         blocks = call.restored_blocks if restored_blocks is None else restored_blocks
@@ -243,7 +246,7 @@ class TokenReduction(nn.Module):
         call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     def _forget_interrupted(self) -> None:
-        """Forgets passes that Ctrl-C ended: PyTorch calls no hook after it. Those that go on are on the stack."""
+        """Forgets passes that Ctrl-C ended, for which PyTorch calls no hook. Passes still running are on the stack."""
         call, frame, present = self.call, sys._getframe(), set[int]()
         while call.outer and frame is not None:
             present.add(id(frame))
@@ -252,12 +255,12 @@ class TokenReduction(nn.Module):
             _, (call.run, call.is_inside, call.restored_blocks, call.predictors) = call.outer.pop()
 
     def forward(self, outputs: Any) -> Any:
-        """Returns what it is given: a container that calls all its parts in order calls this one, too."""
+        """Returns its input unchanged, because a container that calls all its parts in order also calls this one."""
         return outputs
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
-        """Runs blocks alone in the context, as in a forward pass with this run."""
+        """Lets the caller run single blocks in the context, as in a forward pass with this run."""
         with self.forward_pass():
             self.call.run = run
             yield
@@ -268,13 +271,13 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends the run after the last hook of a pass that no context ends: a method called on the inner model."""
+        """Ends the run after the last hook of a pass that no context ends, such as a method of the inner model."""
         if not self.call.is_inside:
             self._end()
 
     @property
     def _run(self) -> TokenRun:
-        """The run of the forward pass in progress; for a module that is called alone, one that is not kept."""
+        """The run of the forward pass in progress; outside a pass, a new one that is not kept."""
         run = self.call.run
         return TokenRun() if run is None else run
 
@@ -303,23 +306,23 @@ class TokenReduction(nn.Module):
         if is_recorded():
             return sizes.log()
         if run.logarithms is None or run.logarithms[0] is not sizes:
-            # Rows at multiples of 8 numbers: from other ones every fused kernel makes a padded copy of its mask.
+            # Rows start at multiples of 8 numbers; otherwise every fused kernel makes a padded copy of its mask.
             count = sizes.shape[1]
             logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
             run.logarithms = sizes, logs.copy_(sizes).log_()  # not log(out=...), which torch.vmap does not know
         return run.logarithms[1]
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
-        """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
+        """Returns the image patch of each token after the prefix, -1 for an added token; None if all patches remain."""
         return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
-        """Returns the predictor of a stage, or the one of all stages."""
+        """Returns the predictor of a stage, which may be shared by all stages."""
         predictors = self.call.predictors or self.stages
         return predictors[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: ImageBatch) -> None:
-        """Starts a batch, or a chunk of one."""
+        """Starts the pass of a batch, or of a part of one."""
         if self.call.outer and not is_traced():
             self._forget_interrupted()
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
@@ -329,19 +332,19 @@ class TokenReduction(nn.Module):
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the tokens for a block, after the stage before it, if any; None if the block keeps its own input.
+        """Returns the tokens for a block, after the stage before it (if any); None if the block keeps its own input.
 
-        With `adds`, the tokens are the output of a layer that the reducer observes.
+        `adds` states that the tokens are the output of a layer that the reducer observes.
         """
         run = self._run
-        present, run.present = run.present, None  # once: the next block may follow an output that is not restored
+        present, run.present = run.present, None  # used once: the next block may follow an output that is not restored
         tokens = tokens if present is None else present
         if adds:
             self.add_layer(tokens)
         return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
-        """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
+        """Returns the tokens of all patches after a block of `restored_blocks`; None after other blocks."""
         run, restored = self._run, None
         if run.stages and block in run.restored_blocks:
             prefix, run.present = self.shape.layout.prefix, tokens
@@ -350,13 +353,13 @@ class TokenReduction(nn.Module):
                 patches = stage.restored(patches, block + 1)
             restored = torch.cat([tokens[:, :prefix], patches], dim=1)
         run.is_past_blocks = block + 1 == self.shape.depth
-        # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
+        # Restored tokens and a class token are pooled unchanged, so `pooled` needs no run.
         if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.present is not None):
             self._end_outside()
         return restored
 
     def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
-        """Adds a quantity of one layer to the reducer's statistic of all layers."""
+        """Adds one layer's observation to the statistic that the reducer keeps over all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(
@@ -365,8 +368,8 @@ class TokenReduction(nn.Module):
         """Adds a layer's captured attention for `windows` windows at once; `heads` are its heads' original indices.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
-        its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
-        the next stage `decides` by it.
+        its original index; a removed head attends uniformly, as in the masked model. The capture is stored only if the
+        next stage `decides` by it.
         """
         run, sizes = self._run, self.sizes()
         if windows > 1 and captured.keys is not None:
@@ -378,7 +381,7 @@ class TokenReduction(nn.Module):
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
-        if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
+        if decides:  # full maps are large, so only those that the next stage uses are stored; sums get the others
             run.captured = captured
         observed = getattr(captured, self.policy.reducer.every_layer, None)  # None for "tokens"
         if observed is not None:
@@ -388,18 +391,18 @@ class TokenReduction(nn.Module):
         """Runs the reducer at one stage, and returns the tokens for the next layer.
 
         Raises:
-            InvalidInput: The block is called alone.
+            InvalidInput: The block is called outside a forward pass of the model.
         """
         if self.call.run is None:
             raise InvalidInput(
                 f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
                 "the blocks before it: call the model, or a method of it that computes its patches."
             )
-        # By the C++ kernel or by the reducer; a learned one samples in training. All of them update the statistics of
-        # the run to the tokens that are left.
+        # The C++ kernel, the reducer, or (in training) samples of a learned reducer decide. Each of them updates the
+        # run's statistics to the tokens that are left.
         prefix, run = self.shape.layout.prefix, self._run
         sizes = run.sizes
-        if sizes is None:  # a constant in a file, in which a conversion to half precision leaves no other type
+        if sizes is None:  # a constant in a file: converting the file to half precision converts it, too
             sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
@@ -417,7 +420,7 @@ class TokenReduction(nn.Module):
         )  # fmt: skip
         if self.samples_patches:
             return self._draw(stage, state)
-        # The kernel of merging removes tokens; a mask keeps every shape.
+        # The merging kernel removes tokens, whereas a mask keeps every shape.
         if self.by == "compress" and can_merge(tokens, run.patch_indices.shape[1], count):
             merged = self.policy.reducer.native_merge(state, count)
             if merged is not None:
@@ -440,13 +443,13 @@ class TokenReduction(nn.Module):
         if run.stages is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
-            if destinations is None:  # a reducer that selects: a kept patch represents itself, a pruned one has none
+            if destinations is None:  # a selecting reducer: a kept patch represents itself, a pruned one has no token
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
             run.stages.append(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = reduced.patch_indices
-        # The trail of a mask is that of the smaller model: only the patches that remain.
+        # The trail of a masked model is the smaller model's: it has only the patches that remain.
         if positions is not None:
             # A stable sort keeps the order of the remaining patches.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
@@ -468,22 +471,22 @@ class TokenReduction(nn.Module):
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
     def pooled(self, tokens: TokenBatch) -> Tensor:
-        """Returns the tokens that are pooled, changed so that pruned tokens do not count.
+        """Returns the tokens for pooling, changed so that pruned tokens do not count.
 
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
-        pruned patches are overwritten by the first remaining one, which does not change it.
+        pruned patches are overwritten by the first remaining one, which does not change the maximum.
         """
         run = self._run
         if run.is_past_blocks:  # a method of a library may call the norm after several blocks
             self._end_outside()
-        # Restored tokens are those of all patches, so every one counts.
+        # Restored tokens stand for all patches, so every one counts.
         if run.sizes is None or run.present is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
         if self.shape.layout.pooled == "mean":
-            # The module after the norm divides by the number of tokens; the weights sum to that number. A merged token
-            # counts as many patches as it represents where attention does the same (a proportional reducer).
+            # The module after the norm divides by the number of tokens, so the weights sum to that number. With a
+            # proportional reducer, a merged token counts as many patches as it represents, as it does in attention.
             counts = sizes if self.policy.reducer.proportional or self.samples_patches else (sizes > 0).to(sizes.dtype)
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
@@ -502,26 +505,26 @@ class TokenReduction(nn.Module):
     def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens that a pooling by attention attends to, and the logarithms of their sizes.
 
-        These are the tokens that are left, even if all patches were restored for other parts. The sizes are None if no
-        token was pruned, or if all sizes count as 1.
+        These are the tokens that are left, even if all patches were restored for other parts. There are no logarithms
+        (None) if no token was pruned or all sizes count as 1.
         """
         run = self._run
         if run.is_past_blocks:
             self._end_outside()
         if run.sizes is None:
             return tokens, None
-        # Tokens before the patches may be left out.
+        # The pooling may leave out tokens before the patches.
         present = run.sizes.shape[1] if run.pooled is None else self.shape.layout.prefix + run.patches
         skipped = present - tokens.shape[1]
         tokens = tokens if run.pooled is None else run.pooled[:, skipped:]
-        # A sampled size of 0 needs a gradient, which the logarithm of 0 has not.
+        # A sampled size of 0 needs a gradient, which the logarithm of 0 does not have.
         scores = (run.sizes + TINY).log() if self.samples_patches else self.log_sizes()
         return tokens, None if scores is None else scores[:, skipped:]
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
-    """Returns the token reduction of a model; None where it has none."""
-    # A model of another library may have an attribute `tokens`, too.
+    """Returns the token reduction of a model, or None if it has none."""
+    # A model of another library may also have an attribute `tokens`.
     found = (model._modules.get(name) for name in (TOKENS, "tokens"))
     return next((reduction for reduction in found if isinstance(reduction, TokenReduction)), None)
 
@@ -539,18 +542,19 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
 def _at_all_heads(
     values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Returns the statistic of all `count` heads: `values` of `heads` at their indices; the others are zero, or
-    attend uniformly over the keys.
+    """Returns the statistic of all `count` heads: `values` at the indices `heads`, a default at the others.
+
+    The other heads attend uniformly over the keys or, without `attends`, are zero.
     """
     if values is None:
         return None
     statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
-        # Scores of zero: every key has a weight in proportion to its size, in rows of class attention and in full maps.
+        # Scores of zero give every key a weight in proportion to its size, in rows of class attention and in full maps.
         weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
         shares = weights / weights.sum(-1, keepdim=True)
         statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
-    # Head by head: a list as an index is copied to the device, which waits for it, and a CUDA graph cannot record that.
+        # One head at a time: a list as an index is copied to the device, and a CUDA graph cannot record that wait.
     for position, head in enumerate(heads):
         statistic[:, head] = values[:, position]
     return statistic
@@ -559,12 +563,12 @@ def _at_all_heads(
 def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
     """Returns the state after a stage: the remaining tokens, their sizes, indices and statistics."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
-    # Without an earlier stage the indices of all patches are those of the tokens.
+    # Without an earlier stage, the indices of the patches are the positions of their tokens.
     indices = kept if state.unsized else state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
-    # Later stages use the statistic, so it must follow the tokens, those of the prefix included. A new token has no
-    # past, and the patch -1.
+    # Later stages use the statistic, so it must follow the tokens, including the prefix. A new token has no past
+    # statistic, and its patch index is -1.
     statistic = state.statistic
     if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
@@ -581,17 +585,17 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
     """Returns the state after a stage, and the positions of the kept and the extra tokens among the patch tokens.
 
-    Kept tokens stay at their indices, extra tokens are at the indices of pruned patches; all other patches have size 0.
+    Kept tokens stay at their indices, and extra tokens take the places of pruned patches. All other patches get size 0.
     """
     kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens
     if extra is not None:
-        # The first patches that this stage prunes: 1 where a patch was present and is not kept.
+        # Extra tokens go to the first patches that this stage prunes; the mask is 1 where a present patch is not kept.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, statistic = replaced_state(state, free)
-    # Not in place: in training the tokens are needed for gradients, and a restoration stores those before the stage.
+    # Not in place: in training, gradients need the old tokens, and a restoration stores those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
@@ -600,7 +604,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
-    """Returns patch indices and the statistic after new tokens were written at the patches `added`."""
+    """Returns patch indices and the statistic after new tokens took the places of the patches `added`."""
     statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
     return state.patch_indices.scatter(1, added, -1), statistic
 

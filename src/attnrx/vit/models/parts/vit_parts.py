@@ -1,4 +1,4 @@
-"""Where the parts of a Vision Transformer are: the one description that every family of another library states."""
+"""Where the parts of a Vision Transformer are: every family of another library states one such description."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,30 +9,30 @@ from torch import nn
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 
-# The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
+# The remedy if a library's own attention, or its block, is of another kind: a user could not create it differently.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 
-# The kinds of pooling of models whose tokens can be pruned.
+# The kinds of pooling with which tokens can be pruned.
 POOLINGS = ("class", "mean", "attention")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a model cannot be adopted, and a remedy where the reason does not include one."""
+    """Why a model cannot be adopted, and a remedy if the reason does not include one."""
 
     reason: str
     remedy: str = ""
 
     @property
     def is_of_class(self) -> bool:
-        """Whether the architecture is not read, rather than a part or a setting that its user can change."""
+        """Whether attnrx cannot read the architecture at all, as opposed to a part or setting the user can change."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
-    """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
+    """Yields a refusal for every projection that is not a plain nn.Linear: adapted, quantized or parametrized."""
     for name in names:
-        # The exact class: a subclass may compute something else, and quantized or adapted ones do.
+        # Only the exact class: a subclass may compute something else, and quantized or adapted maps do.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
@@ -43,9 +43,7 @@ def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refus
 
 
 def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy: str = "") -> Iterator[Refusal]:
-    """Yields why an attention module is not read: one of its projections, by their paths, lacks or is not a plain
-    nn.Linear.
-    """
+    """Yields why an attention module is not read: a path in `projections` is missing or is not a plain nn.Linear."""
     named = dict(attention.named_modules())
     missing = [path for path in projections if path not in named]
     if missing:
@@ -63,31 +61,31 @@ def model_name(model: nn.Module) -> str:
 class ViTParts:
     """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
 
-    Paths lead to modules in the model: `blocks` the list of blocks or each of them, `patches` the map that makes the
-    patch tokens, `norm` the norm after the last block, "" for none, `heads` the classifiers with the norms before them,
-    `classifiers` the classifiers alone; paths that a model lacks are skipped.
+    Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the map
+    that makes the patch tokens. `norm` is the norm after the last block, "" for none. `heads` are the classifiers with
+    the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are skipped.
 
-    In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
-    that form its MLP, and its two linear maps `maps`, () for an MLP of another kind. The MLP is compressed if the class
-    of the first of its modules is in `mlp_classes`: then only an activation is between its maps; with None it may be of
-    any class, and a pass of random images shows whether that is so. `gated` states, by the class of a gated MLP, the
-    paths of the map of its values, of the map of its gate, and of the map that reads their product; `PATH.first` and
-    `PATH.second` are the halves of the outputs of one map.
+    Paths in a block: `attention`; `norm_before`, the norm before the attention (None if there is none); `mlp`, the
+    modules that form its MLP; and `maps`, the two linear maps of the MLP, () for an MLP of another kind. The MLP is
+    compressed only if nothing but an activation is between its maps. `mlp_classes` names the classes of `mlp[0]` for
+    which this is so; with None the class may be any, and a pass of random images finds out. `gated` has, for each class
+    of gated MLP, three paths: the map of its values, the map of its gate, and the map that reads their product.
+    `PATH.first` and `PATH.second` are the halves of the outputs of one map.
 
-    In the attention are `projections`: one map to query, key and value, and the output map; or the four maps;
+    Paths in the attention: `projections` is one map to query, key and value, and the output map; or four separate maps.
     `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the attribute of the attention that holds
-    it; `scale` multiplies the scores, or is the attribute that holds the factor, None for head_dim ** -0.5.
-    `returns_weights`: whether the attention returns a pair, whose second element is None here.
+    it. `scale` multiplies the scores: a number, the attribute that holds it, or None for head_dim ** -0.5.
+    `returns_weights` is whether the attention returns a pair; its second element is None here.
 
-    `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
-    if the model has one. `pooling` is "class", "mean", "attention", or another name for an unsupported kind of pooling.
-    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention, or an AttentionPoolLatent of timm.
+    `prefix_tokens` come before the patches (class, distillation and register tokens). If the model has a class token,
+    it is the first. `pooling` is "class", "mean", "attention", or another name for an unsupported kind of pooling.
+    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
 
-    Blocks are called with [batch * windows, tokens, width], where the patches of an image are divided into `windows` of
-    equal size, each with prefix tokens of its own. The blocks with the indices `joined` attend to all of them, in
-    sequences of windows * tokens. `grid_axis`: blocks are called with grids of tokens, whose features are on this axis
-    (-1, or 1 where rows and columns follow them); attention with [batch, rows, columns, width], the grid of an image or
-    of a window in it.
+    Blocks get [batch * windows, tokens, width]: the patches of an image are divided into `windows` of equal size, each
+    with its own prefix tokens. In the blocks with the indices `joined`, every token attends to all windows, in
+    sequences of windows * tokens. With `grid_axis`, blocks get grids of tokens, whose features are on this axis: -1, or
+    1 if rows and columns follow. The attention then gets [batch, rows, columns, width], the grid of an image or of a
+    window in it.
     """
 
     blocks: str | tuple[str, ...]
@@ -114,7 +112,7 @@ class ViTParts:
     grid_axis: int | None = None
 
     def sequences(self, layer: int, tokens: int) -> tuple[int, ...]:
-        """Returns the lengths of the sequences of an image to which a layer attends, with so many tokens per window."""
+        """Returns the lengths of the sequences that a layer attends to per image, with `tokens` tokens per window."""
         return (tokens * self.windows,) if layer in self.joined else (tokens,) * self.windows
 
     def compresses(self, mlp: nn.Module | None) -> bool:
@@ -122,12 +120,12 @@ class ViTParts:
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
     def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
-        """Returns the paths of the maps of an MLP of this class, with gates between the two; () for other kinds."""
+        """Returns the paths of the maps of an MLP of this class, with the gate between the two; () for other kinds."""
         gated = self.gated.get(type(mlp).__name__, ())
         return self.maps if not gated and self.compresses(mlp) else gated
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields the parts that a model lacks, and attention that is not read."""
+        """Yields a refusal for parts that the model lacks and for attention that cannot be read."""
         assert isinstance(self.blocks, str)
         named = dict(model.named_modules())
         required = dict.fromkeys((self.patches, self.norm, self.blocks, *self.heads))
@@ -151,12 +149,12 @@ class ViTParts:
                 yield from self._unread(inside[self.attention])
 
     def _unread(self, attention: nn.Module) -> Iterator[Refusal]:
-        """Yields why an attention module cannot be read."""
+        """Yields the reasons why an attention module cannot be read."""
         if isinstance(attention, nn.MultiheadAttention):
             if not attention.batch_first:
                 yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
-            # `in_proj_weight` is absent where keys or values have other widths; the other options append keys of no
-            # token.
+            # `in_proj_weight` is absent if keys or values have other widths. The other options append keys that belong
+            # to no token.
             if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
                 yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
             yield from unread_attention(attention, ())
@@ -170,24 +168,26 @@ class ViTParts:
 
 
 def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
-    """Returns the path of the last linear map in a part of a model, which may be an MLP; () where there is none."""
+    """Returns the path of the last linear map in a part of a model, for example in an MLP; () if there is none."""
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return tuple(name for name in linears if f"{name}.".startswith(f"{path}."))[-1:]
 
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the error as its cause, where a model has not the parts of its class, and UserCodeError
-    where its code ends the process.
+    """Raises NotSupported, with the original error as its cause, if reading a model in the context raises an error.
+
+    Such an error means that the model lacks parts of its class. If the model's code ends the process, it raises
+    UserCodeError.
     """
     try:
         yield
     except AttnrxError:
         raise
-    except SystemExit as stop:  # which would end the user's process, with a code that means something else
+    except SystemExit as stop:  # it would end the user's process, with a code that means something else
         raise UserCodeError(f"the code of {model_name(model)} ended the process (SystemExit: {stop}).") from stop
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
-        part = getattr(error, "obj", None)  # which has no such attribute
+        part = getattr(error, "obj", None)  # the part that lacks the attribute
         path = next((path for path, each in model.named_modules() if each is part), "")
         where = f" of {path}" if path else ""
         raise NotSupported(
@@ -198,7 +198,7 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
 
 
 def require_parts(module: nn.Module, paths: Sequence[str], name: str) -> None:
-    """Raises InvalidInput for a module that was created anew without one of these parts."""
+    """Raises InvalidInput if a newly created module lacks one of these parts."""
     named = dict(module.named_modules())
     missing = next((path for path in paths if path not in named), None)
     if missing is not None:

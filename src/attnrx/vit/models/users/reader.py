@@ -1,9 +1,9 @@
-"""Vision Transformers of users' own classes: of which a `Reader` states the parts, or whose structure is found.
+"""Vision Transformers of users' own classes: a `Reader` states their parts, or attnrx finds their structure.
 
-Blocks with attention of known parts (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
+Blocks with known kinds of attention (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
 their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. One pass of
-random images then shows the order of the calls: where patches, tokens before them, norms and MLPs are. Nothing is taken
-for granted: a copy that returns something else is refused, as for every model.
+random images then records the order of the calls. It shows where the patches, the tokens before them, the norms and the
+MLPs are. Nothing is taken on trust: as for every model, attnrx refuses a copy that returns something else.
 """
 
 import copy
@@ -52,18 +52,18 @@ HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_head
 class Reader:
     """Where the parts of a Vision Transformer are, by their paths.
 
-    `blocks` is the list of blocks. In a block are `attention`, `norm_before` (the norm before the attention; None if
-    there is none) and `mlp`, which holds its two linear maps `maps` (None: another kind of MLP, which is not
-    compressed). In the attention are `projections`: one map to query, key and value, and the output map; or the four
-    maps; `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the attention that
-    holds it; `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights`: whether the attention
-    returns a pair, whose second element is None here.
+    `blocks` is the list of blocks. Paths in a block: `attention`; `norm_before`, the norm before the attention (None if
+    there is none); and `mlp`, which holds its two linear maps `maps`. With `maps=None` the MLP is of another kind and
+    is not compressed. Paths in the attention: `projections` is one map to query, key and value, and the output map; or
+    four separate maps. `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the
+    attention that holds it. `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights` is whether
+    the attention returns a pair; its second element is None here.
 
-    `patches` is the convolution that makes the patch tokens, `norm` the norm after the last block, `head` the module
-    after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what
-    the head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not
-    pruned. `mean` and `std` are the image normalization, one value per channel. `arguments` are those with which the
-    class, or the factory, creates the model again: JSON values.
+    `patches` is the convolution that makes the patch tokens. `norm` is the norm after the last block, and `head` the
+    module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches; a class token
+    comes first. `pooling` is what the head receives: "class", "mean" (of the patches, after the norm), or another name,
+    for which tokens are not pruned. `mean` and `std` are the image normalization, one value per channel. `arguments`
+    are JSON values with which the class, or the factory, creates the model again.
     """
 
     input_shape: tuple[int, int, int]
@@ -103,7 +103,7 @@ class Reader:
             )
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are that this describes."""
+        """Returns the parts of a model that this reader describes."""
         head = () if self.head is None else (self.head,)
         return ViTParts(
             blocks=self.blocks, attention=self.attention, patches=self.patches, norm=self.norm,
@@ -125,8 +125,8 @@ class ModuleModel(Adopted):
 class ModuleFamily(AdoptedFamily):
     """Any Vision Transformer with a `Reader`; its class is created again when a model is loaded.
 
-    A saved model holds the name of the class and never code. The class must have been imported when such a model is
-    loaded; otherwise the `factory` is used. Nothing is imported or called by a name in a file.
+    A saved model holds the name of its class, never its code. The class must have been imported before you load the
+    model; otherwise the `factory` is used. Nothing is imported or called because a file names it.
     """
 
     name = library = "module"
@@ -136,7 +136,7 @@ class ModuleFamily(AdoptedFamily):
         self.factory = factory
 
     def marked(self, model: nn.Module, reader: Reader) -> nn.Module:
-        """Returns a shallow copy of a model with its reader, which its copies keep: the model stays as it is."""
+        """Returns a shallow copy of the model with its reader, which further copies keep; the model is unchanged."""
         return _with_reader(copy.copy(model), reader, self.factory or type(model))
 
     def adopts(self, model: nn.Module) -> bool:
@@ -154,7 +154,7 @@ class ModuleFamily(AdoptedFamily):
         down, right = convolution.stride  # type: ignore[misc]
         if height % down or width % right:  # type: ignore[operator]
             raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
-        # A round trip: it fails for what JSON cannot hold, and turns tuples into lists, as loading will.
+        # A round trip through JSON fails for values that it cannot hold, and turns tuples into lists, as loading will.
         try:
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
@@ -173,7 +173,7 @@ class ModuleFamily(AdoptedFamily):
         needed = "import it first, or give a function that creates it, attnrx.load(folder, factory=...)"
         model = created = created_by(factory, architecture, needed, reader.arguments)
         unsaved = [(path, name) for path, name, buffer in unsaved_buffers(model) if buffer.is_meta]
-        if unsaved:  # the module itself computes their values: it is created once more, with weights
+        if unsaved:  # the module itself computes their values, so it is created once more, with weights
             with torch.device("cpu"):
                 created = created_by(factory, architecture, needed, reader.arguments)
         for path, name in unsaved:
@@ -181,7 +181,7 @@ class ModuleFamily(AdoptedFamily):
         return _with_reader(model, reader, factory)
 
     def refresh_(self, adopted: Adopted) -> None:
-        # By what created the model, which this family need not know.
+        # With the factory that created this model, which the family need not have.
         super(ModuleFamily, ModuleFamily(vars(adopted.trunk)["attnrx_factory"])).refresh_(adopted)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -189,8 +189,8 @@ class ModuleFamily(AdoptedFamily):
         return ModuleFamily(vars(adopted.trunk)["attnrx_factory"])._created(adopted.origin)
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported where the blocks receive another number of tokens than the reader states."""
-        # Equal logits do not prove `prefix_tokens`, which a user states.
+        """Raises NotSupported if the blocks receive another number of tokens than the reader states."""
+        # A user states `prefix_tokens`, and equal logits do not prove it.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.trunk)[:1]
         with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
@@ -204,7 +204,7 @@ class ModuleFamily(AdoptedFamily):
 
 
 def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> nn.Module:
-    # In __dict__, which shallow and deep copies of the model have too.
+    # Stored in __dict__, which shallow and deep copies of the model keep.
     vars(model).update(attnrx_reader=reader, attnrx_factory=factory)
     return model
 
@@ -212,18 +212,18 @@ def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> n
 def created_by(
     factory: Factory | None, name: str, needed: str, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Returns the module of a user's that a class or a factory creates.
+    """Returns the user's module that a class or a factory creates.
 
     Args:
-        factory: The class or the function; None where there is none.
+        factory: The class or the function, or None if there is none.
         name: The name "module:class" of the class.
-        needed: What has to be done where there is none.
-        arguments: Those of a `Reader`.
+        needed: What the user must do if there is no factory.
+        arguments: The `arguments` of a `Reader`.
 
     Raises:
-        NotSupported: There is no factory, and no class that was imported, or that creates the module.
-        InvalidInput: It returns no module.
-        UserCodeError: It raised an exception.
+        NotSupported: There is no factory and no imported class that creates the module.
+        InvalidInput: The factory returned something else than a module.
+        UserCodeError: The factory raised an exception.
     """
     if factory is None:
         raise NotSupported(
@@ -239,12 +239,12 @@ def created_by(
 
 
 def class_name(module: nn.Module) -> str:
-    """Returns the name "module:class" of the class of a module, by which a saved model finds it again."""
+    """Returns the name "module:class" of a module's class, by which a saved model finds the class again."""
     return f"{type(module).__module__}:{type(module).__qualname__}"
 
 
 def imported_class(name: str) -> type[nn.Module] | None:
-    """Returns an imported class of modules by its name "module:class"; None where there is none."""
+    """Returns an imported nn.Module class by its name "module:class", or None if there is none."""
     # Only modules that are imported already: a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
@@ -253,12 +253,12 @@ def imported_class(name: str) -> type[nn.Module] | None:
     return target if isinstance(target, type) and issubclass(target, nn.Module) else None
 
 
-# What is found.
+# Finding the structure of a model.
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What was found of a Vision Transformer: its parts, its input format, and the number of patches of such images."""
+    """What was found out about a Vision Transformer: its parts, its input format and its number of patches."""
 
     parts: ViTParts
     origin: Origin
@@ -266,7 +266,7 @@ class Structure:
 
 
 class PairedBlock(nn.Module):
-    """A block of attention and MLP that their owner holds as a pair, each with a residual connection."""
+    """A block made from an attention and an MLP that their owner held as a pair, each with a residual connection."""
 
     def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -278,11 +278,11 @@ class PairedBlock(nn.Module):
 
 
 class TokensFirst(nn.Sequential):
-    """A block of [batch, tokens, width], its only part, that is called with [tokens, batch, width]."""
+    """A block, as its only part, that takes [batch, tokens, width] but is called with [tokens, batch, width]."""
 
     @property
     def self_attn(self) -> Any:
-        """The attention of the block, which nn.TransformerEncoder reads of its first layer."""
+        """The attention of the block; nn.TransformerEncoder reads this attribute of its first layer."""
         return self[0].self_attn
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -293,14 +293,14 @@ class TokensFirst(nn.Sequential):
 
 
 class StructureModel(Adopted):
-    """A module of a user in which the structure of a Vision Transformer was found."""
+    """A user's module in which attnrx found the structure of a Vision Transformer."""
 
 
 class StructureFamily(AdoptedFamily):
-    """Vision Transformers whose structure was found, always in modules of users (`Surroundings`).
+    """Vision Transformers whose structure attnrx found, always as users' modules (`Surroundings`).
 
     The facts of such a model are the `structure`, the `group` of its blocks (their paths, and the path of the attention
-    in a block), and whether its blocks were `rewritten`: are parts that are called with tokens, as attnrx calls them.
+    in a block), and whether its blocks were `rewritten` into parts that are called with tokens as attnrx calls them.
     """
 
     name = "structure"
@@ -311,11 +311,12 @@ class StructureFamily(AdoptedFamily):
         return "attnrx_structure" in vars(model)
 
     def require_supported(self, model: nn.Module) -> None:
-        """Accepts every model: the search finds parts of supported kinds only."""
+        """Accepts every model, because the search finds only parts of supported kinds."""
 
     def found(self, model: nn.Module) -> tuple[str, dict[str, Any]] | None:
-        """Returns where the Vision Transformer is whose structure was found in a module, and the facts about it; None
-        where there is none.
+        """Returns where in a module the structure of a Vision Transformer was found, and the facts about it.
+
+        Returns None if there is no such structure.
         """
         group = _group_of(model)
         if group is None:
@@ -381,7 +382,7 @@ class StructureFamily(AdoptedFamily):
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Changes nothing, where the code of the model takes images of any size."""
+        """Changes nothing if the code of the model takes images of any size."""
         try:
             with evaluating([source]):
                 source(random_images(source, (origin.input_shape[0], height, width), 1))
@@ -390,11 +391,11 @@ class StructureFamily(AdoptedFamily):
         return origin
 
 
-# By names and shapes.
+# The search by names and shapes.
 
 
 def _projections(part: nn.Module) -> tuple[str, ...] | None:
-    """Returns the paths of the projections of an attention module, () of nn.MultiheadAttention; None of other parts."""
+    """Returns the paths of an attention's projections, () for nn.MultiheadAttention; None if it is no attention."""
     if type(part) is nn.MultiheadAttention:
         plain = part.in_proj_weight is not None and part.bias_k is None and not part.add_zero_attn
         return () if plain else None
@@ -416,13 +417,13 @@ def _projections(part: nn.Module) -> tuple[str, ...] | None:
 
 
 def _letter(path: str) -> str:
-    """Returns which projection a name states: the first letter that is no part of a usual word around it."""
+    """Returns the letter that tells query, key and value apart: the first one after prefixes such as "to_"."""
     name = re.sub(r"^(to|w|fc|in|linear|lin|proj)_?(?=[qkv](uery|ey|alue)?\b|[qkv]_)", "", path.split(".")[-1].lower())
     return name[:1]
 
 
 def _heads_of(part: nn.Module) -> int | None:
-    """Returns the number of heads that a part states."""
+    """Returns the number of heads that a part states, or None."""
     values = [getattr(part, name, None) for name in HEADS]
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -430,8 +431,9 @@ def _heads_of(part: nn.Module) -> int | None:
 
 
 def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
-    """Returns the paths of the blocks with the most weights that have attention, its path in a block, and its
-    projections; None where there are none.
+    """Returns the group of similar blocks with attention that has the most weights, or None if there is none.
+
+    The result is the paths of the blocks, the path of the attention in a block, and the attention's projections.
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for path, projections in outermost(model, _projections):
@@ -451,7 +453,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
 
 
 def _block_around(model: nn.Module, attention: str) -> str | None:
-    """Returns the path of the smallest numbered part around an attention that has other linear maps too."""
+    """Returns the path of the smallest numbered part that contains an attention and further linear maps, or None."""
     pieces = attention.split(".")
     for end in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:end])
@@ -466,8 +468,10 @@ def _block_around(model: nn.Module, attention: str) -> str | None:
 def _restructured(
     module: nn.Module, group: tuple[tuple[str, ...], str]
 ) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
-    """Makes the blocks of a group, their paths and the path of the attention in a block, parts that are called with
-    tokens, in place; returns the module, where its parts were before, and the paths of blocks and attention then.
+    """Turns the blocks of a group into parts that are called with tokens, in place.
+
+    `group` holds the paths of the blocks and the path of the attention in a block. Returns the module, the earlier
+    paths of parts that moved, and the new paths of the blocks and of the attention in a block.
     """
     before = {id(part): path for path, part in module.named_modules()}
     holder = nn.Sequential(module)
@@ -478,8 +482,9 @@ def _restructured(
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
-    """Makes every block of the module in the holder one part that is called with [batch, tokens, width]; returns the
-    paths of the blocks in the module then, and the path of the attention in a block.
+    """Turns every block of the module in `holder` into one part that is called with [batch, tokens, width], in place.
+
+    Returns the new paths of the blocks in the module, and of the attention in a block.
     """
     model: nn.Module = holder[0]
     first = model.get_submodule(blocks[0])
@@ -496,7 +501,7 @@ def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -
 
 
 def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: str) -> tuple[tuple[str, ...], str]:
-    """Replaces the owner of a list of pairs of attention and MLP by blocks that are called."""
+    """Replaces the owner of a list of (attention, MLP) pairs by blocks that can be called, in place."""
     model: nn.Module = holder[0]
     above = blocks[0].rpartition(".")[0]  # the list
     path = above.rpartition(".")[0]
@@ -509,7 +514,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
         part = pair[0].get_submodule(inside)
         wrapper = pair[0]
         norm = getattr(wrapper, "norm", nn.Identity())
-        if isinstance(part, nn.Sequential):  # the norm and attention of attnrx, in the place of the module's own
+        if isinstance(part, nn.Sequential):  # attnrx replaced the module's own attention by a norm and an attention
             norm, part = part
         elif wrapper is part and hasattr(part, "norm"):
             part.norm = nn.Identity()
@@ -521,14 +526,15 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
     return tuple(f"{path}.layers.{index}".lstrip(".") for index in range(len(made))), "attention"
 
 
-# By the order of calls.
+# The search by the order of calls.
 
 
 def _observed(
     model: nn.Module, blocks: tuple[str, ...], attention: str, projections: tuple[str, ...]
 ) -> tuple[str, Structure] | None:
-    """Runs the module with random images, and returns the path and the structure of its Vision Transformer, as the
-    calls show them; None where they do not.
+    """Runs the module on random images, and returns the path and the structure of its Vision Transformer.
+
+    Returns None if the calls do not show them.
     """
     inputs = inputs_of(model)
     try:
@@ -537,10 +543,10 @@ def _observed(
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
-    # Under a mode of this thread PyTorch's transformers do not take their fast path, which calls no parts.
+    # While this mode is active, PyTorch's transformers do not take their fast path, which calls no parts.
     with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
         called(model, images)
-    # As the calls end.
+    # In the order in which the calls end.
     paths = [named[call.module] for call in found]
     calls = dict(zip(paths, found, strict=True))
     layers = [f"{block}.{attention}" for block in blocks]
@@ -565,7 +571,7 @@ def _observed(
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
-    # A module inside one that takes other inputs is called with something else than these.
+    # If the module takes other inputs than images, only the module itself gets them, not a part of it.
     path = next(containing([*blocks, patches[-1]])) if inputs is None else ""
     parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
@@ -581,10 +587,10 @@ def _observed(
 
 
 def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int, int | None] | None:
-    """Returns how tokens are pooled, the number of those before the patches, and the axis of the features of a grid;
-    None where the blocks do not attend to sequences of one length.
+    """Returns how tokens are pooled, the number of tokens before the patches, and the feature axis of a grid.
 
-    `given` are what the blocks are called with, and `sequences` their attention, for three images.
+    Returns None if the blocks do not attend to sequences of one length. For three images, `given` are the inputs of the
+    blocks, and `sequences` the inputs of their attention.
     """
     for some in (given, sequences):
         if any(not isinstance(each, Tensor) or each.shape != some[0].shape for each in some):
@@ -595,9 +601,9 @@ def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int
     if before.shape == tokens.shape:
         is_same = (before == before[:1]).flatten(2).all(2).all(0)
         prefix = int(is_same.sum())
-        # Else there are tokens of no patch behind the patches.
+        # If this fails, there are tokens behind the patches that belong to no patch.
         return ("class" if prefix else "mean", prefix, None) if bool(is_same[:prefix].all()) else None
-    # Blocks make sequences of what they are called with: windows of a grid, or the channels of a series.
+    # Blocks make sequences of their inputs: windows of a grid, or the channels of a series.
     axes = [axis for axis in (3, 1) if before.ndim == 4 and before.shape[axis] == tokens.shape[-1]]
     pooling = "parts that make sequences of them"
     return (pooling, 0, axes[0] if axes else None) if axes or before.ndim == 3 else None
@@ -609,7 +615,7 @@ def _packed_origin(model: nn.Module, inputs: ModuleInputs) -> Origin:
 
 
 def _makes(call: ModuleCall, count: int) -> bool:
-    """Whether a part is a convolution or a linear map that makes so many patches of all images."""
+    """Whether a part is a convolution or a linear map that makes `count` patches in total."""
     convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
     if not isinstance(call.module, convolutions | nn.Linear) or not isinstance(call.output, Tensor):
         return False
@@ -617,7 +623,7 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns the linear maps of a block outside its attention, and the module that contains two alone, "" for none."""
+    """Returns the linear maps of a block outside its attention, and the module with just two of them ("" for none)."""
     maps = tuple(
         path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
     )

@@ -1,11 +1,11 @@
-"""Models that no reader reads: of these the hidden units of MLPs are read, and nothing else.
+"""Models that no reader reads: attnrx finds only the hidden units of their MLPs.
 
 Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, and units can
-be removed from any of them. The maps are found by the order of calls, and proved on random images.
+be removed from all of them. The maps are found by the order of calls, and checked with random images.
 
-Pairs are two linear maps, or convolutions of which the second is 1 x 1, between which every unit is computed from
-itself alone. In a gated MLP (SwiGLU) a unit is the product of two outputs, of two maps or of the halves of one: the map
-that is called first is the first of the pair, and the other one is between them, with weights per unit.
+A pair is two linear maps, or two convolutions, the second 1 x 1; between them, no unit is computed from another one.
+In a gated MLP (SwiGLU) a unit is the product of two outputs, from two maps or from the halves of one. The map called
+first is the first of the pair. The other one is a part between them, with weights per unit.
 """
 
 import copy
@@ -43,24 +43,25 @@ from attnrx.vit.models.working.adopted import Adopted, Origin
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
-# The sides of images that are tried on a model that does not state its own.
+# The image sizes to try on a model that does not state its own.
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
-# Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
+# Pairs with fewer MACs than this share of the largest pair are left out, e.g. heads of pooled features and the small
+# MLPs that compute position biases.
 LEAST_SHARE = 0.01
 
 
 class Convolution(nn.Module):
-    """A convolution of [batch, channels, height, width] by a linear map of patches of channels * kernel features."""
+    """A convolution of [batch, channels, height, width], computed as a linear map of channels * kernel features."""
 
     def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
-        """`geometry` are stride, padding and dilation."""
+        """Stores the linear map, the kernel's size and its `geometry`: stride, padding and dilation."""
         super().__init__()
         self.linear, self.kernel, self.geometry = linear, kernel, geometry
 
     def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs rows columns"]:
         linear: Any = self.linear
-        # Who observes or replaces the linear map gets the features of a position last, as everywhere; a convolution
-        # needs no copy of them in that order.
+        # Hooks and replacements of the linear map expect the features of a position last, as everywhere else. If there
+        # are none, a convolution avoids the copy into that order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
         if not is_watched and type(linear) is NativeLinear and linear.weight.numel():
             weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))
@@ -72,12 +73,12 @@ class Convolution(nn.Module):
         return linear(F.unfold(maps, self.kernel, **self.geometry).mT).mT.unflatten(2, (rows, -1))
 
 
-# What the record of a module has: its pairs, the MACs of all else, and the map that makes the output.
+# What the record of a module holds: its pairs, the MACs of everything else, and the map that makes the output.
 FACTS = ("pairs", "outer_macs", "head")
 
 
 class UnitsModel(Adopted):
-    """A module of any class, `source`, in which only the hidden units of MLPs are read."""
+    """A module of any class, `source`, of which attnrx reads only the hidden units of MLPs."""
 
     outer_macs = 0
     head = ""
@@ -88,9 +89,9 @@ class UnitsModel(Adopted):
 
 
 class UnitsFamily(AdoptedFamily):
-    """Modules of any class with MLPs whose units are separate, always as modules of users (`Surroundings`).
+    """Modules of any class with MLPs whose units are separate, always as users' modules (`Surroundings`).
 
-    A layer is one MLP. Its attention has no heads, whatever the module has around it.
+    A layer is one MLP. Its attention has no heads, whatever attention the module has around the MLP.
     """
 
     name = "units"
@@ -104,10 +105,10 @@ class UnitsFamily(AdoptedFamily):
         return ViTParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the input format: the first stated or common size that the module runs at.
+        """Returns the input format: the first size at which the module runs, stated sizes before common ones.
 
         Raises:
-            NotSupported: It runs at none of them.
+            NotSupported: The module runs at none of them.
         """
         failures = []
         for shape in _shapes(model):
@@ -128,7 +129,7 @@ class UnitsFamily(AdoptedFamily):
         )
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing, as the module has no position embeddings that are read."""
+        """Changes nothing: the module has no position embeddings that attnrx reads."""
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
@@ -137,10 +138,10 @@ class UnitsFamily(AdoptedFamily):
         adopted.origin = replace(adopted.origin, input_shape=shape)
 
     def viewed(self, model: nn.Module, record: Record) -> Adopted:
-        return self.working(model, record)  # its maps are other modules
+        return self.working(model, record)  # its maps are not the module's own ones
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Makes the maps of all pairs linear maps; finds the pairs where they are not known."""
+        """Turns the maps of all pairs into linear maps, after finding the pairs if they are not known."""
         found = self._own(adopted)
         if not found.pairs:
             pairs, head = separate_pairs(found.trunk, found.origin.input_shape)
@@ -175,7 +176,7 @@ class UnitsFamily(AdoptedFamily):
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
-        """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
+        """Measures in a forward pass at how many places every MLP runs, and the MACs of everything else."""
         found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
@@ -193,14 +194,14 @@ class UnitsFamily(AdoptedFamily):
             return tuple(map(Attention, self.specs(model)))
 
     def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
-        """Returns the shapes of attention that is not read: it has no heads, and costs nothing."""
+        """Returns shapes for the attention, which is not read: it has no heads and costs nothing."""
         return tuple(
             AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())  # type: ignore[arg-type]
             for _, second in self.mlp(model)
         )
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        """Changes nothing: the attention that is not read has no heads."""
+        """Changes nothing: the attention is not read and has no heads."""
 
     def reads_attention(self, model: nn.Module) -> bool:
         return False
@@ -238,7 +239,7 @@ class UnitsFamily(AdoptedFamily):
         return {**found.facts, **{name: getattr(found, name) for name in FACTS}}
 
     def positions(self, adopted: Adopted) -> int:
-        return 1  # every MLP has positions of its own
+        return 1  # every MLP has its own number of positions
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs of the MLPs; all other parts count as patches."""
@@ -258,7 +259,7 @@ class UnitsFamily(AdoptedFamily):
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields the shapes of images that a module may take: those that it states first."""
+    """Yields the image shapes that a module may take, beginning with those it states."""
     if inputs := inputs_of(model):
         yield inputs.shape
         return
@@ -271,7 +272,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-    # The first convolution need not be one of the images, e.g. after a cosine transform.
+        # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
@@ -282,7 +283,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
-    """Returns the sides of square images that position embeddings, [1, tokens, width], may be made for."""
+    """Returns the sides of square images for which position embeddings [1, tokens, width] may have been made."""
     linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
     if convolution is not None:
         patch = convolution.stride[0]
@@ -302,33 +303,33 @@ def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None)
 
 
 def _is_map(part: nn.Module) -> bool:
-    """Whether a part is a linear map of the features of every position, or of the patch around it."""
+    """Whether a part is a linear map of the features at each position, or of the patch around it."""
     if type(part) in CONVOLUTIONS:
         return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
     return type(part) in (nn.Linear, NativeLinear)
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Whether a map is one of the features of every position, so that it has one column for each of them."""
+    """Whether a map reads only the features at each position, so that it has one column for each of them."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
 def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
-    """Returns the inputs or outputs of a map with the units as the last axis."""
+    """Returns the inputs or outputs of a map, with the units on the last axis."""
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
 def _is_per_unit(part: nn.Module, units: int) -> bool:
-    """Whether a part has weights of its own for each of so many units, and computes each from itself."""
+    """Whether a part has separate weights for each of `units` units, and computes each unit from itself."""
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
 
 
 def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
-    """Returns the weight of a map by its inputs, [units, outputs, *kernel]: a view, which may be written to."""
+    """Returns a writable view of the weight of a map, with its inputs first: [units, outputs, *kernel]."""
     return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
 
 
@@ -337,8 +338,11 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Trace(NamedTuple):
-    """A forward pass: the parts without parts in the order of their calls, the shapes of the input and of the output of
-    every map that is called once, and its output, the parts that are called once with a tensor, and what was returned.
+    """What one forward pass showed.
+
+    `order` are the parts without children (and batch norms), in the order of their calls. `maps` holds the shapes of
+    the input and of the output, and the output, of every map that is called once. `once` are the parts that are called
+    once with a tensor. `output` is what the model returned.
     """
 
     order: list[str]
@@ -366,10 +370,10 @@ def _traced(model: nn.Module, images: Tensor) -> _Trace:
 
 
 def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
-    """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
-    part with weights is between them than such with weights per unit.
+    """Yields pairs of maps that may have separate units between them.
 
-    With `around`, the second may be a convolution of any kernel, and each may be transposed.
+    The second map has as many inputs as the first has outputs. Between the two, only parts with weights per unit have
+    weights. With `around`, the second may be a convolution with any kernel, and each may be transposed.
     """
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
@@ -389,7 +393,7 @@ def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator
                 if fits and block is not None:
                     gates.add(gate)
                     yield Pair(first, path, tuple(between), block)
-                # A gate is a map of the same features to as many units.
+                # A gate maps the same features to the same number of units.
                 is_gate = sides_of(part) == sides_of(named[first]) and positions == _positions(part, outputs)
                 if gate or is_around or fits or not is_gate or not _is_second(part):
                     break
@@ -408,13 +412,13 @@ def _positions(part: nn.Module, shape: torch.Size) -> int:
 def separate_pairs(
     model: nn.Module, shape: tuple[int, int, int], around: str | None = None
 ) -> tuple[tuple[Pair, ...], str]:
-    """Returns the pairs of maps whose units are separate, and the path of the map that makes the output, "" for none.
+    """Returns the pairs of maps whose units are separate, and the path of the map that makes the output ("" for none).
 
-    It takes three forward passes on random images. In the second pass, half of the entries that the first map of every
-    pair returns are changed for the second image. Only the same entries of the second map's input may change. In the
-    third pass, the first map and the parts between have half of their units. The second map must receive the units
-    that are left as before, and the model must return what it returned before. With `around`, only pairs outside of
-    the part at this path are returned; there, units may be channels of any convolutions.
+    It takes three forward passes on random images. The second pass changes half of the entries that the first map of
+    every pair returns, for the second image. Only the same entries of the second map's input may change. In the third
+    pass, the first map and the parts between have half of their units. The second map must receive these units as
+    before, and the model must return what it returned before. With `around`, only pairs outside the part at this path
+    are returned, and their units may be channels of any convolutions.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -437,7 +441,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
         made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
     pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
-    # A map whose weights have another name cannot be changed without that part.
+    # Maps with shared weights are left out: changing them would change the other part, too.
     shared = shared_weights(model)
     pairs = [
         pair
@@ -452,14 +456,15 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
     del trace, outputs
     with evaluating((model,)):
         pairs = unmixed(model, pairs, images)
-        # Around a Vision Transformer a map may be the second of one pair and the first of the next one.
+        # Around a Vision Transformer, a map may be the second of one pair and the first of another.
         tried = [pairs] if around is None else [[pair] for pair in pairs]
         return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
 
 
 def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
-    """Replaces linear maps of twice as many outputs as the next map has inputs by their halves, in place, except
-    `others`; returns these maps by their paths.
+    """Replaces linear maps with twice as many outputs as the next map has inputs by their halves, in place.
+
+    Maps in `others` are left alone. Returns the replaced maps by their paths.
     """
     trace, named = _traced(model, images), dict(model.named_modules())
     maps = [path for path in trace.order if path in trace.maps]
@@ -474,7 +479,7 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs whose entries each depend on the same entry only; with a convolution between, the same unit.
+    """Returns the pairs in which each entry depends only on the same entry, or with convolutions on the same unit.
 
     `images` is one random image, [1, channels, height, width].
     """
@@ -512,42 +517,42 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
             hooks.enter_context(first.register_forward_hook(partial(change, index)))
             hooks.enter_context(second.register_forward_pre_hook(partial(compare, index), with_kwargs=True))
             for part in map(model.get_submodule, pair.between):
-                if _is_map(part):  # a gate: earlier changes are in its inputs
+                if _is_map(part):  # a gate, whose inputs contain earlier changes
                     hooks.enter_context(part.register_forward_hook(repeat))
         called(model, images.expand(2, *images.shape[1:]))
     return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
 
 
 def _half(units: int, device: torch.device) -> Tensor:
-    """Returns about half of the units, drawn from a seed, in order."""
+    """Returns the sorted indices of about half of the units, drawn with a fixed seed."""
     drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
     return drawn[: (units + 1) // 2].sort().values.to(device)
 
 
 def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
+    """Returns the pairs that compute the kept units as before when half of their units are removed."""
 
     def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         inputs = units_last(call.module, call.tokens)
         return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
 
-    # By the second map: the half of its inputs that is kept, and its outputs.
+    # For every second map: the half of its inputs that is kept, and its outputs.
     with recording_calls((model.get_submodule(pair.second) for pair in pairs), keep) as calls:
         expected = tensors_of(called(model, images))
     cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
-    # Every map in one pair only: others with it are tried where this one fails.
+    # Every round tries pairs without a common map. If one fails, other pairs with its maps are tried.
     while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
         good = cut(together)
-        # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
+        # One pair that raises an error, or that another part reads, hides the others: then each is tried by itself.
         accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
         left = [pair for pair in left if pair not in together]
     return [pair for pair in pairs if pair in accepted]
 
 
 def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
-    """Returns the first pairs that have no map in common, nor one of those that are taken."""
+    """Returns the first pairs that share no map with each other or with those that are taken."""
     chosen = []
     for pair in pairs:
         if not taken & {pair.first, pair.second}:
@@ -563,9 +568,9 @@ def _cut(
     recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
-    """Runs the model with half of the units of these pairs; returns those that pass, None if the model does not.
+    """Runs the model with half of the units of these pairs; returns the pairs that pass, None if the model does not.
 
-    The second map of every pair returns what it returned before, so that all others have the inputs of before.
+    The second map of every pair returns its earlier output, so that all other parts get the same inputs as before.
     """
     passed = []
 
@@ -602,6 +607,6 @@ def _cut(
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:
-    # Products of other shapes round otherwise; a mix of units changes the entries by their own size.
+    # Products of other shapes round differently; mixed units would change the entries by their own size.
     largest = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
     return expected.shape == found.shape and bool((expected - found).abs().max() <= 1e-3 * largest)

@@ -1,4 +1,4 @@
-"""A model of another library whose attention was replaced by attnrx attention, and its forward pass in chunks."""
+"""A model of another library whose attention is replaced by attnrx attention, and its forward pass in chunks."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.
 PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
-# Tokens of all images together, on a device other than a CPU.
+# With fewer tokens than this, counted over all images, the last layer is not shortened on devices other than a CPU.
 FEW_ON_A_GPU = 2048
 
 
@@ -34,9 +34,9 @@ class Origin:
     """How the model was created by its own library, and its input format.
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
-    `preprocessing` holds the settings, as the library names them, of its transform from a picture to pixels; {} if
-    unknown. `replaced` describes, by their paths, the parts that were replaced after that (`replaced_parts`), as the
-    head is by `model.head = nn.Linear(192, 10)`.
+    `preprocessing` holds the settings of the library's transform from a picture to pixels, named as the library names
+    them; {} if unknown. `replaced` describes the parts that were replaced later, by their paths (`replaced_parts`). For
+    example, `model.head = nn.Linear(192, 10)` replaces the head.
     """
 
     architecture: str
@@ -65,11 +65,13 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 
 
 class _AdapterCall(CallState):
-    """`shortens` states whether `LastLayer` is active in this forward pass; `entered` are then all tokens before the
+    """The state of an adapter's call.
+
+    `shortens` states whether `LastLayer` is active in this forward pass. If so, `entered` holds all tokens before the
     block, and the norm before the attention.
     """
 
-    # Set in every thread: a compiler refuses an attribute that a call reads from the class and sets on the instance.
+    # Set in every thread, because a compiler refuses an attribute that is read from the class and set on the instance.
     def __init__(self):
         self.shortens = False
         self.entered: tuple[Tensor, nn.Module | None] | None = None
@@ -78,44 +80,45 @@ class _AdapterCall(CallState):
 class LastLayer:
     """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
 
-    The logits do not change. The shortcut is active only in a `forward_pass` of the model that requests it. The MACs of
-    a model (`attnrx.vit.costs`) count all tokens, as papers do.
+    The logits do not change. The shortcut is active only in a `forward_pass` of the model that requests it. A model's
+    MACs (`attnrx.vit.costs`) count all tokens, as in papers.
     """
 
-    # A hook, because the block's code is the library's and differs by class: given fewer tokens, each of its operations
-    # but the attention computes fewer. `by_image` states that the hook needs no whole batch (`chunked_forward`).
+    # It is a hook because the block's code belongs to the library and differs by class. If the block gets fewer tokens,
+    # each of its operations except the attention computes fewer. `by_image` states that the hook needs no whole batch
+    # (`chunked_forward`).
     by_image = True
 
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
         """Registers the hook.
 
-        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it; `after` is the
-        norm after the block, `prefix` the number of tokens before the patches.
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before that. `after` is
+        the norm after the block. `prefix` is the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
         block.register_forward_pre_hook(self, with_kwargs=True)
 
     @contextmanager
     def forward_pass(self, shortens: bool) -> Iterator[None]:
-        """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
+        """Runs one forward pass in the context, with or without the shortcut, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         with adapter.call.setting(shortens=shortens, entered=None):
             yield
 
     @property
     def watched(self) -> bool:
-        """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        """Whether training or a hook needs the patch tokens of the last block."""
         return any(map(is_watched, (*self.block.modules(), self.after)))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
-        # Of the block that is called: that of a replica of `DataParallel` is another one than `self.block`.
+        # The adapter of the called block: a replica of `DataParallel` does not call `self.block`.
         name = "" if args else name_of_tokens(kwargs)
         tokens = args[0] if args else kwargs[name]
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
-        # The shortcut has three operations more than the block, and on a GPU few tokens take no longer than one.
+        # The shortcut has three more operations than the block, and on a GPU few tokens take as long as one.
         if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
@@ -126,17 +129,17 @@ class LastLayer:
 class Adopted(nn.Module):
     """A working copy of a model, `source`, with attnrx attention in every layer of the Vision Transformer in it.
 
-    `trunk` is the Vision Transformer: `source` itself, or a part of it where a user's module has others around it
-    (`around`). Called with images, a model of a library returns its logits, and a module of a user what that returns.
-    Verbs compute with working copies, and return models of the library's own classes (`working_copy.py`).
+    `trunk` is the Vision Transformer: `source` itself, or a part of it if a user's module has other parts around it
+    (`around`). For images, a library's model returns its logits, and a user's module what it always returns. Verbs
+    compute with working copies, and return models of the library's own classes (`working_copy.py`).
     """
 
     pairs: tuple[Pair, ...] = ()
-    """The maps of the MLPs, by their paths in `trunk`; () where a block has an MLP of another kind."""
+    """The maps of the MLPs, by their paths in `trunk`; () if a block has an MLP of another kind."""
     plain: "PlainShape | None" = None
-    """The model that this is a working copy of, without its weights."""
+    """The model from which this working copy was made, without its weights."""
     own: "OwnModel | None" = None
-    """That model itself, as long as it has the same weights."""
+    """That model with its weights, as long as the working copy has the same weights."""
 
     def __init__(
         self,
@@ -146,7 +149,9 @@ class Adopted(nn.Module):
         facts: Mapping[str, Any] | None = None,
         places: Mapping[str, str] | None = None,
     ):
-        """`facts` are those of its `Record`; `places` are the paths in the user's module of parts that are elsewhere in
+        """Stores the model and what is known about it.
+
+        `facts` come from its `Record`. `places` holds the paths in the user's module of parts that have another path in
         `source`.
         """
         super().__init__()
@@ -173,56 +178,55 @@ class Adopted(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """What the module of a user takes other than images."""
+        """What a user's module takes other than images."""
         has_inputs = self.around is not None and self.around.call == "forward"
         return inputs_of(self.source) if has_inputs else None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of one input: channels, height and width of the images, if the model takes images."""
+        """The shape of one input; if the model takes images, their channels, height and width."""
         inputs, (channels, *size) = self.attnrx_inputs, self.origin.input_shape
         height, width = size if self.around is None else self.around.image_size or size
         return (channels, height, width) if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The numbers per image of every tensor that a module of a user returns, by their places."""
+        """How many numbers per image every tensor has that a user's module returns, by its place in the output."""
         return {} if self.around is None else self.around.sizes
 
     def forward(self, images: ImageBatch) -> Any:
-        """Returns the logits, or the pooled features where the model has no classifier; of a module of a user what that
-        returns.
-        """
+        """Returns the logits, the pooled features of a model without a classifier, or what a user's module returns."""
         images = self.entering(images)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
 
     def entering(self, images: ImageBatch) -> ImageBatch:
-        """Returns the images as the model takes them.
+        """Returns the images in the form that the model takes.
 
         Raises:
-            InvalidInput: The model takes no images of this size.
+            InvalidInput: The model does not take images of this size.
         """
         if self.attnrx_inputs is None:
             self._require_images(images)
         return images
 
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
-        """Returns the function that returns what `source`, or a copy of it, answers for images: one row per image, or
-        what a module of a user returns.
+        """Returns the function that computes the answer of `source`, or of a copy of it, for images.
+
+        The answer is one row per image, or what a user's module returns.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
     @property
     def takes_any_size(self) -> bool:
-        """Whether the library interpolates the position embeddings in every forward pass, to the size of its images.
+        """Whether the library interpolates the position embeddings in every forward pass, to the size of the images.
 
-        `origin.input_shape` is then the size that costs, plans and files are made for.
+        `origin.input_shape` is then the size for which costs, plans and files are made.
         """
         return False
 
     @property
     def patching(self) -> tuple[int, int, int] | None:
-        """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
+        """The width of the model, and the height and width of a patch; None if no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
         convolution = next((part for part in self.trunk.modules() if isinstance(part, nn.Conv2d)), None)
         return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
@@ -238,14 +242,14 @@ class Adopted(nn.Module):
         require_images(images, expected, self.name)
 
     def _max_elements(self, images: ImageBatch) -> int:
-        """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
+        """The elements per image of the largest activation, taken to be the hidden layer of an MLP with ratio 4."""
         if self.patching is None:
             return 0
         width, down, right = self.patching
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def answer(self, images: Tensor) -> Any:
-        """Returns what `source` answers for images [batch, channels, height, width], as it stands."""
+        """Returns what `source` itself answers for images [batch, channels, height, width]."""
         return self.answering()(self.source, images)
 
     def _forward_chunk(self, images: Tensor) -> Any:
@@ -263,11 +267,11 @@ class Adopted(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Collection[int] | None = None) -> Iterator[None]:
-        """Runs one forward pass in its context, and removes the state of the pass at the end.
+        """Runs one forward pass in the context, and removes the state of the pass at its end.
 
-        Where tokens are pruned or merged, all patches are restored after these blocks only, by default after the blocks
-        that parts around the Vision Transformer read. Outside of the context, all patches are restored after every
-        block. Where no block is given, the last block computes only the class token if the head uses no other token.
+        If tokens are pruned or merged, all patches are restored only after `restored_blocks`. By default, these are the
+        blocks that parts around the Vision Transformer read. Outside of the context, all patches are restored after
+        every block. If no block is restored, the last block computes only the class token when the head uses no other.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -294,8 +298,8 @@ class Adopted(nn.Module):
 class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
-    `prefix` is the number of tokens before the patches. `pair_bias` returns the bias of pairs that belongs to this
-    layer, if it has one. `returns_weights`: whether the block takes a pair, whose second element is None here.
+    `prefix` is the number of tokens before the patches. `pair_bias` returns this layer's bias of pairs of tokens, if it
+    has one. `returns_weights` is whether the block takes a pair; its second element is None here.
     """
 
     returns_weights = False
@@ -312,19 +316,17 @@ class Adapter(nn.Module):
         )
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
-        """Returns the attention output of tokens [batch, tokens, width], or of a grid of them [batch, rows, columns,
-        width].
-        """
+        """Returns the attention output for tokens [batch, tokens, width], or a grid [batch, rows, columns, width]."""
         if tokens.ndim == 4:
             return self.mixed(tokens.flatten(1, 2), positions).view_as(tokens)
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
-        (entered, norm), self.call.entered = self.call.entered, None  # of one call only: the next one has other images
-        # The block has normalized the queries that it received; keys and values need the norm of all tokens.
+        (entered, norm), self.call.entered = self.call.entered, None  # used once: the next call has other images
+        # The queries are normalized by the block already; keys and values need the norm of all tokens.
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Returns a call's positions: cosines and sines, [images, patches, heads, pairs], and the sum of all biases."""
+        """Returns a call's positions: cosines and sines [images, patches, heads, pairs], and the sum of all biases."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:
@@ -353,9 +355,9 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlainAttention(Adapter):
-    """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
+    """attnrx attention in place of an attention module that is called with tokens, or like nn.MultiheadAttention."""
 
-    batch_first = False  # nn.TransformerEncoderLayer then calls its parts, and no kernel that has their weights
+    batch_first = False  # nn.TransformerEncoderLayer then calls its parts instead of a kernel that reads their weights
 
     @one_node
     def forward(
@@ -363,10 +365,10 @@ class PlainAttention(Adapter):
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output; `key` and `value`, if given, are `tokens` [batch, tokens, width] themselves.
 
-        Tokens that are passed by name are the first tensor of the call that has no other meaning.
+        If tokens are passed by name, they are the first tensor of the call whose name has no other meaning.
 
         Raises:
-            NotSupported: A mask, or keys or values of other tokens are given.
+            NotSupported: A mask is given, or keys or values of other tokens.
         """
         entering: Tensor = options.pop(name_of_tokens(options)) if tokens is None else tokens
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
@@ -382,15 +384,15 @@ class PlainAttention(Adapter):
 
 
 class PairBias(nn.Module):
-    """The bias of pairs that a module of a library computes."""
+    """The bias of pairs of tokens that a library's module computes."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
-        """`compute` is a bound method or a partial function of the module, so that a copy computes its own."""
+        """`compute` is a bound method or a partial function of the module, so that a copy of this computes its own."""
         super().__init__()
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all tokens; arguments of the library, e.g. the window, are the model's."""
+        """Returns the bias of all tokens; what the library passes, e.g. the window, is known to the module."""
         return of_weights(self, None, self.compute)
 
 
@@ -411,18 +413,18 @@ def attention_from_projections(
 ) -> Attention:
     """Returns attnrx attention with copies of four projections: query, key, value, output.
 
-    The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the pairs
-    that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
+    The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the
+    rotated pairs, if any. `inner_norms` are modules by name (INNER_NORMS).
 
     Args:
-        weights: Of the four projections, [rows, width] and, of the output, [width, rows].
-        biases: Of the four projections, [rows] or [width]; None where there is none.
+        weights: The weights of the four projections: [rows, width], and [width, rows] for the output.
+        biases: The biases of the four projections, [rows] or [width]; None for a projection without one.
         heads: The number of heads.
         scale: The factor of the scores.
         rotary: INTERLEAVED, HALVES, or None.
         pair_bias: Whether a bias per pair of tokens is added to the scores.
         inner_norms: Modules of the library that normalize queries, keys or outputs.
-        distances: The vectors for distances in rows and in columns, [distances, head_dim], that all heads share.
+        distances: The vectors for distances in rows and in columns, [distances, head_dim], shared by all heads.
 
     Raises:
         NotSupported: The shapes do not fit heads of equal size.
@@ -446,14 +448,14 @@ def attention_from_projections(
     with torch.device("meta"):
         attention = Attention(spec)
     weights, biases = list(weights), list(biases)
-    # A permutation of query and key rows together changes no score, so the forms need one layout of pairs only, HALVES.
-    # Values are not rotated, and keep their order.
+    # Permuting query and key rows together changes no score, so the forms need only one layout of pairs, HALVES. Values
+    # are not rotated, and keep their order.
     if rotary == INTERLEAVED:
         order, by_head = interleaved_rows(1, ranks[0]), interleaved_rows(heads, ranks[0])
         for side in (0, 1):
             bias = biases[side]
             weights[side], biases[side] = weights[side][by_head], None if bias is None else bias[by_head]
-        for name in norms.keys() & {"query_norm", "key_norm"}:  # their parameters are one for each direction
+        for name in norms.keys() & {"query_norm", "key_norm"}:  # they have one parameter per direction
             norms[name] = copy.deepcopy(norms[name])
             for parameter in norms[name].parameters():
                 parameter.data = parameter.data[order.to(parameter.device)].clone()
@@ -467,35 +469,35 @@ def attention_from_projections(
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():  # frozen weights stay frozen
         parameter.requires_grad_(tensors[name].requires_grad)
-    # After the weights are loaded, because the norms are the library's modules and have their own already.
+    # After the weights are loaded, because the norms are the library's modules and already have their weights.
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     attention.pack_()
     return attention
 
 
 def interleaved_rows(heads: int, rank: int) -> Int[Tensor, "rows"]:
-    """Returns, for every row in the layout HALVES, the row in the layout INTERLEAVED."""
+    """Returns, for every row of the layout HALVES, its row in the layout INTERLEAVED."""
     order = torch.cat([torch.arange(0, rank, 2), torch.arange(1, rank, 2)])
     return torch.cat([head * rank + order for head in range(heads)])
 
 
 WARM = 16 * 2**20
-"""Bytes of the largest activation that a CPU thread handles at once.
+"""The most bytes that the largest activation of one CPU thread should have.
 
-The operating system allocates larger ones anew, page by page, at every operation, and they do not fit the cache: that
-takes longer than starting the operations several times. Every product packs its weight anew, which the chunks repeat:
-with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/dense.md).
+The operating system allocates larger activations anew, page by page, at every operation, and they do not fit the cache.
+That takes longer than starting the operations several times. Smaller chunks cost time, too, because every product packs
+its weight anew: with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/dense.md).
 """
 
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
-    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks on a CPU where no gradients
-    are recorded and no hook needs the whole batch. Every call of `run` is a forward pass of its own, in its context.
+    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks if that is possible.
 
-    `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
-    independently, as all models do in evaluation mode.
+    Chunks are possible on a CPU if no gradients are recorded and no hook needs the whole batch. Every call of `run` is
+    a separate forward pass, in its own context. `largest` is the number of elements per image of the largest
+    activation. The model must treat the images of a batch independently, as all models do in evaluation mode.
     """
-    # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
+    # Token reducers and some backends need an image: for an empty batch, a black one is run and its row removed.
     if not (is_traced() or model.training or len(images)):
         return mapped(lambda output: output[:0], run(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
@@ -509,13 +511,13 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
         or any(is_watched(part) or (isinstance(part, Attention) and part.backend.watches) for part in model.modules())
     ):
         return run(images)
-    # Chunks of equal sizes: a small last one would pack the weights for few images.
+    # Chunks of equal sizes: a small last one would pack the weights for only a few images.
     num_chunks = -(-len(images) // chunk_size)
     return joined([run(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
 
 
 class PlainShape:
-    """A model without its weights, to make copies of; shared by all copies of what refers to it."""
+    """A model without its weights, of which copies can be made; copies of its owner share it."""
 
     def __init__(self, model: nn.Module):
         self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
@@ -536,7 +538,7 @@ class PlainShape:
 
 
 class OwnModel:
-    """The model that a working copy was made of, which runs its own code; a copy of the working copy has none."""
+    """The model from which a working copy was made, and which runs its own code; copies of the working copy drop it."""
 
     def __init__(self, model: nn.Module | None):
         self.model = model
@@ -549,22 +551,23 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module with the weights that `make` makes of its weights. The buffers keep their values,
-    because the module's code computes those that are not saved.
+    """Returns a copy of a module in which `make` has replaced each weight by another one.
+
+    The buffers keep their values, because only the module's code could compute those that are not saved.
     """
     weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
     return copy_module(module, weights)
 
 
 def aliased(model: nn.Module) -> nn.Module:
-    """Returns a copy of a module with parameters of its own in the same memory, for reading."""
+    """Returns a copy of a module with separate parameters in the same memory, for reading."""
     return with_weights(model, lambda weight: weight.detach())
 
 
 def remove_capturing_(model: nn.Module) -> None:
-    """Removes the hooks of transformers for hidden states, which it installs anew where they are requested.
+    """Removes the hooks that transformers installs for hidden states, and installs anew when they are requested.
 
-    It never removes them itself, and they cannot be pickled.
+    transformers never removes these hooks, and they cannot be pickled.
     """
     for part in model.modules():
         vars(part).pop("_output_capturing_hooks_installed", None)
@@ -573,12 +576,12 @@ def remove_capturing_(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Returns whether a hook is one of transformers for hidden states, which is idle unless they are requested."""
+    """Returns whether a hook is one of transformers' for hidden states, which are idle unless these are requested."""
     return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
-    """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
+    """Raises InvalidInput if images do not have the expected shape: channels, height and width."""
     if images.shape[1:] != expected:
         channels, height, width = expected
         size = height if height == width else (height, width)
@@ -591,7 +594,7 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
 def is_watched(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks that may need all images and tokens.
 
-    Hooks that treat the images of a batch independently, and take any number of tokens, have the attribute `by_image`.
+    Hooks with the attribute `by_image` do not count: they treat images independently and take any number of tokens.
     """
     if module.training or not (module._forward_hooks or module._forward_pre_hooks):
         return module.training

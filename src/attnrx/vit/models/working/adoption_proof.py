@@ -1,5 +1,6 @@
-"""The proof of an adoption: no code that was added to the model changes it, its copy has equal outputs, and its library
-creates the same parts but those that a user replaced.
+"""The proof of an adoption: the copy has equal outputs, and nothing that decides about them would be lost.
+
+No code that was added to the model changes it, and its library creates the same parts, except parts a user replaced.
 """
 
 import inspect
@@ -23,21 +24,23 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.working.adopted import Adopted
 
-# Functions of these packages are no changes by a user.
+# Functions from these packages do not count as a user's changes.
 PLAIN_PACKAGES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
 # Hooks that compute a weight from other tensors before every call.
 COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
 def require_plain_code(model: nn.Module) -> None:
-    """Raises NotSupported for a model with code that a copy or a file would lose, or share with the model: adapters of
-    PEFT, weights that are computed from other tensors, parts that were compiled, except in place (`nn.Module.compile`),
-    and a `forward` that was replaced by a function. Bound methods and partial functions are copied.
+    """Raises NotSupported for a model with code that a copy or a file would lose, or would share with the model.
+
+    Such code is PEFT's adapters, weights that are computed from other tensors, compiled parts, and a `forward` that was
+    replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. Bound methods and partial
+    functions are copied, so they are allowed, too.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
         problem = None
-        # By names, because importing PEFT or torch._dynamo takes seconds.
+        # Compared by name, because importing PEFT or torch._dynamo takes seconds.
         if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
             problem = (
                 f"{name} has adapters of PEFT: give the model with the adapters in its weights, "
@@ -63,10 +66,10 @@ def require_plain_code(model: nn.Module) -> None:
 
 
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
-    """Raises NotSupported if hooks or replaced `forward` methods of users change what `run`, which runs the model,
-    returns for images of this shape; those that only observe are allowed.
+    """Raises NotSupported if users' hooks or replaced `forward` methods change the outputs of a model.
 
-    Such changes are no part of a saved model, and are lost with the parts that a verb replaces.
+    `run` runs the model on images of this shape. Hooks that only observe are allowed. Changes would not be part of a
+    saved model, and would be lost with the parts that a verb replaces.
     """
     added, parameter = list(_added_code(model)), next(model.parameters(), None)
     if not added or parameter is None or parameter.is_meta:
@@ -82,7 +85,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
         finally:
             for owner, items in before:
                 owner.clear()
-                owner.update(items)  # in the order in which hooks run
+                owner.update(items)  # keeps the order in which hooks run
     if difference_of(expected, actual):  # up to rounding, because hooks switch fused kernels off
         parts = list(dict.fromkeys(path or "the model itself" for path, _, _ in added))
         raise NotSupported(
@@ -93,7 +96,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields users' hooks and replaced `forward` methods: path of the part, dictionary that has it, and its key."""
+    """Yields users' hooks and replaced `forward` methods: path of the part, dictionary that holds it, and its key."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -102,16 +105,16 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
                 function: Any = hook
                 while isinstance(function, partial):
                     function = function.func
-                # Of a function, or of the class of an object that is called.
+                # The module of a function, or of the class of a callable object.
                 module = getattr(function, "__module__", None) or type(function).__module__
                 if module.split(".")[0] not in PLAIN_PACKAGES:
                     yield path, hooks, key
 
 
 def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Returns how the first tensor differs that differs by more than rounding, "" for none.
+    """Returns how the first tensor that differs by more than rounding differs, "" if none does.
 
-    Every column of outputs has its own limit (`support.modules.rounding_limits`).
+    Every column of the outputs has its own limit (`support.modules.rounding_limits`).
     """
     if expected.keys() != actual.keys():
         return f"they return {list(expected)} and {list(actual)}"
@@ -134,7 +137,7 @@ def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) 
 
 
 def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
-    """Returns which outputs are NaN or infinite, "" for none."""
+    """Returns which outputs are NaN or infinite, "" if none are."""
     for name, is_so in (("NaN", torch.isnan), ("-inf", torch.isneginf), ("inf", torch.isposinf)):
         found = is_so(outputs)
         if bool(found.any()):
@@ -147,7 +150,7 @@ def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
 
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
-    """Returns which part of a model differs from the rebuilt one, in its text or the shape of a tensor; "" for none."""
+    """Returns how the first part of a model differs from the rebuilt one, in its text or a tensor's shape, or ""."""
     path = next(_differing(model, rebuilt), None)
     if path is None:
         return ""
@@ -166,12 +169,12 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
     Args:
         runs: Both models, each with a function that runs it on the same images.
-        layers: Of both models the attention and the block of every layer, one after the other; () if not known.
-        because: The reason where the outputs of the attention differ too.
+        layers: For each of the two models, the attention and the block of every layer in turn; () if not known.
+        because: The reason to return if the outputs of the attention differ, too.
     """
     outputs: list[list[Tensor]] = []
     for (model, run), parts in zip(runs, layers, strict=False):
-        # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
+        # Recording also switches off the last layer's class-token shortcut, so both models process all tokens.
         with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
             run()
         if len(calls) != len(parts):
@@ -180,7 +183,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
     pairs = list(zip(*outputs, strict=False))
     if not pairs:
         return because, ""
-    # Also true for NaN.
+    # A difference is also found for NaN.
     differs = [bool(difference_of({"": one}, {"": other})) for one, other in pairs]
     index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
     if index is None:
@@ -196,8 +199,9 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
 
 def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
-    """Returns a sentence about the first block whose outputs are not finite numbers; `layers` are the attention and the
-    block of every layer, one after the other.
+    """Returns a sentence about the first block whose outputs are not finite numbers.
+
+    `layers` holds the attention and the block of every layer in turn.
     """
     model, answer = run
     with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
@@ -214,7 +218,7 @@ def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
 def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
     """Raises NotSupported unless both models return the same for the same random images, up to rounding.
 
-    The message names the first block whose output differs. `layers` and `because` are those of `differing_block`.
+    The message names the first block whose output differs. `layers` and `because` are as in `differing_block`.
     """
     first, second = models
     images = random_images(first, first.input_shape)
@@ -230,10 +234,11 @@ def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequ
 def require_equal_attention(
     adopted: nn.Module, run: Callable[[], object], originals: Sequence[nn.Module], adapters: Sequence[nn.Module]
 ) -> None:
-    """Raises NotSupported unless every attention returns what the module returns that it replaces, for the inputs that
-    a run of the model gives it; or where such a module changes itself when it is called.
+    """Raises NotSupported unless every attention returns the same as the module that it replaces.
 
-    The outputs of a model may hide a difference, e.g. beside a large constant, or after a sigmoid.
+    Both get the inputs that a run of the model gives the attention. A replaced module that changes itself when it is
+    called is refused, too. Comparing only the model's outputs may hide a difference, e.g. beside a large constant, or
+    after a sigmoid.
     """
     with evaluating((adopted,)), recording_calls(adapters, lambda call: call) as calls:
         run()
@@ -243,7 +248,7 @@ def require_equal_attention(
         before = _state(original)
         precision, actual = next(original.parameters()).dtype, call.output_tokens
         given = (call.tokens, call.args, call.kwargs)
-        if actual.dtype != precision:  # under autocast, whose rounding would hide a difference: both without it
+        if actual.dtype != precision:  # under autocast, whose rounding would hide a difference: both run without it
             given = _in_precision(given, precision)
         with evaluating((original, adopted)):
             expected = original(given[0], *given[1], **given[2])
@@ -266,7 +271,7 @@ def require_equal_attention(
 
 
 def _in_precision(given: Any, precision: torch.dtype) -> Any:
-    """Returns arguments whose tensors of floating-point numbers have this precision."""
+    """Returns the arguments with all floating-point tensors in this precision."""
 
     def converted(each: Any) -> Any:
         return each.to(precision) if isinstance(each, Tensor) and each.is_floating_point() else each
@@ -275,7 +280,7 @@ def _in_precision(given: Any, precision: torch.dtype) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Returns the buffers of a module and of its parts, and its attributes that are numbers or tensors."""
+    """Returns the buffers of a module and its parts, and their attributes that are numbers or tensors."""
     state: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -291,8 +296,9 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor]:
-    """Returns the outputs for images [batch, channels, height, width]; raises NotSupported with the reason `because` if
-    the forward pass fails.
+    """Returns the outputs for images [batch, channels, height, width].
+
+    If the forward pass fails, it raises NotSupported with the reason `because`.
     """
     try:
         return tensors_of(model._forward_chunk(images))
@@ -308,8 +314,8 @@ def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor
         ) from error
 
 
-# The layers that are described: their arguments are attributes of the same names. Not those that end in probabilities
-# (Softmax, Sigmoid), because outputs are compared as logits.
+# The layers that can be described: their arguments are attributes with the same names. Layers that end in probabilities
+# (Softmax, Sigmoid) are left out, because outputs are compared as logits.
 LAYERS = {
     layer.__name__: layer
     for layer in (
@@ -325,25 +331,25 @@ def describe_part(module: nn.Module) -> dict[str, Any] | None:
         parts = {name: describe_part(part) for name, part in module.named_children()}
         return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
     layer = LAYERS.get(type(module).__name__)
-    if type(module) is not layer:  # also a class of the same name from elsewhere
+    if type(module) is not layer:  # this excludes classes with the same name from elsewhere
         return None
     arguments = {}
     for name in inspect.signature(layer.__init__).parameters:
         if name in ("self", "args", "kwargs", "device", "dtype"):
             continue
         value = getattr(module, name, None)
-        # The argument `bias` says whether there is one.
+        # The argument `bias` states whether there is one.
         arguments[name] = value is not None if name == "bias" else list(value) if isinstance(value, tuple) else value
     described = {"layer": type(module).__name__, "arguments": arguments}
-    # An option that is no attribute of its layer would be lost.
+        # An option that is not an attribute of its layer would be lost.
     return described if repr(build_part(described)) == repr(module) else None
 
 
 def build_part(described: Mapping[str, Any]) -> nn.Module:
-    """Returns a new module of this description, of which a file may be the source.
+    """Returns a new module from a description, which may come from a file.
 
     Raises:
-        InvalidInput: It is not one that `describe_part` returns.
+        InvalidInput: It is not a description that `describe_part` returns.
     """
     try:
         if described["layer"] == "Sequential":
@@ -356,20 +362,21 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
 
 
 def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
-    """Returns the parts of a model that differ from the rebuilt one's, described by their paths, "" for the model
-    itself; None for a part that cannot be described.
+    """Returns descriptions of the parts of a model that differ from the rebuilt one's, by their paths.
+
+    The path "" is the model itself. The description is None for a part that cannot be described.
     """
     return {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt)}
 
 
 def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns the same parts; {} if one that differs cannot be described, or is the model itself."""
+    """Returns `differing_parts`, or {} if a part that differs cannot be described or is the model itself."""
     parts = {path: part for path, part in differing_parts(model, rebuilt).items() if path}
     return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
 
 
 def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator[str]:
-    """Yields the paths of the parts that differ by themselves, without those inside them."""
+    """Yields the paths of the outermost parts that differ."""
     if type(model) is not type(rebuilt) or _own(model) != _own(rebuilt):
         yield path
         return
@@ -378,12 +385,12 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Returns a module without its children: its class and text, "", the shapes of saved tensors, and its parts."""
+    """Describes a module without its children: its class and text (""), the shapes of saved tensors, and its parts."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
-    is_leaf = not module._modules  # which may describe itself in a way of its own
+    is_leaf = not module._modules  # a leaf may have its own text
     return {
-        # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
+        # The text of a module shows what weights do not: activations, epsilons, dropout rates.
         "": str(module) if is_leaf else f"{type(module).__name__}({module.extra_repr()})",
         **{name: f"of shape {tuple(each.shape)}" for name, each in saved.items() if each is not None},
         **{name: "a part" for name, _ in module.named_children()},

@@ -1,5 +1,7 @@
-"""A pre-norm block without the calls of its parts, where nothing observes these: one call of the C++ kernel, or the
-operations of PyTorch alone. Blocks of timm and transformers get a class that tries this first (`fuse_`).
+"""A pre-norm block that runs without calling its parts if nothing observes them.
+
+It is one call of the C++ kernel, or only operations of PyTorch. `fuse_` gives blocks of timm and transformers a class
+that tries this first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,15 +37,17 @@ from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBl
 from attnrx.vit.models.parts.mlp import FusedMLP, is_exact_gelu, linears_of
 from attnrx.vit.models.working.adopted import Adapter
 
-# Backends whose attention is that of products alone, on another device than a CPU.
+# Backends whose attention consists of products only; used on devices other than a CPU.
 OPERATIONS = (Auto, Fused, AttentionCapture)
 
 Factor = Float[Tensor, " width"] | None
 
 
 class BlockModules(NamedTuple):
-    """The modules of a pre-norm block: the norms before attention and MLP, and both; `factors` belong to the two
-    branches, if any, `others` modules that the block calls, and that change nothing in evaluation mode.
+    """The modules of a pre-norm block.
+
+    `norms` are the norms before the attention and before the MLP. `factors` scale the two branches, if not None.
+    `others` are modules that the block calls although they change nothing in evaluation mode.
     """
 
     norms: tuple[nn.Module, nn.Module]
@@ -58,20 +62,19 @@ def fused_block(
 ) -> Float[Tensor, "batch outputs width"] | None:
     """Returns x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
 
-    None where the parts have to be called one by one.
-
-    For inference, for attention by products alone and an MLP with an exact GELU, unless a part has a hook or a
-    `forward` of its own: in float32 on a CPU by the kernel; on other devices by the operations of the parts, because
-    the calls of modules take longer than a GPU takes to run them. No weight is copied: its address is kept, outside the
-    modules, and compared in every call.
+    Returns None if the parts have to be called one by one. Blocks are fused only for inference, for attention that
+    consists of products and an MLP with an exact GELU, if no part has a hook or its own `forward`. In float32 on a CPU,
+    the kernel computes the block. On other devices the operations of the parts run directly, because calling modules
+    takes longer than a GPU takes to run them. No weight is copied: its address is stored outside the modules, and
+    compared in every call.
 
     Args:
         tokens: The input of the block.
         modules: The modules of the block.
-        outputs: How many tokens are computed, the first ones; default: all.
+        outputs: How many tokens to compute, counted from the first; by default all.
     """
     attention = modules.attention
-    # The global hooks are those of a counter of operations, for example, which counts by module.
+    # Global hooks belong, for example, to a counter of operations, which counts by module.
     if (
         not may_be_fused(tokens)
         or type(tokens) is not Tensor
@@ -103,17 +106,17 @@ def fused_block(
 
 
 class _Known:
-    """A block that the kernel computes, as long as its parts and what decides about them stay the same objects.
+    """A block that the kernel computes as long as its parts, and what decides about them, stay the same objects.
 
-    To find that out takes 20 us, to compare the parts themselves 100 us, of 1,400 us of a block of a ViT-Tiny. The
-    attention is not referred to, so that it can be freed.
+    Checking this takes 20 us; comparing the parts themselves would take 100 us, of the 1,400 us of a ViT-Tiny block.
+    The attention is not referenced, so it can be freed.
     """
 
     def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
         self.block, self._plan = block, plan
         self._given = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         attention: Any = modules.attention
-        # Dictionaries of the modules, their keys, and what was found there.
+        # Each entry: a dictionary of a module, a key, and the value that was found there.
         self._found: list[tuple[dict[str, Any], str, Any]] = [(vars(attention), "spec", attention.spec)]
         for part in parts:
             own = vars(part)
@@ -125,7 +128,7 @@ class _Known:
         self._classes = list(map(type, self._parts))
 
     def is_current(self, plan: LayerPlan, modules: BlockModules) -> bool:
-        """Whether this is the block of these modules, as they are now."""
+        """Whether this is the block of these modules in their present state."""
         now = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         if plan is not self._plan or len(now) != len(self._given) or any(map(is_not, now, self._given)):
             return False
@@ -138,14 +141,14 @@ class _Known:
         return not any(map(is_not, map(type, self._parts), self._classes)) and self.block.is_current()
 
 
-# By attention, so that a block keeps nothing of a call, and copies of it have nothing of it.
+# Keyed by attention, so that neither a block nor its copies hold anything of a call.
 _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
 def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
-    """Returns the block of these parts for the kernel; None where they have to be called one by one."""
+    """Returns the kernel's block made of these parts, or None if they have to be called one by one."""
     norms, spec, known = modules.norms, attention.spec, _known_parts(modules, attention)
-    # `joint`: the scores are products of the projected rows.
+    # `joint` means that the scores are products of the projected rows.
     if known is None or not plan.joint or type(plan.backend) not in (Native, NativeCapture):
         return None
     projections, first, second, has_gelu, parts = known
@@ -166,11 +169,13 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 
 
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
-    """Returns the maps of queries, keys, values and outputs, the maps of which the first and the second map of the MLP
-    consist, whether a GELU is between them, and all parts; None where one is of another class.
+    """Returns the parts of a block that the kernel reads, or None if one is of another class.
+
+    They are the maps of queries, keys, values and outputs, the maps that make up each of the MLP's two maps, whether a
+    GELU is between these, and all parts.
     """
-    # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
-    # used, whose weights are there.
+    # Read from the dictionaries of the modules, which is faster than attributes. Only exact classes are accepted, so
+    # the weights are there.
     inside, (fc1, act, fc2) = children(attention), children(modules.mlp).values()
     scores, first, second, has_gelu = inside["scores"], linears_of(fc1), linears_of(fc2), is_exact_gelu(act)
     if type(scores) is not DenseForm or not (first and second and (has_gelu or type(act) is nn.Identity)):
@@ -189,9 +194,9 @@ def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...]
 def _by_operations(
     tokens: TokenBatch, modules: BlockModules, attention: Attention, outputs: int | None
 ) -> TokenBatch | None:
-    """Returns what the block does by the operations of its parts; None for parts of other classes.
+    """Returns the output of a block, computed by the operations of its parts; None for parts of other classes.
 
-    For few tokens the comparisons here take a part of the time, so nothing is looked at twice.
+    With few tokens, these checks take a noticeable part of the time, so nothing is checked twice.
     """
     norms, factors, backend = modules.norms, modules.factors, attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
@@ -240,8 +245,8 @@ def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
 
 
 def may_be_fused(tokens: TokenBatch) -> bool:
-    """Whether a block of these tokens may be computed without the calls of its parts."""
-    # First, because a compiler makes a guard of every attribute that it reads, and compares all of them in every call.
+    """Whether a block may compute these tokens without calling its parts."""
+    # `is_recorded` comes first: a compiler guards every attribute that it reads, and checks all guards in every call.
     return not is_recorded() and (tokens.dtype == torch.float32 or tokens.device.type != "cpu")
 
 
@@ -254,13 +259,13 @@ def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
 
 
 def is_idle(part: nn.Module) -> bool:
-    """Whether a part has neither hooks nor a `forward` of its own, so that its class says what it computes."""
+    """Whether a part has neither hooks nor its own `forward`, so that its class tells what it computes."""
     return not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
 
 
 @lru_cache
 def is_layer_norm(kind: type) -> bool:
-    """Whether modules of a class compute what nn.LayerNorm does."""
+    """Whether modules of a class compute the same as nn.LayerNorm."""
     return kind is nn.LayerNorm or (kind.__name__ == "LayerNorm" and kind.__module__ == "timm.layers.norm")
 
 
@@ -275,8 +280,10 @@ def _is_vector(tensor: Any, width: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of the parts of a pre-norm block besides `mlp`: the attention (an `Adapter`), the norms before
-    attention and MLP, and the modules that scale both branches. `others` change nothing in evaluation mode.
+    """The names of the parts of a pre-norm block besides `mlp`.
+
+    `attention` is an `Adapter`, `norms` are the norms before attention and MLP, `scales` the modules that scale both
+    branches, and `others` change nothing in evaluation mode.
     """
 
     attention: str
@@ -286,7 +293,7 @@ class BlockParts:
 
 
 DINOV2 = BlockParts("attention", ("norm1", "norm2"), ("layer_scale1", "layer_scale2"), ("drop_path",))
-# By the names of their classes, so that no library is imported.
+# Keyed by the names of the classes, so that no library is imported.
 BLOCKS: Mapping[str, BlockParts] = {
     "timm.models.vision_transformer.Block": BlockParts(
         "attn", ("norm1", "norm2"), ("ls1", "ls2"), ("drop_path1", "drop_path2")
@@ -300,21 +307,21 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """The base, before the class of the library, of the classes that `fuse_` gives to blocks."""
+    """The first base of the classes that `fuse_` gives to blocks; the library's class is the second."""
 
     names: BlockParts
 
     def forward(self, *args: Any, **options: Any) -> Any:
         tokens: Any = args[0] if args else options["hidden_states"]
-        # Models pass options of their own, e.g. is_causal=False; a mask is not for the kernel.
+        # Models pass their own options, e.g. is_causal=False; the kernel takes no mask.
         others = (*args, *options.values())
         is_plain = all(each is None or each is False or each is tokens for each in others)
         fused = self._fused(tokens) if is_plain and may_be_fused(tokens) else None
         return super().forward(*args, **options) if fused is None else fused
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
-        """Returns the output by `fused_block`; None where the parts have to be called one by one."""
-        # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
+        """Returns the output of `fused_block`, or None if the parts have to be called one by one."""
+        # From the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
         parts, names = children(self), self.names
         adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
         if not (isinstance(adapter, Adapter) and is_idle(adapter) and all(_is_scale(type(scale)) for scale in scales)):
@@ -323,7 +330,7 @@ class FusedBlock(nn.Module):
         others = (*scales, *[parts[name] for name in names.others])
         norms = parts[names.norms[0]], parts[names.norms[1]]
         modules = BlockModules(norms, children(adapter)["attention"], parts["mlp"], (first, second), others)
-        # In the last block `tokens` may be the first ones of all.
+        # In the last block, `tokens` may be only the first tokens of an image; all of them are then in `entered`.
         entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
         fused = fused_block(entered, modules, tokens.shape[1])
         if fused is not None:
@@ -336,13 +343,13 @@ class FusedBlock(nn.Module):
 
 @lru_cache
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    # Of the same name, by which transformers finds its blocks.
+    # The same name, because transformers finds its blocks by name.
     names = {"names": BLOCKS[_name(kind)], "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (FusedBlock, kind), names)
 
 
 def _empty_block(kind: type[nn.Module]) -> nn.Module:
-    """Returns a block without its contents, which pickle fills in."""
+    """Returns a block without contents, for pickle to fill in."""
     fused = _fused_class(kind)
     return fused.__new__(fused)
 
@@ -352,13 +359,13 @@ def _name(kind: type) -> str:
 
 
 def fuse_(block: nn.Module) -> None:
-    """Changes the class of a block in place, if it is one of BLOCKS; its parts, parameters and hooks stay."""
+    """Changes the class of a block in place if it is one of BLOCKS; its parts, parameters and hooks stay."""
     if _name(type(block)) in BLOCKS and not isinstance(block, FusedBlock):
         block.__class__ = _fused_class(type(block))
 
 
 @lru_cache
 def _is_scale(kind: type) -> bool:
-    """Whether modules of a class multiply by their one parameter, or change nothing."""
+    """Whether modules of a class multiply by their only parameter, or change nothing."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))

@@ -23,18 +23,18 @@ from attnrx.vit.tokens import TokenPolicy
 def attach_tokens_(
     model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
 ) -> TokenReduction:
-    """Attaches a policy to the model, in place, and returns the reduction; its predictors, if any, are fresh.
+    """Attaches a policy to the model, in place, and returns the reduction, with fresh predictors if it needs any.
 
     Args:
         model: The model.
         family: Its family.
         policy: The reducer, the layers of its stages and the numbers of tokens.
         by: "compress" removes tokens, "mask" keeps every shape.
-        heads: The number of heads of the original model, where some may have been removed from every layer.
+        heads: The number of heads of the original model, if some may have been removed from every layer.
 
     Raises:
         InvalidInput: The model has a policy already, or the policy does not fit its layers.
-        NotSupported: The model has no class token or no pooling that the policy needs.
+        NotSupported: The policy needs a class token or a kind of pooling that the model does not have.
     """
     specs, record = family.specs(model), record_of(model)
     if reduction_of(model) is not None:
@@ -47,16 +47,16 @@ def attach_tokens_(
     setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
-    # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
-    # the tokens that are left.
+    # Hooks rather than subclasses, because the policy is attached to the blocks of any library. Their own forward
+    # methods then run on the tokens that are left.
     stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
     for index, block in enumerate(blocks_of(model, family)):
-        # The input of a block is the output of the one before.
+        # The input of a block is the output of the previous one.
         adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
         _first_(block, partial(reduction.enter, stages.get(index), adds))
         _first_(block, partial(reduction.leave, index), returned=True)
-    # Methods of the library that are called on the inner model return all patches; a forward pass of the model switches
-    # the restoration off (`Adopted.forward_pass`, `PassHook`).
+    # A library method called on the inner model returns all patches. A forward pass of the model switches this
+    # restoration off (`Adopted.forward_pass`, `PassHook`).
     restored_blocks = family.restored_blocks(model)
     if restored_blocks is not None:
         reduction.restored_blocks = range(len(specs))
@@ -66,7 +66,7 @@ def attach_tokens_(
         model.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
     _first_(family.patch_embedding(model), reduction.begin)
     for index, spec in enumerate(specs, 1):
-        # A stage runs on the input of a layer, so it needs what is captured in the layer before.
+        # A stage runs on the input of a layer, so it needs captures from the previous layer.
         decides = index + 1 in policy.layers
         quantities = set(policy.reducer.needs) if decides else set()
         if index < policy.layers[-1] and policy.reducer.every_layer in ("attention", "class_attention"):
@@ -74,7 +74,7 @@ def attach_tokens_(
         # Before the first stage all sizes are 1, and any backend computes the layer.
         uses_sizes = reduction.counts_sizes or policy.reducer.learned
         captures = bool(quantities) or (uses_sizes and index >= policy.layers[0])
-        # The library's own attention has neither: it stays where a layer needs no more than the tokens that are left.
+        # The library's own attention cannot capture or keep positions. It stays if a layer needs only the tokens left.
         has_positions = spec.traits.rotates or spec.pair_bias
         if not captures and not has_positions and record is not None:
             continue
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks with which the tokens that are left are pooled as all patches would be."""
+    """Attaches hooks so that the tokens that are left are pooled in the way that all patches would be."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -112,8 +112,8 @@ NO_CHECKPOINTS = (
 
 def is_checkpointed(model: nn.Module) -> bool:
     """Returns whether a forward pass now would compute blocks again in the backward pass."""
-    # timm and open_clip do it in both modes, transformers in training only. In the dictionary of the instance, where
-    # the libraries switch it on: a missing attribute is looked up slowly.
+    # timm and open_clip checkpoint in both modes, transformers only in training. The flag is read from the instance's
+    # dictionary, where the libraries set it, because looking up a missing attribute is slow.
     return torch.is_grad_enabled() and any(
         vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
         for part in model.modules()
@@ -121,7 +121,7 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def detach_tokens_(model: nn.Module) -> nn.Module:
-    """Removes the token policy of a model with a record, in place; returns the model. Attention of attnrx stays."""
+    """Removes the token policy of a model with a record, in place, and returns the model. attnrx's attention stays."""
     model._modules.pop(TOKENS, None)
     for part in model.modules():
         if isinstance(part, Attention):
@@ -140,7 +140,7 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Begins and ends a forward pass of a model with a token policy, in which some blocks restore all patches."""
+    """Begins and ends a forward pass of a model with a token policy; some blocks restore all patches in it."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
@@ -149,13 +149,13 @@ class PassHook:
         """Begins a pass.
 
         Raises:
-            NotSupported: Under gradient checkpointing, or traced by the exporter to ONNX of TorchScript.
+            NotSupported: Gradient checkpointing is on, or TorchScript's ONNX exporter traces the pass.
         """
         if is_checkpointed(model):
             raise NotSupported(NO_CHECKPOINTS)
         require_no_old_tracer()
         blocks = range(self.reduction.shape.depth) if _wants_states(model, kwargs) else self.restored_blocks
-        # A replica of `DataParallel` has predictors of its own.
+        # A replica of `DataParallel` has its own predictors.
         self.reduction.enter_pass(blocks, (reduction_of(model) or self.reduction).stages)
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -165,7 +165,7 @@ class PassHook:
         is_mean = self.reduction.shape.layout.pooled in ("mean", "max") and not self.restored_blocks
         if not (is_mean and isinstance(output, Mapping) and _wants_states(model, kwargs)):
             return None
-        # The mean over restored patches is not the one that the classifier takes.
+        # The classifier does not take the mean over restored patches, so it runs again without the states.
         answer = model(*args, **{**kwargs, "output_hidden_states": False, "return_dict": True})
         changed: Any = output
         for name in {"loss", "logits"} & answer.keys():
@@ -174,15 +174,15 @@ class PassHook:
 
 
 def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether a call of a model of transformers returns the states after all blocks."""
+    """Whether a call of a transformers model returns the states after all blocks."""
     default = getattr(getattr(model, "config", None), "output_hidden_states", False)
     return bool(options.get("output_hidden_states", default))
 
 
 class TokenHook:
-    """Replaces the tokens that enter a module, or those that it returns, by `run(tokens)`, unless that is None.
+    """Replaces the tokens that enter or leave a module by `run(tokens)`, unless that is None.
 
-    It treats the images of a batch independently, so that a batch may be chunked.
+    The hook treats the images of a batch independently, so a batch may be split into chunks.
     """
 
     by_image = True
@@ -209,19 +209,20 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """Passes the norm before a pooling by attention to `run`, which computes it for the tokens that are left."""
+    """Passes the norm before a pooling by attention to `run`, which applies it to the tokens that are left."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
 
 
 class PoolerHook(TokenHook):
-    """Replaces the tokens that an attention pools by `run(tokens)`, and adds to its scores what that returns beside
-    them.
+    """Replaces the tokens that an attention pools by the first result of `run(tokens)`.
+
+    The second result, if not None, is added to the scores.
     """
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
-        is_latent = not isinstance(module, nn.MultiheadAttention)  # of timm: its query is no argument
+        is_latent = not isinstance(module, nn.MultiheadAttention)  # timm's pooler: its query is not an argument
         entering = args[0] if is_latent else args[1]
         tokens, scores = self.run(entering)
         options = dict(kwargs)
@@ -231,8 +232,8 @@ class PoolerHook(TokenHook):
 
 
 def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned: bool = False) -> None:
-    """Registers a hook on the module's input, or on what it returns, that runs before the existing ones."""
-    # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
+    """Registers a hook on a module's input or (`returned`) output, which runs before the existing hooks."""
+    # Not prepend=True: torch 2.11 compiles hooks in the order of insertion, not in the OrderedDict's order.
     hooks = module._forward_hooks if returned else module._forward_pre_hooks
     later = dict(hooks)
     hooks.clear()
@@ -241,7 +242,7 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the policy of a model as JSON-ready values; None where it has none."""
+    """Returns the token policy of a model as JSON-ready values, or None if it has none."""
     reduction = reduction_of(model)
     if reduction is None:
         return None
@@ -249,10 +250,10 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
-    """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed.
+    """Returns a context for one forward pass, which removes the statistics of the model's tokens at its end.
 
     Raises:
-        NotSupported: The pass is traced by the exporter to ONNX of TorchScript.
+        NotSupported: TorchScript's ONNX exporter traces the pass.
     """
     reduction = reduction_of(model)
     if reduction is None:
@@ -262,9 +263,9 @@ def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None
 
 
 def require_no_old_tracer() -> None:
-    """Raises NotSupported in a pass that the exporter to ONNX of TorchScript traces."""
+    """Raises NotSupported if TorchScript's ONNX exporter traces the pass."""
     if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
-        # It has no stable sort, and writes some files whose outputs differ.
+        # That exporter has no stable sort, and its files sometimes give other outputs.
         raise NotSupported(
             "torch.onnx.export(dynamo=False) cannot write a model that prunes or merges tokens: use dynamo=True, or "
             "attnrx.export(model, path), which compares the file with the model."
@@ -275,8 +276,9 @@ def require_no_old_tracer() -> None:
 def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[TokenRun]]:
     """Collects the statistics of the model's tokens in the context, one run per forward pass of this thread.
 
-    The list stays empty where the model has no token policy, or one that keeps every patch. A batch is not chunked. Of
-    nested contexts the innermost one collects. With `tracked` runs state which token represents each patch.
+    The list stays empty if the model has no token policy, or a policy that keeps every patch. Batches are not split
+    into chunks. In nested contexts, the innermost one collects. With `tracked`, runs state which token represents each
+    patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
     with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
