@@ -27,20 +27,21 @@ from attnrx.workflows.verify import verify
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 
-# The target is GAIN times the speed of the unchanged model in attnrx's kernels, which is measured first: how much
-# faster than timm's those kernels are depends on the processor. The claims are that the compression gives LEAST times
-# the speed, and loses at most MOST_DROP points of accuracy. SHARE of the MACs is the target if no plan is as fast.
+# The target is GAIN times the speed of the unchanged model in attnrx's kernels. That speed is measured first, because
+# it depends on the processor how much faster than timm's these kernels are. The claims are that compression makes the
+# model LEAST times as fast, and loses at most MOST_DROP points of accuracy. If no plan is fast enough, the target is
+# SHARE of the MACs instead.
 GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
-MIN_SPEED = 1.05  # of a target, where attnrx's kernels are slower than timm's
-BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency
+MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
+BATCH, THREADS, ROUNDS = 32, 1, 40  # for the latency
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
-PATCHES = 10  # of a side of the image
+PATCHES = 10  # the approximate number of patches along a side of the image
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The folder with model, report and evidence, the accuracy of the original in %, and the duration."""
+    """The folder with model, report and evidence, the accuracy of the original in %, and the duration in seconds."""
 
     folder: Path
     evidence: Evidence
@@ -61,9 +62,9 @@ def demo(
     seed: int = 0,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small ViT of timm on a dataset, makes it GAIN times faster by `shrink`, and writes the folder.
+    """Trains a small timm ViT on a dataset, makes it GAIN times faster with `shrink`, and writes the folder.
 
-    A finished training in the folder is used again, and an interrupted call goes on.
+    If the folder has a finished training, it is reused; an interrupted training resumes.
     """
     began, folder, step = time.perf_counter(), Path(folder), count(1)
 
