@@ -77,7 +77,7 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
-    # The unchanged model, relative to timm's: what the kernels give.
+    # The unchanged model relative to timm's shows what the kernels alone give.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
     stage(
@@ -91,7 +91,7 @@ def demo(
     except NotSupported as error:  # e.g. a machine whose load changed while the costs were measured
         log(f"{error} The target is {SHARE:.0%} of the MACs instead.")
         shrunk = shrink(original, splits, macs=SHARE, **settings)
-        # For a target of MACs `shrink` measures no speed.
+        # For a MACs target `shrink` measures no speed, so measure it here.
         findings = shrunk.evidence.findings + verify(shrunk.model, original, splits.test, [timing]).findings
     evidence = with_claims(replace(shrunk.evidence, findings=findings))
     if splits.name == CLUTTERED and reduction_of(shrunk.model) is not None:
@@ -107,7 +107,7 @@ def demo(
 
 
 def small_model(splits: Splits, seed: int) -> nn.Module:
-    """Returns a small Vision Transformer of timm with about PATCHES x PATCHES patches and random weights.
+    """Returns a small timm Vision Transformer with about PATCHES x PATCHES patches and random weights.
 
     Raises:
         InvalidInput: The images are not square.
@@ -121,14 +121,14 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
     shape = {"img_size": side, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
     model = open_timm("vit_tiny_patch16_224", pretrained=False, num_classes=len(splits.class_names), **shape)
-    # Where attnrx reads the preprocessing of a timm model: as the images were decoded, resized without a crop.
+    # attnrx reads a timm model's preprocessing from here. The images were resized without a crop.
     scale = splits.normalization
     model.pretrained_cfg.update(mean=scale.mean, std=scale.std, crop_pct=1.0, interpolation="bilinear")
     return model
 
 
 def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
-    """Returns the settings of the training: short, in float32."""
+    """Returns the settings of a short training in float32."""
     batch = min(64, len(splits.train))
     return TrainingConfig(
         epochs=epochs, batch_size=batch, learning_rate=2e-3, losses=(Task(),), precision="fp32", seed=seed,
@@ -137,8 +137,8 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the claims of the demonstration: the least speed that the compression gives, and the most points of accuracy
-    that may be lost.
+    """Adds the claims of the demonstration: how much faster compression makes the model at least, and how many points
+    of accuracy it loses at most.
     """
     findings = []
     for finding in evidence.findings:
