@@ -110,7 +110,7 @@ class EViT(Soft):
         """Overwrites the first pruned patch with the fused token."""
         pruned_mask = state.present_mask * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
-        # There is always a pruned patch to overwrite: `sampled_keep` prunes at least one for a reducer with a new token.
+        # There is always a pruned patch to overwrite: `sampled_keep` prunes at least one if a reducer adds a token.
         index = pruned_mask.detach().argmax(1, keepdim=True)
         patches = state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token)
         return SampledTokens(keep, patches, index)
