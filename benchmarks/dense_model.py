@@ -1,9 +1,9 @@
-"""`attnrx.shrink` on a whole model that predicts maps (a Vision Transformer with a decoder), exported and compared with
-the vendor's own file.
+"""`attnrx.shrink` on a whole model that predicts maps, exported and compared with the vendor's own file.
 
-The module is created by a class that can be imported, e.g. `saliency:Saliency`, with weights from a safetensors file.
-The images come from a parquet file. On images that the call has not seen, the maps of the exported file are correlated
-with the original's, image by image. The speeds come from the evidence: the files were timed in turns, in one run.
+The model is a Vision Transformer with a decoder. It is created by a class that can be imported, e.g.
+`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. On images that the call
+has not seen, the maps of the exported file are correlated with the original's, image by image. The speeds come from the
+evidence: the files were timed in turns, in one run.
 
     PYTHONPATH=FOLDER python benchmarks/dense_model.py saliency:Saliency --weights FILE --data PARQUET \\
         --to 'openvino(precision=int8)' --faster 1.4 --out runs/dense

@@ -19,7 +19,7 @@ from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
 from attnrx_lab.tokens import Random, image_keys
 
-LOOKED_AT = 512  # how many test images to count remaining patches in
+LOOKED_AT = 512  # the number of test images in which remaining patches are counted
 STAGES = {"first": 0, "last": -1}
 LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key; its higher bits are undefined
 

@@ -203,9 +203,7 @@ def first_layer(reduction: TokenReduction) -> int:
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers, or of all layers if none are given; raises InvalidInput for unknown
-    layers.
-    """
+    """Returns the indices of the chosen layers, by default all; raises InvalidInput for unknown layers."""
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown:
         raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")

@@ -23,9 +23,7 @@ TUCKER, TUCKER_TERMS = "tucker", "tucker_terms"
 
 
 class CoreQueries(HeadLinear):
-    """Queries from Tucker terms: features that all heads share, then one core matrix [features, rows] per head and
-    term.
-    """
+    """Queries from Tucker terms: features that all heads share, then a matrix [features, rows] per head and term."""
 
     def __init__(self, width: int, heads: int, terms: int, rank: int, bias: bool):
         # The inherited weight, [heads * terms * rank, rank], holds the matrices. A head has its rows term by term.

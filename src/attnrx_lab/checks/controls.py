@@ -52,9 +52,7 @@ class Controls(Check):
     def _matched(
         self, comparison: Comparison
     ) -> tuple[Mapping[str, tuple[Prescription, ...]], Callable[[Prescription], nn.Module]]:
-        """Returns controls with the candidate's ranks, and the function that realizes them with its settings and
-        recorded seeds.
-        """
+        """Returns controls with the candidate's ranks, and a function that realizes them with its recorded settings."""
         if self.prescriptions is not None and self.realize is not None:
             return self.prescriptions, self.realize
         prescription, diagnosis, splits = comparison.prescription, comparison.diagnosis, comparison.splits

@@ -22,7 +22,7 @@ ROUNDING = 1e-3
 # By default, one corruption of each kind.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
-LABELS = "labels of the images"  # beside the roles of the models
+LABELS = "labels of the images"  # a key of `Classes`, in addition to the roles of the models
 ROLES = ("reference", "candidate")
 
 Way = tuple[str, int]  # a corruption and its severity

@@ -114,8 +114,10 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 
 
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
-    """Refits one block by Algorithm 2 of IrrAtt, to the residual X' (X minus the other blocks). It alternates between
-    the truncated SVD of the slices of X', summed with the weights of the mix, and a rank-one fit of their products.
+    """Refits one block to the residual X', which is X minus the other blocks (IrrAtt, Algorithm 2).
+
+    It alternates between the truncated SVD of the slices of X', summed with the weights of the mix, and the best
+    rank-one fit of their products.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())

@@ -85,7 +85,7 @@ class Experiment(ABC):
         """The same run on generated images or weights, in a second or two."""
 
     def trainings(self) -> tuple[Training, ...]:
-        """Returns the trainings of the run, from shapes alone, without loading anything. A tiny run lists none."""
+        """Returns the trainings of the run, from shapes only, without loading anything. A tiny run lists none."""
         return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
@@ -159,7 +159,7 @@ class Experiment(ABC):
         texts = []
         for name in self.knobs:
             value, default = getattr(self, name), getattr(protocol, name)
-            # Reading the published images from another place is no deviation.
+            # Reading the published images from another place is not a deviation.
             published = default or protocol.scenario
             if name in HARMLESS or value == default or (name in PLACES and catalogue_name(value) == published):
                 continue

@@ -27,7 +27,7 @@ TRAINING_IMAGES = {
     "eurosat": 21_600,
     "imagenette": 9_469,
 }
-# Operations per second of an H100 (SXM) without sparsity, from its data sheet, and the share that is assumed reached.
+# Operations per second of an H100 (SXM) without sparsity, from its data sheet. Plans assume that SHARE of them is used.
 PEAK = {"bf16": 989e12, "fp32": 67e12}
 SHARE = 0.3
 # The shortest step in seconds, because launching its kernels takes this long: six trainings of svda/table1 at once took

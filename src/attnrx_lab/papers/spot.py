@@ -426,8 +426,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """An experiment that measures the model of a SPOT run. That run is made or read first; its model is not trained
-    further.
+    """An experiment on the model of a SPOT run. That run is made or read first; its model is not trained further.
 
     `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """

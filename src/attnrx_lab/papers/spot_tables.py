@@ -309,7 +309,7 @@ RECIPES = {
     # cost at 0.5). LV-ViT-S costs 4.7 (printed: 4.5, the cost without predictors). DynamicViT on DeiT-S costs 3.0
     # (printed: 2.9, the cost without predictors). EViT costs 2.9 on DeiT-S (printed: 3.0) and 4.6 on LV-ViT-S (printed:
     # 4.7), because as published it prunes inside a layer. All trained lines use the same losses. LV-ViT needs its
-    # published --weights, one model at a time.
+    # published weights (--weights), one model at a time.
     "table1": spot_recipe(
         "SPOT and other reducers",
         "1",

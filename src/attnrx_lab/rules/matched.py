@@ -43,7 +43,7 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws as many of the heads' own directions as `matched` shares. Only its own head uses a drawn direction."""
+        """Draws the number of directions that `matched` shares, from all heads. Only its own head uses a direction."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]

@@ -149,12 +149,12 @@ class SharedRank(Rule):
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Keeps as many directions of every head as the fusion matrix of a CP SlimAtt of `rank` terms assigns to it.
+    """Keeps in every head the number of directions that the fusion matrix of a CP SlimAtt assigns to it.
 
-    CPD-EPC decomposes the query-key tensor, and every term is assigned to the head that uses it most (IrrAtt, Algorithm
-    1). Each head then keeps this number of its own strongest directions, at most all of them. The result is block terms
-    with the identity as fusion, so no fusion layer is needed. `sweeps` and `seed` are settings of the decomposition
-    (see `shared_rank`). The metric is "augmented" (the default) or "weights".
+    CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
+    (IrrAtt, Algorithm 1). Each head then keeps this number of its own strongest directions, at most all of them. The
+    result is block terms with the identity as fusion, so no fusion layer is needed. `sweeps` and `seed` are settings of
+    the decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}

@@ -50,7 +50,7 @@ class TopRank(Rule):
 
 @dataclass(frozen=True)
 class EffectiveRank(Rule):
-    """Keeps the strongest directions of each head, as many as its effective rank (SVDA, Eq. 24), rounded up.
+    """Keeps the strongest directions of each head; their number is its effective rank (SVDA, Eq. 24), rounded up.
 
     A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
     learned strengths.

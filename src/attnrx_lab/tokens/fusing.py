@@ -118,8 +118,7 @@ class EViT(Soft):
 
 @dataclass(frozen=True)
 class SPViT(EViT):
-    """Keeps the patches with the highest scores and fuses the others, weighted by their keep probability (Kong et al.,
-    2022).
+    """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
     `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
     searches for the layers of the stages by latency; here the policy states them.
@@ -131,8 +130,7 @@ class SPViT(EViT):
 
 @dataclass(frozen=True)
 class DTPS(Soft):
-    """Keeps the patches with the highest scores, and fuses every other patch into the most similar kept patch (Wei et
-    al., 2023).
+    """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
     Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and the patches matched to it,
     weighted by exp(c); its own weight is exp(1). In attention it counts as one token. `scores` is DynamicViT's

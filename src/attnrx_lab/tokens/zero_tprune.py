@@ -113,8 +113,9 @@ def redundant(
     num_present: int,
     count: int,
 ) -> Int[Tensor, "batch pruned"]:
-    """Returns `count` patches of the less important half of the `num_present` patches: those that are most similar to
-    a patch of the other half.
+    """Returns the `count` patches of the less important half that are most similar to a patch of the other half.
+
+    The halves divide the `num_present` present patches.
     """
     order = stable_order(importance.masked_fill(present_mask == 0, float("-inf")))
     # An odd patch goes to the more important half. Pruned patches come last and belong to neither half.
