@@ -9,11 +9,11 @@ from attnrx.show.reports.numbers import NOTHING, Number, fixed, number, short
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 
-# In the units of a picture, which the page scales.
+# Sizes in units of a picture, which the page scales.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of its axes
 
-# Markers by position in the legend, so that curves differ without colour; drawn around the origin.
+# Markers by position in the legend, so that curves also differ without colour. They are drawn around the origin.
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "M-3.5 -3.5h7v7h-7z",
@@ -30,15 +30,15 @@ class Drawing:
     def __init__(self, width: Number, height: Number, title: str, description: str = ""):
         box = f"0 0 {_coordinate(width)} {_coordinate(height)}"
         size = {"width": _coordinate(width), "height": _coordinate(height)}
-        # ElementTree escapes texts and attributes: names of models and classes may contain markup. The label and the
-        # description are for screen readers.
+        # ElementTree escapes texts and attributes, because names of models and classes may contain markup. The label
+        # and the description are for screen readers.
         self._root = ElementTree.Element("svg", {"viewBox": box, "role": "img", "aria-label": title, **size})
         if description:
             ElementTree.SubElement(self._root, "desc").text = description
 
     def add(self, shape: str, style: str, tip: str = "", **attributes: Number | str) -> None:
-        """Adds one shape; `style` are its CSS classes and `tip` is its tooltip."""
-        # Names of attributes have hyphens, which keyword arguments cannot have.
+        """Adds one shape with the CSS classes `style` and the tooltip `tip`."""
+        # Attribute names have hyphens, but keyword arguments cannot have them.
         written = {name.replace("_", "-"): _coordinate(value) for name, value in attributes.items()}
         element = ElementTree.SubElement(self._root, shape, {"class": style, **written})
         if tip:
@@ -51,12 +51,12 @@ class Drawing:
 
     def svg(self) -> str:
         """Returns the finished picture as markup for an HTML page."""
-        # As text, without the XML declaration, which is not allowed inside HTML.
+        # "unicode" leaves out the XML declaration, which is not allowed inside HTML.
         return ElementTree.tostring(self._root, encoding="unicode")
 
 
 def _coordinate(value: Number | str) -> str:
-    # Two decimals are a hundredth of a pixel; more only increase the page size.
+    # Two decimals are a hundredth of a pixel; more decimals would only make the page larger.
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -76,21 +76,21 @@ class AxisScale:
         """Returns about `count` round values within the range."""
         rough = (self.high - self.low) / max(count, 1)
         power = 10.0 ** math.floor(math.log10(rough))
-        # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
+        # A tolerance is needed, because ranges such as 0.1 to 0.7 are not exact in binary.
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
     @property
     def power(self) -> int:
-        """The power of ten that the labels are in units of: 0 unless they would be too long."""
+        """The power of ten that serves as the unit of the labels: 0 unless they would be too long."""
         largest = max(abs(self.low), abs(self.high))
         if 1e-3 <= largest < 1e5 or largest == 0:
             return 0
         return math.floor(math.log10(largest))
 
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Returns the ticks with their labels, in units of `power`; all have the same decimals."""
+        """Returns the ticks with their labels in units of `power`, all with the same number of decimals."""
         ticks = self.ticks(count)
         if self.power or len(ticks) < 2:
             unit = 10.0**self.power
@@ -101,7 +101,7 @@ class AxisScale:
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Returns a range that contains all values with a margin of `room`; equal values get a range around them."""
+    """Returns a range that contains all values with a margin of `room`. Equal values get a range around them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # equal up to rounding
@@ -124,7 +124,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in order of x, with the colour and the marker of the place `index` in the legend."""
+    """Points in order of x, with the colour and the marker of position `index` in the legend."""
 
     name: str
     points: tuple[CurvePoint, ...]
@@ -137,13 +137,13 @@ class Curve:
 
     @property
     def marker(self) -> str:
-        """The path of the marker; after STYLES curves the colours repeat, with other markers."""
+        """The path of the marker. After STYLES curves the colours repeat, with other markers."""
         return MARKERS[(self.index + self.index // STYLES) % len(MARKERS)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes, with their intervals as areas; `level` draws a horizontal line."""
+    """Curves that share their axes, with their intervals as areas. `level` draws a horizontal line."""
 
     title: str
     x_label: str
@@ -167,7 +167,7 @@ class Chart:
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
             drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
-        for curve in self.curves:  # all bands lie below all lines
+        for curve in self.curves:  # draw all bands first, so that they lie below the lines
             _draw_band(drawing, curve, x, y)
         for curve in self.curves:
             if len(curve.points) > 1:
@@ -213,7 +213,7 @@ def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> No
     bounded = [
         (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
     ]
-    if len(bounded) == 1:  # whose band would have no area
+    if len(bounded) == 1:  # the band of a single point would have no area
         middle, low, high = (axis(value) for axis, value in zip((x, y, y), bounded[0], strict=True))
         stroke = f"M{middle - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
         drawing.add("path", f"whisker {curve.style}", d=stroke)

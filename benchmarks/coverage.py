@@ -1,10 +1,10 @@
-"""How often the 95 % intervals cover the truth: simulations with a known answer, seeded.
+"""How often the 95 % intervals cover the truth: seeded simulations with a known answer.
 
-Means over images: the Kullback-Leibler divergences of images have heavy tails, here lognormal and mixtures of gamma
-distributions, or resamples of the divergences of a real model. Latency: the rounds of a run are correlated (AR(1) with
-the coefficient `phi`) and drift, some rounds are disturbed, and every process has a ratio of its own; one process is
-compared with four that have a quarter of the rounds each. Promises: how often one holds if the divergence is what was
-promised, and if it is twice that.
+Means over images: the Kullback-Leibler divergences of images have heavy tails. Here they are lognormal, mixtures of
+gamma distributions, or resampled from a real model's divergences. Latency: the rounds of a run are correlated (AR(1)
+with the coefficient `phi`) and drift, some rounds are disturbed, and every process has its own ratio. One process is
+compared with four processes that run a quarter of the rounds each. Promises: how often a promise holds if the
+divergence is as promised, and if it is twice as large.
 
 python benchmarks/coverage.py
 python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # a real ViT-Tiny too
@@ -28,7 +28,7 @@ from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.outputs import KINDS
 
 LOGITS = KINDS["logits"]
-Draw = Callable[[int, torch.Generator], Tensor]  # the divergences of so many images, with the mean 1
+Draw = Callable[[int, torch.Generator], Tensor]  # draws the divergences of a number of images, with mean 1
 
 
 def lognormal(spread: float) -> Draw:
@@ -36,7 +36,7 @@ def lognormal(spread: float) -> Draw:
 
 
 def gammas(share: float, size: float) -> Draw:
-    """Most images from a gamma distribution of shape 1/2, a `share` from an exponential one `size` times as large."""
+    """Draws from a gamma distribution of shape 1/2, and a `share` from an exponential one `size` times as large."""
 
     def draw(n: int, generator: torch.Generator) -> Tensor:
         small = torch.randn(n, generator=generator).double().square()  # a gamma distribution of shape 1/2 and mean 1
@@ -62,7 +62,7 @@ DIVERGENCES: Mapping[str, Draw] = {
 
 
 def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
-    """Returns the coverage of the studentized interval of a mean and that of the percentiles, as shares."""
+    """Returns the coverage of the studentized interval of a mean and of the percentile interval, as shares."""
     generator, found = torch.Generator().manual_seed(0), torch.zeros(2)
     for seed in range(repetitions):
         values = draw(n, generator)
@@ -72,14 +72,14 @@ def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
     return studentized, plain
 
 
-BETWEEN = 0.02  # of the logarithm of the ratio, between processes
+BETWEEN = 0.02  # the standard deviation of the logarithm of the ratio between processes
 
 
 def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns the seconds of two models, of which the first takes 1.5 times as long, in the rounds of a run.
+    """Returns the seconds of two models in the rounds of a run. The first model takes 1.5 times as long.
 
-    Both share a drift; each has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The first one differs
-    between processes.
+    Both share a drift. Each has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The time of the first
+    model also differs between processes.
     """
     warm = 50  # rounds until the noise is stationary
     noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5
@@ -99,7 +99,7 @@ def covers_ratio(
 ) -> tuple[float, float]:
     """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio.
 
-    The rounds are divided between the processes.
+    The rounds are divided among the processes.
     """
     generator, covered, width = torch.Generator().manual_seed(0), 0, 0.0
     for _ in range(repetitions):
@@ -112,9 +112,9 @@ def covers_ratio(
 
 
 def kept_promises(draw: Draw, n: int, times: float, repetitions: int) -> dict[str, float]:
-    """Returns the shares of the outcomes of a promise on `n` images whose true divergence is `times` the promised one.
+    """Returns how often each outcome of a promise occurs if the true divergence is `times` the promised one.
 
-    The promise is measured on 96 images, as by `attnrx shrink`.
+    The promise is measured on 96 images, as in `attnrx shrink`, and judged on `n` images.
     """
     generator = torch.Generator().manual_seed(0)
     outcomes: dict[str, float] = dict.fromkeys(OUTCOMES, 0.0)
@@ -127,7 +127,7 @@ def kept_promises(draw: Draw, n: int, times: float, repetitions: int) -> dict[st
 
 
 def real_divergences(arguments: argparse.Namespace) -> Tensor:
-    """Returns the divergences of a ViT-Tiny whose values keep three quarters of their ranks."""
+    """Returns the divergences between a real ViT-Tiny and a copy whose values keep three quarters of their ranks."""
     model = rx.load("timm:vit_tiny_patch16_224", weights=arguments.weights)
     splits = splits_argument(model, arguments)
     diagnosis = rx.diagnose(model, splits.train.take(64), moments=True)

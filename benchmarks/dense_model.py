@@ -1,8 +1,9 @@
-"""`attnrx.shrink` on a whole model of maps (a Vision Transformer with a decoder), as a file beside the vendor's own.
+"""`attnrx.shrink` on a whole model that predicts maps, exported and compared with the vendor's own file.
 
-The module is created by a class that can be imported, e.g. `saliency:Saliency`, with weights in a safetensors file;
-images are those of a parquet file. The maps of the file are correlated with the original's, image by image, on images
-that the call has not seen. The speeds are those of the evidence: one run, in turns.
+The model is a Vision Transformer with a decoder. It is created by a class that can be imported, e.g.
+`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. On images that the call
+has not seen, the maps of the exported file are correlated with the original's, image by image. The speeds come from the
+evidence: the files were timed in turns, in one run.
 
     PYTHONPATH=FOLDER python benchmarks/dense_model.py saliency:Saliency --weights FILE --data PARQUET \\
         --to 'openvino(precision=int8)' --faster 1.4 --out runs/dense
@@ -31,7 +32,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Pictures(torch.utils.data.Dataset[torch.Tensor]):
-    """Normalized pictures of some rows of a parquet file, resized to height x width."""
+    """Normalized pictures from rows of a parquet file, resized to height x width."""
 
     def __init__(self, rows: Any, size: Sequence[int]):
         self.rows, self.size = rows, (size[1], size[0])
@@ -46,7 +47,7 @@ class Pictures(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def created(name: str, weights: Path) -> nn.Module:
-    """Returns the module of MODULE:CLASS with the weights of a file."""
+    """Returns the module of MODULE:CLASS with the weights from a file."""
     module, _, class_name = name.partition(":")
     model = getattr(importlib.import_module(module), class_name)().eval()
     model.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=False)
@@ -60,7 +61,7 @@ def maps_of(model: nn.Module, pictures: Pictures) -> torch.Tensor:
 
 
 def correlations(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns the correlation of two maps of every image."""
+    """Returns the correlation of the two maps of every image."""
     before, after = (maps - maps.mean(1, keepdim=True) for maps in (before, after))
     return torch.cosine_similarity(before, after)
 

@@ -1,10 +1,10 @@
-"""A detector of a real DINOv2, trained on scenes of photographs, and what a smaller one loses in average precision.
+"""A detector with a real DINOv2, trained on scenes of photographs, and how much average precision a smaller one loses.
 
-A scene is a blurred photograph with one to four others on it, each an object of its class. The detector is a DINOv2
-with a head of two convolutions that marks the centre of every object in the grid of patches, with its size (as
-CenterNet: Zhou et al., 2019). The head is trained on features that are computed once. Then `shrink` makes the whole
-detector faster by a divergence of its own, and the evidence has the average precision at an overlap of one half
-(`metric_of_set`), on scenes of photographs that no other step has seen.
+A scene is a blurred photograph with one to four other photographs on it, each an object of its class. The detector is a
+DINOv2 with a head of two convolutions. Like CenterNet (Zhou et al., 2019), the head marks the centre and the size of
+every object in the grid of patches. It is trained on features that are computed only once. Then `shrink` makes the
+whole detector faster, using the detector's own divergence. The evidence has the average precision at an overlap of one
+half (`metric_of_set`), on scenes of photographs that no other step has seen.
 
     python benchmarks/detector.py --weights dinov2_vits14_saliency.safetensors --data imagenette224.parquet
 """
@@ -30,12 +30,12 @@ from attnrx.support.storage import write_json
 
 SIDE, PATCH = 224, 14
 GRID = SIDE // PATCH
-OBJECTS, PEAKS = 4, 20  # the most objects of a scene, and centres of which a score is kept
+OBJECTS, PEAKS = 4, 20  # the largest number of objects in a scene, and of centres whose scores are kept
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Detector(nn.Module):
-    """Scores of centres by class, and offset and logarithmic size of a box, for every patch."""
+    """Predicts for every patch the scores of centres by class, and the offset and logarithmic size of a box."""
 
     def __init__(self, backbone: nn.Module, width: int, classes: int):
         super().__init__()
@@ -59,7 +59,7 @@ class Detector(nn.Module):
 
 
 def backbone_of(weights: Path | None) -> nn.Module:
-    """Returns a DINOv2 ViT-S/14 with the weights of a file under `backbone.`, or a small one of random weights."""
+    """Returns a DINOv2 ViT-S/14 with a file's weights under `backbone.`, or a small one with random weights."""
     from transformers import Dinov2Config, Dinov2Model
 
     if weights is None:
@@ -78,7 +78,7 @@ def backbone_of(weights: Path | None) -> nn.Module:
 
 def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) -> TensorDataset:
     """Returns scenes [count, 3, SIDE, SIDE] and their objects [count, OBJECTS, 5]: class, centre and size as shares of
-    the side; the class is -1 where there is none.
+    the side. The class is -1 if there is no object.
     """
     random, images, objects = np.random.default_rng(seed), [], torch.full((count, OBJECTS, 5), -1.0)
     for scene in range(count):
@@ -102,7 +102,7 @@ def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) ->
 
 
 def targets_of(objects: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the marks of centres [batch, classes, GRID, GRID], boxes [batch, 4, GRID, GRID], and where they are."""
+    """Returns the marks of centres [batch, classes, GRID, GRID], boxes [batch, 4, GRID, GRID], and where boxes are."""
     marks = torch.zeros(len(objects), classes, GRID, GRID)
     boxes, present = torch.zeros(len(objects), 4, GRID, GRID), torch.zeros(len(objects), GRID, GRID, dtype=torch.bool)
     places = torch.arange(GRID) + 0.5
@@ -121,7 +121,7 @@ def targets_of(objects: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def trained(detector: Detector, data: TensorDataset, epochs: int, classes: int) -> None:
-    """Trains the head on features computed once, by the focal loss of CenterNet (Eq. 1) and absolute errors."""
+    """Trains the head on features computed once, with CenterNet's focal loss (Eq. 1) and absolute errors."""
     pixels, objects = data.tensors
     with torch.no_grad():
         features = torch.cat([detector.features(part) for part in pixels.split(16)])
@@ -167,7 +167,7 @@ def average_precision(answers: Tensor, objects: Tensor) -> Tensor:
     area = (box[..., 2:] - box[..., :2]).prod(-1)[:, :, None] + (high - low).prod(-1)[:, None] - shared
     fits = (shared / area > 0.5) & (label[:, :, None] == kind[:, None])  # [scenes, peaks, objects]
     free, hit = torch.ones_like(kind, dtype=torch.bool), torch.zeros_like(label, dtype=torch.bool)
-    for peak in range(label.shape[1]):  # the strongest first; an object is found once
+    for peak in range(label.shape[1]):  # the strongest first; an object can be found only once
         mine = fits[:, peak] & free
         hit[:, peak] = mine.any(1)
         first = F.one_hot(mine.int().argmax(1), kind.shape[1]).bool() & mine
@@ -184,7 +184,7 @@ def average_precision(answers: Tensor, objects: Tensor) -> Tensor:
 
 
 def detection_divergence(original: Tensor, smaller: Tensor) -> Tensor:
-    """Returns the divergence of the scores, and the change of boxes where the original sees an object, per scene."""
+    """Returns per scene the divergence of the scores, plus the change of boxes where the original sees an object."""
     base, share = original[:, :-4], original[:, :-4].sigmoid()
     crossed = [F.binary_cross_entropy_with_logits(each, share, reduction="none") for each in (smaller[:, :-4], base)]
     moved = (original[:, -4:] - smaller[:, -4:]).abs().sum(1) * share.amax(1)

@@ -1,12 +1,12 @@
-"""Accuracy against measured speed of every method, without training, on a pre-trained model and its test images.
+"""Accuracy against measured speed for every method, without training, on a pre-trained model and its test images.
 
     python benchmarks/frontier.py MODEL --data DATA [--weights W] [--label-column L] [--test-column T]
-    python benchmarks/frontier.py ... --chart docs/assets/frontier.svg      # with the chart of the README
+    python benchmarks/frontier.py ... --chart docs/assets/frontier.svg      # with the chart for the README
 
-Ours: `plan` (`attnrx shrink`), and Ward's merging in every layer. Beside them ToMe with the same numbers of merged
-patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. Every model takes turns with
-the model as its library ships it, in one run per batch size and number of threads. Results are kept in the folder, so
-that an interrupted run goes on.
+Our methods are `plan` (`attnrx shrink`) and Ward's merging in every layer. They are compared with ToMe at the same
+numbers of merged patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. Every model
+takes turns with the model as its library ships it, in one run per batch size and number of threads. Results are kept in
+the folder, so an interrupted run resumes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from attnrx.vit.models import attach_tokens_, family_of, working_copy
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench
 
-# Names of methods with the texts of their rules at every point.
+# The names of the methods, with the text of the rules at each point of the curve.
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "Ward": ("ward:8@every", "ward:13@every", "ward:16@every"),
     "ToMe": ("tome:8@every", "tome:13@every", "tome:16@every"),
@@ -44,8 +44,8 @@ SHARES = (0.9, 0.8, 0.7)  # of the MACs
 FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and threads of the chart
 CHART_BATCH, CHART_THREADS = 32, 1
 BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
-CALIBRATION, DIAGNOSED = 192, 64  # training images; the diagnosis is made on some of them
-LOWEST = -12.0  # points of accuracy; larger losses are in the table only
+CALIBRATION, DIAGNOSED = 192, 64  # how many training images to calibrate on, and how many of these to diagnose on
+LOWEST = -12.0  # points of accuracy; larger losses appear only in the table
 COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
 
 
@@ -79,7 +79,7 @@ def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Pat
         images = splits.train.take(CALIBRATION)
         diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)
-        # The predictions of a plan are measured on images that it was not made on.
+        # A plan's predictions must be measured on images that it was not made on.
         plan: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
         plan.save(folder)
     return rx.realize(model, rx.Prescription.load(folder / "prescription.json"))
@@ -98,14 +98,14 @@ def quality(model: nn.Module, candidate: nn.Module, splits: rx.data.Splits) -> d
 def speeds(
     candidates: Mapping[str, nn.Module], model: nn.Module, batch: int, threads: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Times all models in turns with the library's, in a process of their own."""
+    """Times all models in turns with the library's model, in a separate process."""
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2)
-    # In a fresh process: the speed of memory allocation depends on what this one has done.
+    # In a fresh process, because the speed of memory allocation depends on what this process has done before.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)
-    # The unchanged model in the kernels of each: a model without attnrx's attention runs in those of its library.
+    # Relative to the unchanged model in the same kernels: attnrx's, or the library's if there is no attnrx attention.
     attnrx = {name for name, each in candidates.items() if any(isinstance(part, Attention) for part in each.modules())}
     compression = {name: each.by_compression if name in attnrx else each.faster for name, each in comparisons.items()}
     return {
@@ -124,11 +124,11 @@ def log(line: str) -> None:
 
 
 def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str, Any]:
-    """Measures what is not in the folder yet, and returns everything."""
-    # After an interruption models are made again, from saved plans; numbers are read back.
+    """Measures what is not in the folder yet, and returns all results."""
+    # After an interruption, models are made again from saved plans, and numbers are read back.
     path = folder / "frontier.json"
     record: dict[str, Any] = read_json(path) if path.exists() else {"quality": {}, "speed": {}}
-    # The kernels of attnrx alone, without any compression, are a part of every speed-up.
+    # attnrx's kernels without any compression, because they are a part of every speed-up.
     candidates: dict[str, nn.Module] = {"unchanged, attnrx": model}
     for method, point, candidate in models(model, splits, folder):
         name = f"{method}, {point}"
@@ -142,15 +142,15 @@ def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str,
             cell = f"batch {batch}, {threads} threads"
             if cell not in record["speed"]:
                 log(f"speed at {cell}")
-                rounds = max(6, min(40, 200 // batch))  # fewer for large batches, whose rounds take longer
+                rounds = max(6, min(40, 200 // batch))  # fewer for large batches, because their rounds take longer
                 record["speed"][cell] = speeds(candidates, model, batch, threads, rounds)
                 write_json(path, record)
     return record
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Returns one row per model: accuracy, divergence, how many times faster than the library's model in every cell,
-    and in that of the chart than the unchanged model in the same kernels.
+    """Returns one row per model: accuracy, divergence, and how many times faster than the library's model it is in
+    every cell. The chart's cell also has the speed relative to the unchanged model in the same kernels.
     """
     cells, charted = list(record["speed"]), record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
     rows = []
@@ -181,9 +181,9 @@ def chart(record: Mapping[str, Any]) -> str:
     methods: dict[str, list[CurvePoint]] = {}
     for name, measures in record["quality"].items():
         change, method = measures["change"], name.partition(",")[0]
-        if change["value"] < LOWEST:  # it would compress the axis of all others
+        if change["value"] < LOWEST:  # it would squeeze the axis for all others
             continue
-        # Relative to the unchanged model in the same kernels: methods run in different ones.
+        # Relative to the unchanged model in the same kernels, because methods run in different kernels.
         point = CurvePoint(speed[name]["by_compression"], change["value"], change["low"], change["high"], name)
         methods.setdefault(method, []).append(point)
     order = sorted(methods, key=lambda method: method != "plan")  # ours has the first colour
@@ -205,7 +205,7 @@ def chart(record: Mapping[str, Any]) -> str:
         f'<path class="marker" d="M-4 0h8v3h-8z"/><text x="9" y="4">{curve.name}</text></g>'
         for index, curve in enumerate(curves)
     )
-    # A file of its own, so that a README can show it: with the namespace, the style, and room for a legend.
+    # A README can show only a separate file, which needs the namespace, the style, and room for a legend.
     svg = drawing.draw().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     svg = svg.replace('viewBox="0 0 360 230"', 'viewBox="0 0 460 230"').replace(
         'width="360" height="230"', 'width="690" height="345"'
@@ -224,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> None:
     model = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
     splits = splits_argument(model, arguments)
     with torch.inference_mode(False):
-        record = measure(working_copy(model), splits, arguments.out)  # the baselines read attention of attnrx
+        record = measure(working_copy(model), splits, arguments.out)  # the baselines read attnrx attention
     print(table(record))
     if arguments.chart is not None:
         write_text(arguments.chart, chart(record))

@@ -1,12 +1,13 @@
 """What runs on one CUDA device, and how fast: tests of its code paths, models against timm, kernels, a real model.
 
-    python benchmarks/gpu.py --pack imagenette224.parquet --images runs/images.parquet  # the images that are carried
+    python benchmarks/gpu.py --pack imagenette224.parquet --images runs/images.parquet  # the images to take along
     python benchmarks/gpu.py --weights vit_tiny_patch16_224.safetensors --images runs/images.parquet --out runs/gpu
     python benchmarks/gpu.py --device cpu --tiny --out runs/gpu  # a minute, on any machine
 
-Writes gpu.json after every section, and gpu.md, the page docs/results/gpu.md, at the end. A section that fails is
-recorded with its traceback, and one that has used up its share of --budget ends with what it has. Weights are random
-except in the section of the real model: latency does not depend on them. Models that are compared take turns.
+It writes gpu.json after every section, and at the end gpu.md, which is the page docs/results/gpu.md. A section that
+fails is recorded with its traceback. A section that has used up its share of --budget ends with the results so far.
+Weights are random, because latency does not depend on them; only the section of the real model has real weights. Models
+that are compared take turns.
 """
 
 import argparse
@@ -46,13 +47,13 @@ from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tests whose marker is gpu, and those of the code that they share with a CPU.
+# The tests with the marker gpu, and the tests of the code that they share with a CPU.
 TESTS = ("tests/laws/test_cuda.py", "tests/laws/test_compiled.py")
 
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 MODELS = {"T": "vit_tiny_patch16_224", "S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 TINY = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
-# About 0.6 of the MACs, as of `attnrx shrink --macs 0.6`: hidden units, irregular ranks and three stages of merging.
+# About 0.6 of the MACs, like a plan of `attnrx shrink --macs 0.6`: hidden units, irregular ranks, three merging stages.
 PLAN = (
     "qk=total_rank:0.7,metric=weights{more} vo=total_rank:0.8,metric=weights{more} "
     "hidden=uniform_rank:0.85,metric=weights{more} tokens=ward:0.8@4,7,10"
@@ -62,14 +63,14 @@ VARIANTS = {
     "ward:13@every": "tokens=ward:13@every",
     "ward:0.7@4,7,10": "tokens=ward:0.7@4,7,10",
     "plan": PLAN.format(more=""),
-    # Products of half precision whose sizes are no multiples of 8 cannot use the fast kernels of the device.
+    # In half precision, products whose sizes are not multiples of 8 cannot use the device's fast kernels.
     "plan, multiples of 8": PLAN.format(more=",multiple=8"),
-    # No operation more than the original: only smaller products.
+    # The same operations as in the original, only with smaller products.
     "half of hidden": "hidden=uniform_rank:0.5,metric=weights,multiple=64",
     "half of hidden, two stages": "hidden=uniform_rank:0.5,metric=weights,multiple=64 tokens=ward:0.7@3,6",
 }
 REAL = "qk=total_rank:0.7 vo=total_rank:0.8 hidden=total_rank:0.85 tokens=ward:0.8@4,7,10"
-# Parts of the budget, of the sections in the order in which they run; each also takes what those before it leave.
+# The sections' shares of the budget, in the order in which they run. Each also gets what earlier sections left over.
 SHARES = {"eager": 0.24, "compiled": 0.36, "real": 0.32, "tests": 0.05, "backends": 0.02, "content": 0.01}
 TITLES = {
     "tests": "Tests of the CUDA paths",
@@ -89,14 +90,14 @@ class Cell:
     batch: int
 
 
-# The most important ones first: a small model with one image, a large one with many, and one in between. Compiling
-# takes long, so only FEW variants are compiled.
+# The most important cells come first: a small model with one image, a large one with many, and one in between.
+# Compiling takes long, so only FEW variants are compiled.
 FIRST = (Cell("T", 1), Cell("S", 64), Cell("B", 256))
 OTHERS = tuple(cell for cell in itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))) if cell not in FIRST)
 EAGER = (*FIRST, *OTHERS)
 PROFILED = (Cell("S", 64), Cell("T", 1))
 FEW = ("unchanged", "half of hidden")
-# Ranks of the heads: even between 4 and the head dimension, and one full head beside narrow ones.
+# Ranks of the heads: evenly spread between 4 and the head dimension, or one full head and otherwise narrow heads.
 SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "4 to 64": lambda heads, most: tuple(4 + (most - 4) * head // (heads - 1) for head in range(heads)),
     "one of 64, others 8": lambda heads, most: (most, *(8,) * (heads - 1)),
@@ -105,7 +106,7 @@ SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Models:
-    """timm's model of one size, its VARIANTS, and the texts of those that could not be made."""
+    """timm's model of one size, its VARIANTS, and error texts for variants that could not be made."""
 
     reference: nn.Module
     variants: dict[str, nn.Module]
@@ -114,7 +115,7 @@ class Models:
 
 @dataclass
 class Run:
-    """The settings of one call, and its record, which is written after every section."""
+    """The settings of one call, and its record, which is saved after every section."""
 
     device: str
     tiny: bool
@@ -127,8 +128,8 @@ class Run:
     started: float
     sections: tuple[str, ...] = tuple(SHARES)
     cells: tuple[Cell, ...] = EAGER
-    ends: float = 0.0  # of the section that runs
-    shares_begun: float = 0.0  # of this section and those before it
+    ends: float = 0.0  # when the running section has to end
+    shares_begun: float = 0.0  # the shares of the budget up to and including the running section
     built: dict[str, "Models"] = field(default_factory=dict)
 
     @property
@@ -164,7 +165,7 @@ class Run:
             result["skipped"] = "the budget was used up"
         else:
             try:
-                with time_limit(self.left + 5):  # a section looks at `left` itself, between its measurements
+                with time_limit(self.left + 5):  # sections check `left` themselves between measurements
                     work(self, result)
             except (Exception, OutOfTime) as error:
                 result["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -175,12 +176,12 @@ class Run:
 
 
 class OutOfTime(BaseException):
-    """A section outlasted its share; no `except Exception` takes it for a failed measurement."""
+    """A section exceeded its share. A BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime in the main thread after so many seconds."""
+    """Raises OutOfTime in the main thread after this many seconds."""
 
     def expire(*_: object) -> None:
         raise OutOfTime(f"not finished after {seconds:.0f} s")
@@ -195,7 +196,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def short(error: BaseException) -> str:
-    """The record of one measurement that failed: the error and where it was raised."""
+    """Returns the record of a failed measurement: the error, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
 
@@ -204,7 +205,7 @@ def short(error: BaseException) -> str:
 
 
 def test_section(run: Run, result: dict[str, Any]) -> None:
-    """Runs pytest on the tests of CUDA; without the checks of shapes, whose library the device may lack."""
+    """Runs pytest on the CUDA tests, without shape checks, because the machine may lack their library."""
     words = [sys.executable, "-m", "pytest", *TESTS, "-m", "gpu", "--all", "-v", "-rfE", "--tb=short", "--durations=6"]
     words += ["-o", "addopts=", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None and run.on_cuda:
@@ -223,7 +224,7 @@ def test_section(run: Run, result: dict[str, Any]) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
     lines = log.read_text().splitlines()
-    # Both forms: "tests/x.py::name PASSED" and, in several processes, "[gw0] PASSED tests/x.py::name".
+    # Two forms occur: "tests/x.py::name PASSED" and, with several processes, "[gw0] PASSED tests/x.py::name".
     outcomes = [found[1] for line in lines if "::" in line and (found := OUTCOME.search(line)) and "%]" in line]
     result["counts"] = {name.lower(): outcomes.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     result["failures"] = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -235,7 +236,7 @@ def test_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def timm_model(run: Run, size: str) -> nn.Module:
-    """Returns timm's model with random weights; heads differ in the size of their weights, as trained ones do."""
+    """Returns timm's model with random weights. As in trained models, heads differ in the size of their weights."""
     import timm
 
     torch.manual_seed(0)
@@ -251,7 +252,7 @@ def timm_model(run: Run, size: str) -> nn.Module:
 
 
 def models_of(run: Run, size: str) -> Models:
-    """Returns the models of one size in float32, made once."""
+    """Returns the models of one size in float32. They are made only once."""
     if size in run.built:
         return run.built[size]
     reference = timm_model(run, size)
@@ -259,7 +260,7 @@ def models_of(run: Run, size: str) -> Models:
     made: dict[str, nn.Module] = {}
     failures: dict[str, str] = {}
     side = 32 if run.tiny else 224
-    # Ranks by the weights need no images, but a diagnosis has some.
+    # Ranks by the weights need no images, but a diagnosis does.
     images = torch.rand(2, 3, side, side, device=run.device) * 2 - 1
     diagnosis = rx.diagnose(model, images, diagnostics=(SpectralShape(),))
     for name, text in VARIANTS.items():
@@ -286,7 +287,7 @@ def synchronize(run: Run) -> None:
 
 
 def waits(run: Run, forward: Callable[[], object]) -> dict[str, int]:
-    """Returns how often a pass waits for the device, by the line of attnrx that does."""
+    """Returns how often a pass waits for the device, by the line of code that waits."""
     if not run.on_cuda:
         return {}
     with warnings.catch_warnings(record=True) as caught:
@@ -305,7 +306,7 @@ def waits(run: Run, forward: Callable[[], object]) -> dict[str, int]:
 
 
 def kernels(run: Run, forward: Callable[[], object]) -> dict[str, Any]:
-    """Returns the number of launched kernels, their seconds on the device, and the longest ones."""
+    """Returns the number of launched kernels, their milliseconds on the device, and the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     if not run.on_cuda:
@@ -323,7 +324,7 @@ def kernels(run: Run, forward: Callable[[], object]) -> dict[str, Any]:
 
 
 def peak_bytes(run: Run, forward: Callable[[], object]) -> int | None:
-    """Returns the memory of a pass above what is held before it."""
+    """Returns how much memory a pass needs beyond the memory that is in use before it."""
     if not run.on_cuda:
         return None
     torch.cuda.synchronize()
@@ -337,7 +338,7 @@ def peak_bytes(run: Run, forward: Callable[[], object]) -> int | None:
 def timed(
     run: Run, runs: Mapping[str, Callable[[], object]], anchor: str, clock: str | None = None, rounds: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times the runs in turns; milliseconds, and the speed relative to the anchor with its interval."""
+    """Times the runs in turns; returns milliseconds, and the speed relative to the anchor with its interval."""
     clock = clock or ("cuda" if run.on_cuda else "wall")
     seconds = interleave(runs, rounds=rounds or run.rounds, warmup=3, clock=clock)
     rows = {}
@@ -354,7 +355,7 @@ def timed(
 
 
 def eager_section(run: Run, result: dict[str, Any]) -> None:
-    """All variants, eager and as CUDA graphs of the eager kernels."""
+    """Times all variants, eager and as CUDA graphs of the eager kernels."""
     result["cells"] = []
     for cell in run.cells if not run.tiny else run.cells[:1]:
         if run.left < 1:
@@ -389,7 +390,7 @@ def eager_section(run: Run, result: dict[str, Any]) -> None:
                 for name in runs:
                     try:
                         graphs[name] = partial(RecordedCalls(placed[name]), batch)
-                        graphs[name]()  # records
+                        graphs[name]()  # records the graph
                     except Exception as error:
                         row["failures"][f"{name}, CUDA graph"] = short(error)
                         torch.cuda.synchronize()
@@ -403,7 +404,7 @@ def eager_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def compiled_section(run: Run, result: dict[str, Any]) -> None:
-    """torch.compile, the most important cells first, as long as there is time."""
+    """Times variants with torch.compile, the most important cells first, as long as there is time."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 
@@ -458,7 +459,7 @@ def compiled_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def irregular(run: Run, size: str, spectrum: str) -> AttentionSpec:
-    """A layer of the model whose scores and values have the ranks of a spectrum."""
+    """Returns a layer of the model in which scores and values have the ranks of a spectrum."""
     heads, dimension = {"S": (6, 64), "B": (12, 64)}[size] if not run.tiny else (3, 16)
     ranks = SPECTRA[spectrum](heads, dimension)
     return AttentionSpec(
@@ -467,7 +468,7 @@ def irregular(run: Run, size: str, spectrum: str) -> AttentionSpec:
 
 
 def backend_section(run: Run, result: dict[str, Any]) -> None:
-    """One attention layer with irregular ranks on every backend; and the unpruned layer."""
+    """Times one attention layer with irregular ranks on every backend, and the unpruned layer."""
     result["cells"] = []
     dtype, cells = PRECISIONS[run.precision], list(itertools.product("SB", (64, 256, 1), SPECTRA))
     with torch.inference_mode():
@@ -509,8 +510,8 @@ def backend_section(run: Run, result: dict[str, Any]) -> None:
 def content_section(run: Run, result: dict[str, Any]) -> None:
     """Changes weights in place, in every way that PyTorch has, and compares with a copy that has not run before.
 
-    The first row, without a change, is what two passes differ by: on CUDA the sums of merged tokens are made in any
-    order, and in half precision that changes which tokens are merged next.
+    The first row changes nothing, so it shows how much two passes differ: CUDA sums merged tokens in any order. In half
+    precision this changes which tokens are merged next.
     """
     small = models_of(run, "T").variants["plan"]
     changes: dict[str, Callable[[nn.Parameter], object]] = {
@@ -562,7 +563,7 @@ def pack(source: Path, target: Path, training: int = 608) -> None:
 
 
 def unpacked(run: Run) -> dict[str, list[tuple[Any, int]]]:
-    """Returns the pictures and labels of `pack` by split; random ones for --tiny."""
+    """Returns the pictures and labels of `pack` by split, or random ones with --tiny."""
     from PIL import Image
 
     if run.images is None:
@@ -578,7 +579,7 @@ def unpacked(run: Run) -> dict[str, list[tuple[Any, int]]]:
 
 
 def real_section(run: Run, result: dict[str, Any]) -> None:
-    """`shrink` on the device to a time and to MACs, with the speed of the models; the workflow on a CPU and there."""
+    """Runs `shrink` on the device for a target time and target MACs, and the workflow on a CPU and on the device."""
     if run.tiny or run.weights is None or run.images is None:
         if not run.tiny:
             result["skipped"] = "needs --weights and --images"
@@ -588,7 +589,7 @@ def real_section(run: Run, result: dict[str, Any]) -> None:
     else:
         model = rx.load("timm:vit_tiny_patch16_224", weights=run.weights).eval()
     splits = unpacked(run)
-    # The targets of `shrink`, with the seconds that one needs; times on a CPU are the subject of other scripts.
+    # The targets of `shrink`, with the seconds that each needs. Other scripts measure target times on a CPU.
     targets = {"faster=1.2, batch=256": 5.0, "macs=0.6, batch=64": 45.0} if run.on_cuda else {"macs=0.6, batch=64": 0.0}
     for text, needed in targets.items():
         if run.left > needed:
@@ -627,7 +628,7 @@ def findings(evidence: rx.Evidence) -> list[dict[str, Any]]:
 
 
 def shrink_part(run: Run, part: dict[str, Any], model: nn.Module, splits: Mapping[str, Any], target: str) -> None:
-    """`shrink` on the device, with the seconds of its steps, and the speed of the model that it makes."""
+    """Runs `shrink` on the device, and records the seconds of its steps and the speed of the result."""
     lines: list[list[Any]] = []
     begin = time.monotonic()
     part["log"] = lines
@@ -655,7 +656,7 @@ def shrink_part(run: Run, part: dict[str, Any], model: nn.Module, splits: Mappin
 
     reference = timm_model(run, "T") if run.tiny else timm.create_model("vit_tiny_patch16_224").eval()
     part["speeds"] = []
-    # In the precision of the timings of the plan too, which is that of the model.
+    # Also in the precision in which the plan was timed, which is the model's.
     for precision in dict.fromkeys((run.precision, "float32")):
         conditions = replace(run.conditions, precision=precision)
         with conditions.held():
@@ -686,7 +687,7 @@ def speed_text(row: Mapping[str, Any] | None) -> str:
 
 
 def notes_of(result: Mapping[str, Any]) -> list[str]:
-    """Lines about what a section could not do."""
+    """Returns lines about what a section could not do."""
     lines = [f"Not finished: {result[key]}." for key in ("error", "skipped") if key in result]
     if "left_out" in result:
         lines.append(f"Left out, for lack of time: {'; '.join(result['left_out'])}.")
@@ -697,7 +698,7 @@ def notes_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def speed_tables(cells: Sequence[Mapping[str, Any]], mode: str, title: str) -> list[str]:
-    """One line per model and batch size, one column per variant."""
+    """Returns tables with one line per model and batch size, and one column per variant."""
     cells = [cell for cell in cells if mode in cell]
     if not cells:
         return []
@@ -769,7 +770,7 @@ def eager_text(result: Mapping[str, Any]) -> list[str]:
 
 def compiled_counts(cell: Mapping[str, Any], name: str) -> list[str]:
     counts = cell["counts"].get(name, {})
-    # On a CPU without those that libraries have.
+    # On a CPU, kernels from libraries are not counted.
     launches = counts.get("launches", counts.get("generated kernels"))
     return [str(each) for each in (counts.get("graph breaks", "-"), launches or "-", cell["seconds"].get(name, "-"))]
 
@@ -885,7 +886,7 @@ def facts(run: Run, command: str) -> dict[str, Any]:
 
 
 def stop_late(run: Run) -> threading.Timer:
-    """Ends the process where a call into C++ outlasts the budget: what was measured is in the record."""
+    """Ends the process if a call into C++ exceeds the budget. The record has everything that was measured."""
 
     def end() -> None:
         run.record["stopped"] = "the budget was used up inside a call"
@@ -894,7 +895,7 @@ def stop_late(run: Run) -> threading.Timer:
         write_text(run.out / "gpu.md", page(run.record))
         os._exit(3)
 
-    timer = threading.Timer(run.budget + 12, end)  # seconds beyond it
+    timer = threading.Timer(run.budget + 12, end)  # 12 seconds of grace
     timer.daemon = True
     timer.start()
     return timer
@@ -928,7 +929,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and batches, for a test of this script")
     parser.add_argument("--render", action="store_true", help="write gpu.md from an earlier gpu.json, and end")
     arguments = parser.parse_args(words)
-    # The C++ kernels of a CPU are not measured here, and compiling them takes half a minute.
+    # attnrx's C++ kernels for CPUs are not measured here, and compiling them takes half a minute.
     os.environ.setdefault("ATTNRX_BUILD", "0")
     if arguments.pack is not None:
         if arguments.images is None:

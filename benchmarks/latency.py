@@ -1,10 +1,10 @@
-"""Forward passes of a compressed SVDA model beside the original: how much of the saved arithmetic becomes saved time.
+"""Forward passes of a compressed SVDA model against the original: how much of the saved arithmetic saves time.
 
     python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
 
-Both models take turns in one run; a speed is the median over rounds of the time of the original over that of the
-candidate, with its 95 % interval. Weights are random: latency does not depend on them. `uniform` ranks are the same in
-every head, `ragged` ones spread around the same mean, as those of an energy rule do.
+Both models take turns in one run. A speed is the original's time divided by the candidate's: the median over rounds,
+with its 95 % interval. Weights are random, because latency does not depend on them. `uniform` ranks are the same in
+every head. `ragged` ranks spread around the same mean, like the ranks of an energy rule.
 """
 
 import argparse
@@ -54,18 +54,18 @@ class Result:
 
 
 def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
-    """The configuration with `rank` directions a head, in every head or on average, heads sorted by falling rank."""
+    """Returns the configuration with `rank` directions in every head, or on average, with heads in order of rank."""
     full = config.attention[0]
     heads = len(full.heads)
-    # Evenly spaced around the mean, so that the mean and with it the MACs stay the same; at most half of the way to
-    # rank 0 and to the full rank, so that every head has directions and none more than before.
+    # Ranks are evenly spaced around the mean, so the mean and the MACs stay the same. They go at most half of the way
+    # to rank 0 and to the full rank, so every head has directions, and none has more than before.
     reach = min(rank, full.original_rank - rank) // 2 if pattern == "ragged" else 0
     ranks = tuple(rank + round(reach * (1 - 2 * head / max(heads - 1, 1))) for head in range(heads))
     return replace(config, attention=tuple(spec.with_ranks(ranks, spec.heads, spec.norms) for spec in config.attention))
 
 
 def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
-    """Every requested combination."""
+    """Yields every requested combination."""
     for mode in arguments.modes:
         for precision in arguments.precisions:
             conditions = Conditions(arguments.device, precision, arguments.threads, mode == "compiled")
@@ -79,13 +79,13 @@ def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, str, int, Lat
 def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: LatencyProtocol) -> Result:
     """Compares the smaller model with the original."""
     smaller = compressed(config, rank, pattern)
-    # Both from scratch: a compressed layer has the shapes of its configuration, whatever weights it was made from.
+    # Both are built from scratch, because only shapes matter, and the configuration states a compressed layer's shapes.
     original, candidate = (initialize_(VisionTransformer(shape), seed=0) for shape in (config, smaller))
     images = torch.randn(batch, config.channels, config.image_size, config.image_size)
     return Result(
         rank,
         pattern,
-        smaller.costs().macs / config.costs().macs,  # what the measured ratios are compared with
+        smaller.costs().macs / config.costs().macs,  # the measured ratios are compared with this
         compare_latency(candidate, original, images, protocol),
         compare_memory(candidate, original, images, protocol.conditions),
     )

@@ -2,16 +2,16 @@
 
 python benchmarks/models.py [PAGE [OUTCOMES]] [--measure]
 
-Every architecture is created on the meta device, without weights, and read by its family. Of those that no family
-reads, the MLPs of one of every kind (its class, and the first letters of its name) are found, the smallest; the
-others of its kind count as this one. The proof on random images, which `attnrx.load` makes of every model, is not
-made here. A library that is not installed is left out. What was found is kept in the file OUTCOMES, one line of JSON
-for every kind, which another call continues.
+Every architecture is created on the meta device, without weights, and read by its family. If no family reads it, its
+MLPs are found by their structure. This is done only for the smallest architecture of each kind (its class, and the
+first letters of its name); the others of this kind count the same. The proof on random images, which `attnrx.load`
+makes for every model, is skipped here. A library that is not installed is left out. Results are kept in the file
+OUTCOMES, one line of JSON per kind, and another call resumes from it.
 
-With --measure the smallest architecture of every row is created with random weights, and the page has four more
-columns: how far the copy is from the library's model, whether the closed form of its MACs is a count of them, whether a
-smaller model is the same after it is saved and loaded, and whether it has an ONNX file. This takes minutes per row;
---measure with OUTCOMES goes on where it was interrupted.
+With --measure the smallest architecture of every row is created with random weights, and the page gets four more
+columns: how far the copy is from the library's model, whether the closed form of its MACs equals a count of them,
+whether a smaller model is the same after it is saved and loaded, and whether it has an ONNX file. This takes minutes
+per row. --measure with OUTCOMES resumes where it was interrupted.
 """
 
 import argparse
@@ -47,13 +47,13 @@ from attnrx.vit.models.users.units import UnitsFamily, separate_pairs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
-# The tasks of transformers whose classes are listed beside those with a reader, and further classes.
+# Listed are the transformers classes with a reader, the classes of these tasks, and further classes.
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
 OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
-# Columns of --measure.
+# The columns that --measure adds.
 COPY, MACS, RELOADED, ONNX = MEASURES = ("copy", "MACs", "reloads", "ONNX")
 RULES = {"qk": "qk=total_rank:0.75", "vo": "vo=total_rank:0.75", "hidden": "hidden=total_rank:0.75"}
-NOISE = 0.02  # that is added to random weights: libraries start biases at zero, which would hide mistakes
+NOISE = 0.02  # added to random weights, because libraries start biases at zero, which would hide mistakes
 MEASURED = """## What was measured
 
 The smallest architecture of every row was created with random weights (`--measure`). `copy` compares the outputs of
@@ -151,7 +151,7 @@ You cannot export a smaller SigLIP 2, because transformers reads the grid of eve
 
 @dataclass(frozen=True)
 class Outcome:
-    """The class of one architecture, and the axes that work or the reason why it is refused."""
+    """The class of one architecture, and the axes that work, or the reason why it is refused."""
 
     kind: str
     axes: tuple[str, ...]
@@ -171,12 +171,12 @@ class Architecture:
     make: Callable[[], nn.Module]
     where: str = ""
     size: int = 0
-    """The parameters of the model, where its outline is left out."""
+    """The number of parameters of the model, kept because the outline is dropped to save memory."""
 
 
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a model on the meta device, or the refusal of its family; of a model that contains a Vision
-    Transformer with a reader the axes of that, as `attnrx.load` reads it.
+    """Returns the axes of a model on the meta device, or the refusal of its family. If the model contains a Vision
+    Transformer with a reader, the axes are the latter's, because `attnrx.load` reads it in the same way.
     """
     outcome = outcome_of_trunk(family, model)
     if outcome.reason:
@@ -195,7 +195,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
         adopted = family.working(model, Record(family.name, family.origin_inside(model)))
     except AttnrxError as error:
         return Outcome(kind, (), reason_of(error))
-    # An axis works if it does in every layer.
+    # An axis works if it works in every layer.
     specs, parts = [layer.spec for layer in family.attention(adopted)], family.parts(adopted.trunk)
     works = {
         "qk": not any(spec.fixes_scores for spec in specs),
@@ -207,13 +207,13 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
 
 
 def reason_of(error: AttnrxError) -> str:
-    """Returns the reason of a refusal alone: the page has a column for the class, and none for remedies."""
+    """Returns only the reason of a refusal, because the page has a column for the class and none for remedies."""
     message = str(error).partition(" is not supported: ")[2] or str(error)
     return message.partition(". ")[0].removesuffix(".")
 
 
 def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
-    """Finds the MLPs of a model with weights, as `attnrx.load` does; returns its axes, or why it has none."""
+    """Finds the MLPs of a model with weights, as `attnrx.load` does, and returns its axes, or why it has none."""
     with torch.device("cpu"):
         model = make().eval()
         try:
@@ -224,7 +224,7 @@ def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
 
 
 def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[tuple[Architecture, Outcome]]:
-    """Returns the outcome of every architecture; of those without a reader by the smallest of their kind."""
+    """Returns the outcome of every architecture. Without a reader, the smallest of its kind decides."""
     found: list[tuple[Architecture, Outcome]] = []
     unread: dict[str, list[tuple[Architecture, Outcome]]] = defaultdict(list)
     for each in architectures:
@@ -244,7 +244,7 @@ def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[t
 
 
 class State:
-    """What was found, by the names of its lines in a file that another call continues; None for no file."""
+    """Results by name, kept as lines of a file from which another call resumes. None means no file."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -252,7 +252,7 @@ class State:
         self.known: dict[str, Any] = dict(map(json.loads, lines))
 
     def kept(self, name: str, find: Callable[[], Any]) -> Any:
-        """Returns what the file has by a name; it is found and added, if the file does not have it."""
+        """Returns the result of this name. If the file does not have it, it is computed and added."""
         if name not in self.known:
             self.known[name] = find()
             print(name, self.known[name], flush=True)
@@ -263,7 +263,7 @@ class State:
 
 
 class Answering(nn.Module):
-    """A model in its own code that takes images and returns what it answers, of whatever kind its inputs are."""
+    """A library's model as a function from images to its answers, whatever inputs the model takes."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -294,7 +294,7 @@ def copied(model: nn.Module, images: ImageBatch) -> str:
 
 
 def counted(model: nn.Module, images: ImageBatch) -> float:
-    """Returns the MACs in closed form divided by a count of them."""
+    """Returns the MACs in closed form, divided by a count of the MACs."""
     with counted_by_spec(model, family_of(model)):
         return family_of(model).costs(model).product_macs / count_product_macs(Answering(model).eval(), images[:1])
 
@@ -313,12 +313,12 @@ def reloaded(small: nn.Module, images: ImageBatch) -> str:
 
 def exported(small: nn.Module) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        rx.export(small, Path(folder) / "small.onnx")  # compared with the model before it is kept
+        rx.export(small, Path(folder) / "small.onnx")  # export itself compares the file with the model
     return "yes"
 
 
 def measured(architecture: Architecture, axes: tuple[str, ...], most: float) -> dict[str, str]:
-    """Measures a model with random weights; returns the columns, each a result or the reason why there is none."""
+    """Measures a model with random weights. Returns the columns, each a result or the reason why there is none."""
     if architecture.size > most:
         return dict.fromkeys(MEASURES, f"not measured: {architecture.size / 1e6:,.0f} million parameters")
     found: dict[str, str] = {}
@@ -352,7 +352,7 @@ def measured(architecture: Architecture, axes: tuple[str, ...], most: float) -> 
 
 
 def kind_of(name: str) -> str:
-    """Returns the first letters of the name of an architecture."""
+    """Returns the first letters of an architecture's name."""
     found = re.match(r"(eca_)?[a-z]+", name.lower())
     return name if found is None else found[0]
 
@@ -360,10 +360,10 @@ def kind_of(name: str) -> str:
 def of_timm() -> Iterator[Architecture]:
     """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
     timm: Any = importlib.import_module("timm")
-    # Names are ARCHITECTURE.TAG, one for each file of weights.
+    # Names are ARCHITECTURE.TAG, one for each weight file.
     tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
     for module in timm.list_modules():
-        # By the source first, so that the many architectures of timm without attention are not created.
+        # Check the source first, so that timm's many architectures without attention are not created.
         if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
             continue
         for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
@@ -374,7 +374,7 @@ def of_timm() -> Iterator[Architecture]:
 
 
 def of_transformers() -> Iterator[Architecture]:
-    """Yields the classes with a reader, those of TASKS with attention, and OTHER_CLASSES, in their default
+    """Yields the classes with a reader, the classes of TASKS with attention, and OTHER_CLASSES, in their default
     configuration.
     """
     transformers: Any = importlib.import_module("transformers")
@@ -384,15 +384,15 @@ def of_transformers() -> Iterator[Architecture]:
     others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]
     for name in dict.fromkeys((*readers, *others, *OTHER_CLASSES)):
         kind = getattr(transformers, name, None)
-        if kind is None:  # a part of a class, which has a reader of its own
+        if kind is None:  # READERS also names parts of classes, which transformers does not export
             continue
-        # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
+        # MAE's masking removes patches at random, and a hybrid DPT has a convolutional backbone.
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
         if name == "DPTForDepthEstimation":
             config.is_hybrid = False
         try:
             model = kind(config)
-        except Exception as error:  # a class that needs a library of its own, or more than its configuration
+        except Exception as error:  # the class needs another library, or more than its configuration
             print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0], flush=True)
             continue
         if any("Att" in type(part).__name__ for part in model.modules()):
@@ -408,7 +408,7 @@ def of_torchvision() -> Iterator[Architecture]:
 
 
 def of_open_clip() -> Iterator[Architecture]:
-    """Yields the image towers; one that wraps a model of timm is read as that model."""
+    """Yields the image towers. A tower that wraps a timm model is read as that model."""
     open_clip: Any = importlib.import_module("open_clip")
     for name in open_clip.list_models():
         tower = LIBRARIES["open_clip"].initialized(name)

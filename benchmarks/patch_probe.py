@@ -1,9 +1,9 @@
-"""The accuracy of a linear segmentation probe on the features of patches, original against pruned or merged tokens.
+"""The accuracy of a linear segmentation probe on patch features: the original against pruned or merged tokens.
 
     python benchmarks/patch_probe.py timm:vit_tiny_patch16_224 --weights W --data imagenette224.parquet \
         --test-column ilsvrc_val --policies ward:12@every tome:13@every
 
-Prints the findings of the check `PatchProbe`, and the error of the features, for every policy.
+It prints, for every policy, the findings of the check `PatchProbe` and the error of the features.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from attnrx.support.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class PatchProbe(Check):
-    """The change of accuracy of a linear segmentation probe on the features of patches, in points.
+    """The change of accuracy of a linear segmentation probe on patch features, in points.
 
-    The images of the probe are mosaics of 2 x 2 images at half the size, and the label of a patch is the class of its
-    quadrant; patches across two quadrants have none. Of every class one half is for training, the other for the result.
-    The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. It is
-    trained on the features of the reference, and in addition on those of the candidate. The claim, for both probes, is
-    that the candidate loses at most `most_drop` points; changes are paired, intervals are over mosaics.
+    The images of the probe are mosaics of 2 x 2 images at half the size. The label of a patch is the class of its
+    quadrant; patches across two quadrants have no label. One half of every class is for training, the other for the
+    result. The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. One
+    probe is trained on the features of the reference, and one on the features of the candidate. The claim for both is
+    that the candidate loses at most `most_drop` points. Changes are paired, and intervals are over mosaics.
     """
 
     name: ClassVar[str] = "patch_probe"
@@ -45,8 +45,8 @@ class PatchProbe(Check):
     most_drop: float | None = 1.0
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        # Labels of images become labels of patches by mosaics: no dataset of segmentations is needed. A linear probe,
-        # so that the result depends on the features and not on a decoder that makes up for them.
+        # Mosaics turn image labels into patch labels, so no segmentation dataset is needed. The probe is linear, so
+        # that the result depends on the features and not on a decoder that makes up for them.
         train, test = mosaics_of(comparison)
         models = {"reference": comparison.reference, "candidate": comparison.candidate}
         with evaluating(models.values()):
@@ -65,7 +65,7 @@ class PatchProbe(Check):
         classes = 1 + int(max(patch_labels.max() for patch_labels in labels))
         probes = {role: ridge_probe(table[0], labels[0], classes, self.ridge) for role, table in tables.items()}
         base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
-        # The probe of the reference shows whether features moved, that of the candidate whether they lost information.
+        # The reference's probe shows whether features moved, the candidate's probe whether they lost information.
         retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
@@ -87,8 +87,8 @@ Mosaics = tuple[Float[Tensor, "_ channels height width"], Int[Tensor, "_ 4"]]
 def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
     """Returns mosaics with the classes of their quadrants, for training and for the result.
 
-    The images of every class are in turns in the first and in the second. Every image is in four mosaics, once in each
-    quadrant.
+    The images of every class go alternately to the training mosaics and to the mosaics for the result. Every image is
+    in four mosaics, once in each quadrant.
 
     Raises:
         DataError: The images have one class, or are too few for a mosaic.
@@ -101,7 +101,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"patch_probe separates classes, and all {len(labels)} images have the label {int(labels[0])}: give images "
             "of at least two classes."
         )
-    # By class, because data are often sorted by it: a probe does not know a class that it was not trained on.
+    # Split every class, because data are often sorted by class, and a probe knows only classes that it was trained on.
     second = rank_within_class(labels.cpu(), torch.arange(len(labels))) % 2 == 1
     if (tested := int(second.sum())) < 4:
         raise DataError(
@@ -109,12 +109,12 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"{len(images)} images, and a mosaic takes four: give at least 8 images, two or more of a class."
         )
     generator = torch.Generator().manual_seed(comparison.seed)
-    # Area averages do not alias. A mosaic has the size of an image, so the model reads it as one.
+    # Area averages do not alias. A mosaic has the size of one image, so the model can read it.
     small = interpolate(images, scale_factor=0.5, mode="area")
     halves = []
-    # Halves of the images and not of the mosaics: no image is in both.
+    # The images are split, not the mosaics, so no image is in both halves.
     for part in ((~second).nonzero().flatten(), second.nonzero().flatten()):
-        # One permutation per quadrant, so an image has other neighbours in each.
+        # One permutation per quadrant, so an image has different neighbours in each mosaic.
         orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
         rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]
         halves.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
@@ -122,12 +122,12 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
 
 
 def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
-    """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width.
+    """Returns the class of every patch, or -1 for a patch across two quadrants; `ratio` is height over width.
 
     Raises:
         NotSupported: There are fewer than 2 x 2 patches.
     """
-    # patches = rows * columns and rows / columns = height / width, as patches are square.
+    # Patches are square, so patches = rows * columns and rows / columns = height / width.
     rows = round((patches * ratio) ** 0.5)
     columns = patches // rows
 
@@ -161,7 +161,7 @@ def ridge_probe(
 def patch_accuracy(
     probe: Float[Tensor, "features_and_one classes"], table: PatchTable, labels: Int[Tensor, "images patches"]
 ) -> Float[Tensor, "images"]:
-    """Returns the share of the labelled patches of every image that the probe classifies correctly."""
+    """Returns, for every image, the share of its labelled patches that the probe classifies correctly."""
     used = labels >= 0
     correct = ((_with_one(table) @ probe).argmax(-1) == labels) & used
     return correct.sum(1).double() / used.sum(1)

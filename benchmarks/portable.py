@@ -4,12 +4,12 @@
     python benchmarks/portable.py speed [--model timm:vit_tiny_patch16_224] [--threads 1]
     python benchmarks/portable.py reload [--classes 28] [--tags 100] [--seed 0]
 
-`price` shrinks a model twice, as a portable model and with a width per layer, to the parameters that the portable one
-has, and compares the divergences of both on the same test images. `speed` removes half of the hidden units, loads the
-folder with timm alone, and times it in turns with the original, eager and compiled. `reload` draws classes of
-transformers and weight files of timm that have attention, makes a small model of each with random weights, saves it
-with half of the hidden units, and loads and runs the folder in a process that cannot import attnrx. Models and results
-are kept in the folder --out, so that an interrupted run goes on.
+`price` shrinks a model twice to the same number of parameters, as a portable model and with a width per layer. It
+compares the divergences of both on the same test images. `speed` removes half of the hidden units, loads the folder
+with only timm, and times it in turns with the original, eager and compiled. `reload` draws transformers classes and
+timm weight files that have attention. It makes a small model of each with random weights, and saves it with half of the
+hidden units. Then it loads and runs the folder in a process that cannot import attnrx. Models and results are kept in
+the folder --out, so an interrupted run resumes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from attnrx.vit.models.boundary.working_copy import answer, library_form
 from attnrx.vit.outputs import output_kind_of
 from attnrx.workflows.shrink import ShrinkRun
 
-ROUNDS = {1: 60, 32: 12}  # of a timing, by batch size
+ROUNDS = {1: 60, 32: 12}  # the rounds of a timing, by batch size
 
 
 def log(line: str) -> None:
@@ -66,7 +66,7 @@ def portable_model(model: nn.Module, splits: rx.data.Splits, options: argparse.N
 
 
 def free_model(model: nn.Module, splits: rx.data.Splits, params: float, options: argparse.Namespace) -> nn.Module:
-    """Returns the model with hidden units of a width per layer, which is kept in the folder; `params` is a share."""
+    """Returns the model with a separate MLP width per layer, which is kept in the folder; `params` is a share."""
     folder = options.out / "free"
     if not folder.is_dir():
         settings = rx.planning.PlanSettings.preset(options.effort, axes=("mlp",), seed=options.seed, log=log)
@@ -86,7 +86,7 @@ def price(options: argparse.Namespace) -> None:
         model = rx.load(model, image_size=(shape[1], shape[2]))
     total = family_of(model).costs(model).params
     candidates = {"portable": portable_model(model, splits, options)}
-    # A budget that the portable model meets to the last parameter.
+    # The budget is exactly the portable model's number of parameters.
     share = family_of(candidates["portable"]).costs(candidates["portable"]).params / total
     candidates["free"] = free_model(model, splits, share + 1e-9, options)
     images, rows = splits.test.take(min(options.images, len(splits.test))), []
@@ -115,7 +115,7 @@ def _shown(value: Estimate, digits: int) -> str:
 # Reload ---------------------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 96, "num_heads": 3}
-# Without attnrx: every folder is loaded by the code of its card, and called as its library was.
+# Runs without attnrx: loads every folder with the code on its model card, and calls it like the library's model.
 CHILD = """
 import json, re, sys, warnings
 from pathlib import Path
@@ -146,7 +146,7 @@ EQUAL = "reloads with difference 0"
 
 
 def reload(options: argparse.Namespace) -> None:
-    """Prints how many models are loaded and answer the same without attnrx, and why the others do not."""
+    """Prints how many models load and answer the same without attnrx, and why the others do not."""
     options.out.mkdir(parents=True, exist_ok=True)
     draw = random.Random(options.seed)
     for library, names in (("transformers", classes(options.classes, draw)), ("timm", tags(options.tags, draw))):
@@ -170,7 +170,7 @@ def reload(options: argparse.Namespace) -> None:
 
 
 def classes(count: int, draw: random.Random) -> list[str]:
-    """Returns classes of transformers that attnrx reads."""
+    """Returns transformers classes that attnrx reads."""
     from attnrx.vit.models.libraries.huggingface_family import MAPS, READERS
 
     names = sorted(name for name, reader in READERS.items() if reader.answer != MAPS)
@@ -178,7 +178,7 @@ def classes(count: int, draw: random.Random) -> list[str]:
 
 
 def tags(count: int, draw: random.Random) -> list[str]:
-    """Returns weight files of timm whose architecture has attention."""
+    """Returns timm weight files whose architecture has attention."""
     import timm
 
     modules = {module for module in timm.list_modules() if "Attention" in source_of(f"timm.models.{module}")}
@@ -200,7 +200,7 @@ def source_of(module: str) -> str:
 
 
 def saved(library: str, name: str, folder: Path) -> str:
-    """Saves a portable model beside a call with its outputs; returns "" or why that is not possible."""
+    """Saves a portable model, and next to it a call with its outputs. Returns "" or why this is not possible."""
     torch.manual_seed(0)
     try:
         model = rx.load(small_timm(name) if library == "timm" else small_transformers(name))
@@ -218,7 +218,7 @@ def saved(library: str, name: str, folder: Path) -> str:
             torch.save((arguments, named, outputs), folder / "call.pt")
     except AttnrxError as error:
         return f"refused: {str(error).partition(': ')[2] or error}".partition(". ")[0]
-    except Exception as error:  # of a library, for sizes that do not fit
+    except Exception as error:  # libraries raise errors of any type for sizes that do not fit
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
@@ -234,19 +234,19 @@ def narrower(model: nn.Module, images: rx.data.ImageSet) -> nn.Module:
 
 
 def small_timm(name: str) -> nn.Module:
-    """Returns a model of timm with two narrow layers, every weight drawn anew; as it is, if it is no ViT."""
+    """Returns a timm model with two narrow layers and random weights."""
     import timm
 
     with torch.device("meta"):
         LIBRARIES["timm"].require_supported(timm.create_model(name))
     try:
         return shaken(timm.create_model(name, **SMALL))
-    except AssertionError:  # one with grouped heads, whose numbers are stated for every layer
+    except AssertionError:  # a model with grouped heads states their numbers for every layer
         return shaken(timm.create_model(name, **SMALL, num_kv_heads=1))
 
 
 def small_transformers(name: str) -> nn.Module:
-    """Returns a model of transformers with two narrow layers, every weight drawn anew."""
+    """Returns a transformers model with two narrow layers and random weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     return importlib.import_module("support.pretrained").of_hf(name, hidden_size=24).float()
 
@@ -262,7 +262,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 def half_of(name: str, out: Path) -> tuple[nn.Module, nn.Module]:
-    """Returns timm's own model and the one with half of the hidden units, as timm loads it from its folder."""
+    """Returns timm's own model, and the model with half of the hidden units, loaded by timm from its folder."""
     import timm
 
     torch.manual_seed(0)
@@ -293,7 +293,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def faster(models: Mapping[str, nn.Module], mode: str, batch: int, options: argparse.Namespace) -> list[float]:
-    """Times both models in turns; returns how many times faster the second one is, with its interval."""
+    """Times both models in turns, and returns how many times faster the second is, with its interval."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
 

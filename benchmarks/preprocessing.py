@@ -1,5 +1,5 @@
-"""Agreement of three ways from a file to a class: timm's own transform, attnrx's data, and the script beside the ONNX
-file, on pictures as they are stored and on the same pictures made odd (shapes, modes, orientations).
+"""Whether three ways from a picture file to a class agree: timm's own transform, attnrx's data, and the script next to
+the ONNX file. They are compared on pictures as stored, and on the same pictures with odd shapes, modes or orientations.
 
 python benchmarks/preprocessing.py MODEL --weights FILE --data DATA.parquet [--images 250]
 
@@ -23,8 +23,8 @@ from PIL import Image, ImageOps
 import attnrx as rx
 from attnrx.data.model_data import preprocessing_of
 
-ODD = 6  # kinds of changes, by turns
-COMMANDS = 6  # scripts that are run as commands; for the others their functions are called
+ODD = 6  # the number of kinds of changes, which pictures get in turn
+COMMANDS = 6  # how many pictures to run the script on as a command; for others its functions are called
 
 
 def odd(content: bytes, number: int) -> bytes:

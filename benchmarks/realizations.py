@@ -1,13 +1,13 @@
-"""The distance of every realization from the original model, over the spread of the strengths: which is nearest when.
+"""The distance of every realization from the original model, depending on how far the strengths have spread.
 
     python benchmarks/realizations.py --out runs/realizations
 
-Small SVDA models are trained on the digits of scikit-learn from different first strengths (--starts START:FACTOR, the
-factor multiplies their learning rate), pruned by energy retention at every --rhos, and realized as the mask and by each
-compression; refit takes the training images, the distances the test images. Each cell is the mean over the seeds of the
-relative L2 distance of the logits, with its 95 % t interval, and of the KL divergence in nats. A trained model and its
-measurements are kept in --out and not made again. --tiny takes one short training and few images: it shows that the
-command runs. About 3 minutes of one core.
+Small SVDA models are trained on scikit-learn's digits from different first strengths (--starts START:FACTOR; the factor
+multiplies the learning rate of the strengths). They are pruned by energy retention at every value of --rhos, and
+realized as the mask and by each compression. refit uses the training images; distances are measured on the test images.
+Each cell has the relative L2 distance of the logits, with its 95 % t interval, and the KL divergence in nats, as means
+over the seeds. Trained models and measurements are kept in --out and not made again. --tiny only shows that the command
+runs, with one short training and few images. The whole takes about 3 minutes on one core.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PATCH = 4  # 16 tokens
 
 @dataclass(frozen=True)
 class Start:
-    """How the strengths begin, and how much faster they learn than the other weights."""
+    """The first value of the strengths, and how much faster they learn than the other weights."""
 
     strength: float
     factor: float
@@ -65,21 +65,21 @@ class Measured:
 
 
 def logits(model: nn.Module, images: "rx.data.ImageSet") -> Tensor:
-    """All logits of a model."""
+    """Returns the logits of a model on all images."""
     with evaluating([model]), torch.no_grad():
         return torch.cat([model(batch.images) for batch in images.batches(128)])
 
 
 def effective_rank(diagnosis: Diagnosis) -> float:
-    """Mean over the heads of exp(entropy) of the squared strengths."""
-    # Eqs. 22 to 24 of the SVDA paper.
+    """Returns the mean over the heads of exp(entropy) of the squared strengths (SVDA, Eqs. 22 to 24)."""
+    # The energies of a head are normalized to a distribution.
     energy = torch.cat([layer.spectrum.strength.double().square() for layer in diagnosis.layers])
     share = energy / energy.sum(-1, keepdim=True)
     return float(torch.special.entr(share).sum(-1).exp().mean())
 
 
 def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Trains one model, or finds it, and measures it at every rho."""
+    """Trains one model, unless it is in the folder, and measures it at every rho."""
     folder = Path(arguments.out) / f"start-{start.strength:g}-{start.factor:g}" / f"seed-{seed}"
     path = folder / "measured.json"
     if path.exists():
@@ -101,7 +101,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
     )
     rx.train(fresh, splits, config, folder / "train")
     model = rx.load(folder / "train")
-    diagnosis = rx.diagnose(model, splits.validation)  # not of the test images, on which the distances are measured
+    diagnosis = rx.diagnose(model, splits.validation)  # not on the test images, on which the distances are measured
     calibration = splits.train.take(min(arguments.images, len(splits.train)))
     reference = logits(model, splits.test)
     labels = torch.cat([batch.labels for batch in splits.test.batches(128)])
@@ -110,7 +110,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
     for rho in arguments.rhos:
         try:
             prescription = rx.prescribe(diagnosis, EnergyRetention(rho))
-        except NoOpPrescription:  # every direction is needed for this share of the energy
+        except NoOpPrescription:  # this share of the energy needs every direction
             continue
         logits_of = {
             kind: logits(
@@ -126,18 +126,18 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
         divergences = {kind: divergence(reference, candidate) for kind, candidate in logits_of.items()}
         rank = effective_rank(diagnosis)
         rows.append(asdict(Measured(str(start), seed, rho, rank, accuracy, removed, distances, divergences)))
-    write_json(path, {"rows": rows})  # last: an interrupted training continues, and is measured anew
+    write_json(path, {"rows": rows})  # written last, so an interrupted training continues and is then measured
     return rows
 
 
 def divergence(reference: Tensor, candidate: Tensor) -> float:
-    """Mean KL divergence of the candidate's answers from the reference's, in nats."""
+    """Returns the mean KL divergence of the candidate's answers from the reference's, in nats."""
     old, new = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
     return float((old.exp() * (old - new)).sum(-1).mean())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for every start and rho."""
+    """Returns one line for every start and rho."""
     lines = [
         "| strengths start:factor | effective rank | rho | removed | "
         + " | ".join(KINDS)
@@ -146,7 +146,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for start, rho in dict.fromkeys((row["start"], row["rho"]) for row in rows):
         group = [row for row in rows if (row["start"], row["rho"]) == (start, rho)]
-        # Paired by seed: of the same model and prescription.
+        # The ratios are paired by seed, so both distances are for the same model and prescription.
         ratios = [row["distance"]["refit"] / row["distance"]["renormalized"] for row in group]
         cells = [start, f"{fmean(row['effective_rank'] for row in group):.1f}", f"{rho:.2f}"]
         cells += [f"{fmean(row['removed'] for row in group):.1f} %"]
@@ -158,7 +158,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def spread(values: Sequence[float], decimals: int) -> str:
-    """The mean, and with several values its 95 % t interval."""
+    """Returns the mean as text, and for several values its 95 % t interval."""
     if len(values) < 2:
         return f"{values[0]:.{decimals}f}"
     over = t_interval(values)

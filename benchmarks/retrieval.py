@@ -5,13 +5,13 @@
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py dinov2 --data imagenette224.parquet \
         --weights dinov2_vits14_saliency.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-dinov2
 
-The tower is a model of timm without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
-without the prefix `backbone.`), or what `attnrx.load` reads. `shrink` sees --data alone, with and without
-`keep_index=True`. The original embeds --index test images of --index-data. The queries are --queries training images of
-it, so that no image has two roles. A neighbour counts if it is among the k nearest that the original finds for the same
-query, by exact search with cosine similarity; intervals are over queries. The speed is relative to the unchanged tower,
-with both in attnrx's kernels and in turns. Models, vectors, and a JSON file of every cell are kept in --out, so that an
-interrupted run goes on. --targets recall=0.98 plans for a recall, which implies `keep_index`.
+The tower is a timm model without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
+without the prefix `backbone.`), or anything that `attnrx.load` reads. `shrink` runs with and without `keep_index=True`,
+and sees only --data. The original embeds --index test images of --index-data. The queries are --queries training images
+of --index-data, so no image has two roles. A neighbour counts if it is among the k nearest that the original finds for
+the same query, by exact search with cosine similarity. Intervals are over queries. The speed is relative to the
+unchanged tower, both in attnrx's kernels and in turns. Models, vectors and a JSON file per cell are kept in --out, so
+an interrupted run resumes. --targets recall=0.98 plans for a recall, which implies `keep_index`.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from attnrx.vit.costs.measured import interleave, ratio_of
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import KINDS, recalled
 
-KS = (1, 10)  # neighbours
-ROUNDS = {1: 60, 32: 12}  # of a timing, by batch size
-# ViT-S/14, as published.
+KS = (1, 10)  # numbers of neighbours
+ROUNDS = {1: 60, 32: 12}  # the rounds of a timing, by batch size
+# The published configuration of ViT-S/14.
 DINOV2: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "image_size": 518, "patch_size": 14}
-SIDE = 224  # of the images of DINOv2, whose position embeddings are interpolated
+SIDE = 224  # the side of images for DINOv2, whose position embeddings are interpolated
 
 
 def log(line: str) -> None:
@@ -49,7 +49,7 @@ def log(line: str) -> None:
 
 
 def tower_of(source: str, weights: Path | None) -> nn.Module:
-    """Returns the original, a tower of embeddings."""
+    """Returns the original tower, which returns embeddings."""
     if source.startswith("timm:"):
         import timm
 
@@ -65,7 +65,7 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
         stored = read_tensors(weights)
         prefix = "backbone." if any(name.startswith("backbone.") for name in stored) else ""
         named = {name.removeprefix(prefix): each.float() for name, each in stored.items() if name.startswith(prefix)}
-        # The mask token is of the training.
+        # The mask token is used only in training.
         if unset := {*model.load_state_dict(named, strict=False).missing_keys} - {"embeddings.mask_token"}:
             raise InvalidInput(
                 f"{weights} lacks {min(unset)}: give weights with the names of transformers' Dinov2Model."
@@ -78,7 +78,7 @@ def images_of(tower: nn.Module, data: str) -> rx.data.Splits:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)
         splits = rx.adapt_preprocessing(rx.load_data(data), tower)
-    if not family_of(tower).knows_normalization(tower):  # of transformers, without an image processor
+    if not family_of(tower).knows_normalization(tower):  # a transformers model without an image processor
         splits = splits.renormalized(Normalization(*IMAGENET))
     return rx.data.distinct_splits(splits)
 
@@ -116,7 +116,7 @@ class Retrieval:
             raise InvalidInput(f"--out {self.out} has results of other images or settings: give a new folder.")
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the content of a JSON file of the folder, which is made if it is not there."""
+        """Returns the content of a JSON file in the folder. If the file is missing, it is made."""
         path = self.out / name
         if not path.exists():
             write_json(path, make())
@@ -144,7 +144,7 @@ class Retrieval:
         return rx.load(folder).eval()
 
     def quality(self, cell: Cell) -> dict[str, Any]:
-        """Returns the costs of a smaller tower and, for every query, the shares of the neighbours that it finds."""
+        """Returns the costs of a smaller tower and, for every query, the share of the neighbours that it finds."""
         try:
             small = self.smaller(cell)
         except NotSupported as error:
@@ -162,7 +162,7 @@ class Retrieval:
         }
 
     def speed(self, cell: Cell, batch: int) -> dict[str, float]:
-        """Returns how many times faster a smaller tower is than the unchanged one, both in attnrx's kernels."""
+        """Returns how many times faster a smaller tower is than the unchanged tower, both in attnrx's kernels."""
         images = torch.randn(batch, *family_of(self.tower).input_shape(self.tower))
         models = {"original": rx.accelerate(self.tower), "smaller": rx.accelerate(self.smaller(cell))}
 

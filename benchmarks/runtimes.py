@@ -1,21 +1,21 @@
-"""Speeds of exported files against the conversion of the runtime's vendor, in one interleaved run per cell.
+"""Speeds of exported files against files from the runtime vendor's own converter, in one interleaved run per cell.
 
     python benchmarks/runtimes.py --out runs/runtimes                       # ViT-Tiny, all cells
     python benchmarks/runtimes.py --only openvino-bf16 --batches 1 --threads 1 --rounds 60
     python benchmarks/runtimes.py --models runs/slim --only onnx --batches 1   # a folder that `attnrx shrink` wrote
-    python benchmarks/runtimes.py --counts                                  # operations by type alone, no timing
+    python benchmarks/runtimes.py --counts                                  # only operations by type, no timing
     python benchmarks/runtimes.py --only int8 --shapes static --batches 1 32 --data imagenette224.parquet \\
         --weights vit_tiny_patch16_224.safetensors --label-column imagenet1k_label --test-column ilsvrc_val
 
-The anchor is timm's own model: `openvino.convert_model`, and `torch.onnx.export` with its defaults. Every other model
-is exported by attnrx, with a dynamic batch size. "static" compiles each file for one batch size, "free" for any. The
-weights are random, those of norms and all biases too: a runtime removes a scale of 1 and an offset of 0. Cells that
-were measured before are read from the folder, so that an interrupted run goes on.
+The anchor is timm's own model, converted by `openvino.convert_model`, or by `torch.onnx.export` with its defaults.
+attnrx exports every other model, with a dynamic batch size. "static" compiles each file for one batch size, "free" for
+any. All weights are random, including norms and biases, because a runtime removes a scale of 1 and an offset of 0.
+Cells that were measured before are read from the folder, so an interrupted run resumes.
 
-With --weights and --data the weights are those of a file, and every file is compared with timm's model on 500 test
-images. Files of 8 bits need both: they are quantized on 300 training images, the anchor by the defaults of NNCF or of
-ONNX Runtime. Beside ONNX Runtime's defaults stands "timm, percentiles", its closest file of several settings: matrix
-products alone, with a scale for every output feature, and ranges that leave the largest 0.001 % out.
+With --weights and --data the weights come from a file, and every exported file is compared with timm's model on 500
+test images. 8-bit files need both options. They are quantized on 300 training images, the anchor with the defaults of
+NNCF or ONNX Runtime. For ONNX Runtime there is also "timm, percentiles", the closest file among several settings. It
+quantizes only matrix products, with a scale for every output feature, and its ranges leave out the largest 0.001 %.
 """
 
 import argparse
@@ -49,12 +49,12 @@ MODELS = ("hidden=uniform_rank:0.5", "tokens=ward:0.7@4,7,10", "tokens=ward:0.4@
 RUNTIMES = {"openvino-f32": "openvino", "openvino-bf16": "openvino(precision=bf16)", "onnx-f32": "onnx"}
 RUNTIMES |= {"openvino-int8": "openvino(precision=int8)", "onnx-int8": "int8"}
 CALIBRATED_ON, COMPARED_ON = 300, 500
-HISTOGRAMS_ON = 60  # images whose activations ONNX Runtime keeps in memory for percentiles
+HISTOGRAMS_ON = 60  # images for percentiles; ONNX Runtime keeps their activations in memory
 ROUNDS = {1: 60, 8: 20, 32: 10}
 
 
 def library_model_of(architecture: str, weights: Path | None) -> torch.nn.Module:
-    """Returns the model of timm, with the weights of a file or random ones."""
+    """Returns the timm model, with weights from a file or random weights."""
     torch.manual_seed(0)
     library_model = timm.create_model(architecture).eval()
     if weights is not None:
@@ -68,7 +68,7 @@ def library_model_of(architecture: str, weights: Path | None) -> torch.nn.Module
 
 
 def model_of(name: str, library_model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model of timm in attnrx, after a rule text, or the model of a folder."""
+    """Returns the timm model in attnrx, compressed by a rule text, or the model of a folder."""
     if Path(name).is_dir():
         return rx.load(name).eval()
     model = rx.load(library_model)
@@ -80,12 +80,12 @@ def model_of(name: str, library_model: torch.nn.Module) -> torch.nn.Module:
 
 
 def images_of(batch: int) -> torch.Tensor:
-    """Returns noise as images of a batch, [batch, 3, 224, 224]."""
+    """Returns a batch of noise images, [batch, 3, 224, 224]."""
     return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
 
 def file_of(name: str, library_model: torch.nn.Module, to: str, folder: Path, images: torch.Tensor | None) -> Path:
-    """Writes the file of a model, unless it exists; files of 8 bits are quantized on the images."""
+    """Writes the file of a model, unless it exists. 8-bit files are quantized on the images."""
     form, stem = rx.exporting.parse_format(to), "".join(letter if letter.isalnum() else "-" for letter in name)
     path = folder / f"{stem}-{''.join(letter for letter in to if letter.isalnum())}{form.suffix}"
     if path.exists():
@@ -104,7 +104,7 @@ def file_of(name: str, library_model: torch.nn.Module, to: str, folder: Path, im
 
 
 def by_percentiles(plain: Path, path: Path, images: torch.Tensor) -> Path:
-    """Writes the file that ONNX Runtime's static quantization makes of a float one by percentiles."""
+    """Writes the 8-bit file that ONNX Runtime's static quantization makes from a float file, by percentiles."""
     inputs = ({"images": batch.numpy()} for batch in images.split(10))
     quantization.quantize_static(
         str(plain),
@@ -118,7 +118,7 @@ def by_percentiles(plain: Path, path: Path, images: torch.Tensor) -> Path:
 
 
 def data_of(library_model: torch.nn.Module, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the images to calibrate and to compare on, or None without data."""
+    """Returns the images to calibrate on and to compare on, or None without data."""
     if options.data is None:
         return None
     columns = rx.data.Columns(label_column=options.label_column, test_column=options.test_column)
@@ -130,7 +130,7 @@ def data_of(library_model: torch.nn.Module, options: argparse.Namespace) -> tupl
 
 
 def compared(path: Path, runtime: str, library_model: torch.nn.Module, images: torch.Tensor) -> str:
-    """Returns the KL divergence of a file's answers from those of timm's model, and how many are unchanged."""
+    """Returns the KL divergence of a file's answers from timm's answers, and how many answers are unchanged."""
     run, size, found = opened(path, runtime, 25, torch.get_num_threads(), True), 25, []
     with torch.no_grad():
         wanted = torch.cat([library_model(batch) for batch in images.split(size)])
@@ -144,7 +144,7 @@ def compared(path: Path, runtime: str, library_model: torch.nn.Module, images: t
 
 
 def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) -> Callable[..., Any]:
-    """Returns a function that runs the file once, on noise unless it is given images."""
+    """Returns a function that runs the file once, on noise unless you pass images."""
     noise = images_of(batch).numpy()
     if path.suffix == ".onnx":
         options = onnxruntime.SessionOptions()
@@ -161,7 +161,7 @@ def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) 
     precision = runtime.rpartition("-")[2]
     hints = {
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32" if precision == "f32" else "bf16",  # of what is not in 8 bits
+        "INFERENCE_PRECISION_HINT": "f32" if precision == "f32" else "bf16",  # for all operations that are not 8-bit
         "PERFORMANCE_HINT": "LATENCY",
     }
     compiled = core.compile_model(model, "CPU", hints)
@@ -180,7 +180,7 @@ def counts_of(path: Path) -> Counter[str]:
 def measured(
     paths: Mapping[str, Path], cell: tuple[str, str, int, int], rounds: int | None, clock: str
 ) -> dict[str, Any]:
-    """Times all files in turns, and returns the speed of each against the anchor with its interval."""
+    """Times all files in turns, and returns each file's speed relative to the anchor, with its interval."""
     runtime, shape, batch, threads = cell
     runs = {name: opened(path, runtime, batch, threads, shape == "static") for name, path in paths.items()}
     seconds = interleave(runs, rounds=rounds or ROUNDS.get(batch, 10), warmup=3, clock=clock)
@@ -192,7 +192,7 @@ def measured(
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Writes the missing files, measures the missing cells and prints the table."""
+    """Writes the missing files, measures the missing cells, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm")
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="or folders")

@@ -1,10 +1,11 @@
-"""What a smaller image costs in place of a smaller model: the same weights at fewer pixels, beside prescriptions.
+"""A smaller image instead of a smaller model: the same weights at fewer pixels, compared with prescriptions.
 
     python benchmarks/smaller_image.py MODEL --data DATA [--weights W] [--sizes 208 192 176 160] [--rules RULES ...]
 
-The test images are resized from the size of the model, bicubic and antialiased, and the library interpolates the
-position embeddings. Nothing is trained. Answers are compared with the original's at full size; files for ONNX Runtime,
-all written by attnrx for one image or a batch, take turns on one thread. --data and its columns are those of `attnrx`.
+The test images are resized from the model's image size (bicubic, antialiased), and the library interpolates the
+position embeddings. Nothing is trained. Answers are compared with the original's answers at full size. For the speed,
+attnrx writes files for ONNX Runtime, for one image or a batch, which take turns on one thread. --data and its columns
+are as in `attnrx`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ RULES = ("tokens=ward(relevance=0.3):0.8@4,7,10", "tokens=ward(relevance=0.3):0.
 
 
 class Resizing(nn.Module):
-    """A model for smaller images, which takes images of the full size and resizes them."""
+    """A model for smaller images that takes full-size images and resizes them itself."""
 
     def __init__(self, model: nn.Module, size: int):
         super().__init__()

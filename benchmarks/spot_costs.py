@@ -2,7 +2,7 @@
 
     python benchmarks/spot_costs.py
 
-A cell is off where the cost does not round to the printed number. The operations are those of `attnrx_lab.costs`.
+A cell is off if the cost does not round to the printed number. Operations are counted as in `attnrx_lab.costs`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ TABLES = ("table1", "table2", "table3", "table4", "table5", "table7", "table8", 
 
 
 def rows() -> list[tuple[str, str, str, str, str, str]]:
-    """Returns table, row, quantity, printed and computed number, and "off" where they disagree."""
+    """Returns table, row, quantity, printed and computed number, and "off" if the numbers disagree."""
     printed = json.loads(resources.files("attnrx_lab.papers").joinpath("spot.json").read_text(encoding="utf-8"))
     found = []
     for table in TABLES:
@@ -28,7 +28,7 @@ def rows() -> list[tuple[str, str, str, str, str, str]]:
         subjects = {each.scenario: each.subject for each in protocol}
         for row in RECIPES[table].rows:
             expected = printed.get(table, {}).get(row.label, {})
-            # A run of Table 4 measures the original, too.
+            # A run of Table 4 also measures the original.
             method = ORIGINAL if row.rule == ORIGINAL.name else methods.get((row.scenario, row.rule or ""))
             if method is None or not expected.keys() & DIGITS.keys():
                 continue

@@ -2,10 +2,11 @@
 
     python benchmarks/token_relevance.py timm:vit_tiny_patch16_224 --data imagenette --images 200 --out relevance.json
 
-Runs a model with all its tokens, and copies of it with several token reducers. The results are means over images with
-95 % bootstrap intervals: how well the relevance by two layers agrees, which share of the patches two reducers both
-keep, and what Gaussian noise on the image does to the relevance of one layer and to its mean over all layers so far. A
-trained predictor is compared with --also NAME=FOLDER, a saved model with the same stages.
+It runs a model with all its tokens, and copies of it with several token reducers. It measures how well the relevance in
+two layers agrees, and which share of the patches two reducers both keep. It also measures how Gaussian noise on the
+image changes the relevance in one layer, and the mean relevance over all layers so far. Results are means over images
+with 95 % bootstrap intervals. To include a trained predictor, give --also NAME=FOLDER, a saved model with the same
+stages.
 """
 
 import argparse
@@ -45,10 +46,10 @@ CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
 
 
 class RelevanceWatch:
-    """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
+    """Stores the relevance of every patch in every layer, averaged over the heads. Memory grows with the images.
 
-    "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
-    all tokens together: the scores of the reducers of these names while no token is pruned.
+    "class_attention" is the attention from the class token to a patch, if there is a class token. "attention_received"
+    is the attention from all tokens. While no token is pruned, these are the scores of the reducers of the same names.
     """
 
     def __init__(self, layout: TokenLayout, depth: int):
@@ -59,7 +60,7 @@ class RelevanceWatch:
         # [batch, heads, queries, patches]; the class token is query 0.
         maps = observation.attention[..., self.layout.prefix :].detach()
         if self.layout.class_token:
-            # On the CPU in every batch, because the memory grows with the images.
+            # Move every batch to the CPU, because memory grows with the images.
             self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
@@ -67,7 +68,7 @@ class RelevanceWatch:
         """Returns the relevance by source; NaN in a layer that computed nothing."""
         by_source = {}
         for name, layers in self._seen.items():
-            # A layer without heads observes nothing; its rows take their shape from another layer.
+            # A layer without heads observes nothing, so its rows take their shape from another layer.
             observed_layer = next(torch.cat(batches) for batches in layers if batches)
             by_source[name] = torch.stack(
                 [torch.cat(parts) if parts else observed_layer * torch.nan for parts in layers], dim=1
@@ -76,7 +77,7 @@ class RelevanceWatch:
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
-    """Returns the mean over layers 1..l for every l (SPOT, Section 8); unknown layers are excluded."""
+    """Returns the mean over layers 1..l for every l (SPOT, Section 8), without layers whose relevance is NaN."""
     is_observed = ~relevance.isnan()
     return relevance.nan_to_num(0.0).cumsum(-2) / is_observed.cumsum(-2)
 
@@ -84,9 +85,9 @@ def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tens
 def token_relevance(
     model: nn.Module, images: Float[Tensor, "images channels height width"]
 ) -> dict[str, Float[Tensor, "images layers patches"]]:
-    """Returns the relevance of every patch by the attention of each layer, by source (see `RelevanceWatch`).
+    """Returns the relevance of every patch in each layer, by source (see `RelevanceWatch`).
 
-    The images must be normalized, and are run as one batch.
+    The images must be normalized, and run as one batch.
 
     Raises:
         InvalidInput: The model prunes or merges tokens.
@@ -103,14 +104,14 @@ def token_relevance(
 
 
 def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, "*more patches"]:
-    """Returns the patches that a reducer keeps by this relevance: the `count` highest; ties go to the first."""
+    """Returns the patches that a reducer keeps: the `count` patches with the highest relevance, the first on ties."""
     flat = relevance.reshape(-1, relevance.shape[-1])
     selected = best(flat, torch.ones_like(flat), count)
     return torch.zeros_like(flat, dtype=torch.bool).scatter(1, selected, True).view(relevance.shape)
 
 
 def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more patches"]) -> Float[Tensor, "*more"]:
-    """Returns the share of the patches of the smaller set that are in both; by chance it is the larger set's share."""
+    """Returns the share of the smaller set's patches that are in both sets; by chance it is the larger set's share."""
     smaller = torch.minimum(first.sum(-1), second.sum(-1)).clamp_min(1)
     return (first & second).sum(-1).double() / smaller
 
@@ -118,37 +119,37 @@ def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more pa
 def rank_correlation(
     first: Float[Tensor, "*more patches"], second: Float[Tensor, "*more patches"]
 ) -> Float[Tensor, "*more"]:
-    """Returns Spearman's correlation over the patches, in [-1, 1]; 0 where all patches are equal."""
+    """Returns Spearman's correlation over the patches, in [-1, 1]; 0 if all patches of one side are equal."""
     ranks = (_ranks(first), _ranks(second))
     one, other = (each - each.mean(-1, keepdim=True) for each in ranks)
     size = one.norm(dim=-1) * other.norm(dim=-1)
-    # Zero where one side is constant: it orders no patch before another.
+    # Zero if one side is constant, because it orders no patch before another.
     return torch.where(size > 0, (one * other).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
     """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
-    Both are unbiased: the contribution of the noise to the variance of the mean over the draws is subtracted. Infinite
-    if no difference between patches remains.
+    Both variances are unbiased: the noise also contributes to the variance of the mean over the draws, and this part is
+    subtracted. The result is infinite if no difference between patches remains.
     """
-    # The variance of a mean of n draws is that of one, divided by n.
+    # The variance of a mean of n draws is the variance of one draw, divided by n.
     noise = noise_variance(draws)
     spread = draws.mean(0).var(-1) - noise / len(draws)
     return torch.where(spread > 0, noise / spread, torch.inf)
 
 
 def noise_variance(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
-    """Returns the variance of relevance over draws of noise, in the mean over the patches."""
+    """Returns the variance of relevance over draws of noise, averaged over the patches."""
     return draws.var(0).mean(-1)
 
 
 def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Float[Tensor, "images layers layers"]:
     """Returns the correlation of the noise of every two layers, over draws and patches, about the mean of the draws.
 
-    Section 8 assumes that it is near zero off the diagonal.
+    SPOT's Section 8 assumes that it is near zero off the diagonal.
     """
-    # Centred for each image, layer and patch: only what differs between the draws is noise.
+    # Centred for each image, layer and patch, because only differences between draws are noise.
     deviations = (draws - draws.mean(0)).permute(1, 2, 0, 3).flatten(2)
     products = deviations @ deviations.mT
     own = products.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -158,8 +159,8 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
     """Returns the share of layer l's noise variance that remains in the mean over layers 1..l, [images, layers].
 
-    Computed three ways: "measured"; "independent", if the noise of the layers had their own variances and no
-    correlation; and "claimed", 1 / l, which Section 8 derives from equal variances.
+    It is computed in three ways. "measured" is the measured share. "independent" assumes that the layers' noise has the
+    measured variances but no correlation. "claimed" is 1 / l, which SPOT's Section 8 derives from equal variances.
     """
     each = noise_variance(draws)
     counts = torch.arange(1, each.shape[-1] + 1, dtype=each.dtype)
@@ -171,7 +172,7 @@ def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dic
 
 
 def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patches"]:
-    """Returns the ranks in ascending order; equal values share the mean of theirs."""
+    """Returns the ranks in ascending order. Equal values share the mean of their ranks."""
     ordered = values.contiguous().sort(-1).values
     # The mean of the first and the last index of equal values.
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
@@ -180,10 +181,10 @@ def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patch
 
 
 def agreement_of_layers(relevance: Relevance, policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares every two layers by their ranks, and what a stage keeps with what later layers would have kept."""
+    """Compares every two layers by rank, and the patches that a stage keeps with those that later layers would keep."""
     for source, maps in relevance.items():
         depth = maps.shape[1]
-        # [images] for each pair of layers; pairs of one distance are averaged image by image.
+        # [images] for each pair of layers. Pairs with the same distance are averaged image by image.
         every = {pair: rank_correlation(maps[:, pair[0]], maps[:, pair[1]]) for pair in combinations(range(depth), 2)}
         for distance in range(1, depth):
             correlation = torch.stack([value for (low, high), value in every.items() if high - low == distance]).mean(0)
@@ -196,7 +197,7 @@ def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -
     """Compares the patches that a stage keeps with those that the mean over all later layers would keep."""
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
-        # By the layers after the stage, whose relevance a reducer at this stage has to predict.
+        # Use the layers after the stage, because a reducer at this stage has to predict their relevance.
         later = kept(maps[:, layer - 1 :].mean(1), count)
         for name, state in {"one layer": maps, "mean over layers": mean}.items():
             shared = overlap(kept(state[:, layer - 2], count), later)
@@ -210,20 +211,20 @@ def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, 
     for first, second in combinations(sets, 2):
         for stage, layer in enumerate(policy.layers):
             shared = overlap(sets[first][:, stage], sets[second][:, stage])
-            # `overlap` divides by the smaller set: a random patch of it is in the larger one with that set's share.
+            # `overlap` divides by the smaller set. By chance, its patches are in the larger set with that set's share.
             chance = torch.maximum(*(sets[name][:, stage].double().mean() for name in (first, second)))
             yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **summary(shared, seed)}
 
 
 def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares the effect of noise on one layer and on the mean over layers 1..l, for the layer before each stage."""
+    """Compares the effect of noise on layer l and on the mean over layers 1..l, for the layer l before each stage."""
     for source, draws in noisy.items():
         averaged, shares = running_mean(draws), averaging_shares(draws)
         of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)
         correlation = noise_correlation(draws)
         for layer, count in zip(policy.layers, policy.counts(draws.shape[-1]), strict=True):
             at = layer - 2  # the index of the layer before the stage; layers count from 1
-            pairs = correlation[:, : at + 1, : at + 1]  # of the layers in the mean
+            pairs = correlation[:, : at + 1, : at + 1]  # only the layers in the mean
             kept_again = {
                 name: overlap(kept(before[:, at], count).expand(len(after), -1, -1), kept(after[:, :, at], count)).mean(
                     0
@@ -255,7 +256,7 @@ def off_diagonal(correlation: torch.Tensor) -> torch.Tensor:
 
 def summary(values: torch.Tensor, seed: int) -> dict[str, float | int]:
     """Returns the mean over images with its interval; `n` counts the images with a finite value."""
-    # `noise_to_spread` is infinite where noise leaves no difference between patches.
+    # `noise_to_spread` is infinite if noise leaves no difference between patches.
     finite = values[values.isfinite()]
     estimate = mean_estimate(finite, seed) if len(finite) else Estimate(*[float("nan")] * 3)
     return {**asdict(estimate), "n": len(finite)}
@@ -268,7 +269,7 @@ def noisy_relevance(model: nn.Module, data: ImageSet, arguments: argparse.Namesp
     for batch in data.batches(arguments.batch_size):
         draws: dict[str, list[torch.Tensor]] = {}
         for draw in range(arguments.draws):
-            # By the index of the image, so that the noise does not depend on the batch size.
+            # The noise depends on the index of the image, not on the batch size.
             noise = noise_like(batch.images, first, arguments.seed + draw)
             for source, maps in token_relevance(model, batch.images + size * noise).items():
                 draws.setdefault(source, []).append(maps)
@@ -285,20 +286,20 @@ def clean_relevance(model: nn.Module, data: ImageSet, arguments: argparse.Namesp
 
 
 def reducing(model: nn.Module, policy: TokenPolicy, arguments: argparse.Namespace) -> dict[str, nn.Module]:
-    """Returns a copy of the model for every reducer, and the trained models."""
+    """Returns a copy of the model for every reducer, and the models of --also."""
     layout = family_of(model).token_layout(model)
     models: dict[str, nn.Module] = {}
     for name in arguments.reducers:
         reducer = REDUCERS[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
-        # Without a class token, reducers by its attention are left out.
+        # Without a class token, reducers that read its attention are left out.
         if "class_attention" not in reducer.needs or layout.class_token:
             models[name] = copy.deepcopy(model)
             attach_tokens_(models[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
     for text in arguments.also:
         name, _, folder = text.partition("=")
-        models[name] = rx.load(folder).to(arguments.device).eval()  # it has a token policy of its own
+        models[name] = rx.load(folder).to(arguments.device).eval()  # it has its own token policy
         reduction = reduction_of(models[name])
         if reduction is None or (reduction.policy.layers, reduction.policy.keep) != (policy.layers, policy.keep):
             raise InvalidInput(f"--also {text}: its stages are not {arguments.stages}; give --stages that all share.")
@@ -337,7 +338,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def measure(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
-    policy = parse_policy(f"random:{arguments.stages}")  # for its stages; any reducer would do
+    policy = parse_policy(f"random:{arguments.stages}")  # only its stages matter, so any reducer would do
     policy = policy.on(family_of(model).token_layout(model), len(family_of(model).attention(model)))
     models = reducing(model, policy, arguments)
     clean = clean_relevance(model, data, arguments)
@@ -351,7 +352,7 @@ def measure(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> 
 
 
 def line(row: Row) -> str:
-    """Writes one row in words."""
+    """Returns one row in words."""
     numbers = ("value", "low", "high", "n")
     words = ", ".join(f"{name} {value}" for name, value in row.items() if name not in (*numbers, "what"))
     return f"{row.get('what', 'kept by both')}: {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] ({words})"

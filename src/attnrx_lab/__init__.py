@@ -1,6 +1,7 @@
 """The laboratory of attnrx: paper tables, baselines, corrupted images, and comparisons.
 
-It plugs in by the entry points that pyproject.toml declares: commands (`attnrx reproduce`, `compare`, `bench`,
-`demo`), checks of `attnrx verify` (`robustness`, `transfer`), token reducers and rules of papers, the Vision
-Transformer of SVDA and LV-ViT, and the dataset of digits among clutter. attnrx never imports it.
+It plugs into attnrx through the entry points in pyproject.toml. They add commands (`attnrx reproduce`, `compare`,
+`bench`, `demo`), checks for `attnrx verify` (`robustness`, `transfer`), and token reducers and rules from papers. They
+also add two models (SVDA's Vision Transformer and LV-ViT) and the dataset of digits among clutter. attnrx itself never
+imports this package.
 """

@@ -1,4 +1,4 @@
-"""Digits among clutter as a testbed of token reducers: the patches that matter are known for every image."""
+"""Digits among clutter as a testbed for token reducers: for every image it is known which patches matter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
 from attnrx_lab.tokens import Random, image_keys
 
-LOOKED_AT = 512  # test images of which the remaining patches are counted
+LOOKED_AT = 512  # the number of test images in which remaining patches are counted
 STAGES = {"first": 0, "last": -1}
-LOWER_BITS = 0xFFFFFFFF  # of an image key, whose higher bits are undefined
+LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key; its higher bits are undefined
 
 
 @dataclass(frozen=True)
 class Oracle(Random):
-    """Keeps the patches of the digit first, then random ones: the limit of a reducer that prunes.
+    """Keeps the patches of the digit first, then random ones: an upper limit for reducers that prune.
 
-    Images are recognized by a hash of their pixels, so neither model nor policy stores their patches. In an image of
-    other data no patch is known, and the selection is random.
+    It recognizes images by a hash of their pixels, so neither model nor policy stores their patches. For images from
+    other data it knows no patches, and the selection is random.
     """
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
@@ -66,7 +66,7 @@ def object_finding(
 ) -> Finding:
     """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
 
-    `objects` has a row for every image of the split; a patch that was merged or fused into another does not count.
+    `objects` has a row for every image of the split. A patch that was merged or fused into another counts as lost.
     """
     images = images.take(min(LOOKED_AT, len(images)))
     shares = []
@@ -85,12 +85,13 @@ def object_finding(
 def patches_left(
     model: nn.Module, images: Float[Tensor, "images channels height width"]
 ) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches kept after each stage of a model with token reduction; the images are run as one batch.
+    """Returns the patches kept after each stage of a model with token reduction. The images run as one batch.
 
-    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+    A patch that others were merged into counts as kept. A patch that was merged into another, or fused into a new
+    token, counts as lost.
 
     Raises:
-        InvalidInput: The model prunes and merges no tokens.
+        InvalidInput: The model has no token policy.
     """
     reduction = reduction_of(model)
     if reduction is None:

@@ -1,8 +1,8 @@
 """Digits among clutter: images in which few patches matter, and it is known which ones.
 
-Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits, 2 x 2 patches large, is at a random place of
-this grid, and half of the other patches hold a fragment of another digit, at half the contrast. The splits share no
-digits, neither as objects nor as fragments. An entry point of the group `attnrx.parts` registers the dataset.
+Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits covers 2 x 2 patches at a random place of this
+grid. Half of the other patches hold a fragment of another digit, at half the contrast. The splits share no digits,
+neither as objects nor as fragments. An entry point of the group `attnrx.parts` registers the dataset.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Int, Tensor, UInt8
 
 CLUTTERED = "cluttered-digits"
-PATCH, GRID = 4, 10  # pixels and patches of a side
-SPAN = DIGIT_SIDE // PATCH  # the patches of a side of the digit
+PATCH, GRID = 4, 10  # the side of a patch in pixels, and the side of an image in patches
+SPAN = DIGIT_SIDE // PATCH  # the side of a digit in patches
 CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches that hold a fragment, and its brightness
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1  # of the digits of every class
-# The images that are made of every digit of a split.
+# How many images are made from every digit of a split.
 PLACEMENTS: Mapping[str, int] = {"train": 6, "validation": 4, "test": 12}
 NOTE = (
     f"each test digit occurs in {PLACEMENTS['test']} images, at other places among other clutter; intervals treat the "
@@ -35,7 +35,7 @@ NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """The images of one split. `digits` are the rows of their digits in scikit-learn, `objects` the digits' patches."""
+    """The images of one split. `digits` are the rows of the digits in scikit-learn's data, `objects` their patches."""
 
     pixels: UInt8[Tensor, "images height width"]
     labels: Int[Tensor, "images"]
@@ -44,7 +44,7 @@ class Canvases:
 
 
 def open_cluttered_digits(seed: int = 0) -> Opened:
-    """Generates the images; equal seeds give equal images on every machine."""
+    """Generates the images. Equal seeds give equal images on every machine."""
     made = {split: canvases(split, seed) for split in PLACEMENTS}
     splits = {split: stored_greys(each.pixels, each.labels, "cluttered digit {}") for split, each in made.items()}
     return Opened(splits, tuple("0123456789"), (NOTE,))
@@ -67,18 +67,18 @@ def canvases(split: str, seed: int = 0) -> Canvases:
 
     Raises:
         UnknownName: There is no such split.
-        NotSupported: scikit-learn, which has the digits, is not installed.
+        NotSupported: scikit-learn, which provides the digits, is not installed.
     """
     if split not in PLACEMENTS:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()
     rows = _rows_by_split(labels)[split]
-    # A generator for every split, so that the images of one do not depend on which others were generated before.
+    # Every split has its own generator, so its images do not depend on which splits were generated before.
     random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
     digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
     objects = _places(len(digits), random)
     patches = _fragments(images[rows].numpy(), digits.numpy(), random)
-    # [digits, 4, 4, 4]: the patches of every digit row by row, in which order the mask below assigns them.
+    # [digits, 4, 4, 4]: the patches of every digit, row by row. The mask below assigns them in this order.
     quarters = images[rows].unflatten(2, (SPAN, PATCH)).unflatten(1, (SPAN, PATCH)).transpose(2, 3).flatten(1, 2)
     patches[objects] = quarters.numpy()[digits].reshape(-1, PATCH, PATCH)
     pixels = patches.reshape(-1, GRID, GRID, PATCH, PATCH).swapaxes(2, 3).reshape(-1, GRID * PATCH, GRID * PATCH)
@@ -86,30 +86,30 @@ def canvases(split: str, seed: int = 0) -> Canvases:
 
 
 def _rows_by_split(labels: Tensor) -> dict[str, Tensor]:
-    """Returns the rows of the digits of every split: shares of all digits of every class."""
+    """Returns the rows of the digits by split. Every split gets its share of the digits of every class."""
     is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
-    # The share is one of all images, and these are the images without those of the test.
+    # VALIDATION_SHARE is a share of all digits, but `rest` has no test digits.
     is_validation = hold_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
     return {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
 
 
 def _places(count: int, random: np.random.Generator) -> np.ndarray:
-    """Draws the place of the digit in every image; returns its patches [images, patches], True where it is."""
-    # [images, row or column, 1]: the first patch of the digit, at least SPAN before the edge.
+    """Draws the place of the digit in every image; returns a mask of its patches, [images, patches]."""
+    # [images, row or column, 1]: the first patch of the digit, which leaves room for SPAN patches.
     corners = random.integers(0, GRID - SPAN + 1, (count, 2, 1))
     row, column = np.moveaxis((np.arange(GRID) >= corners) & (np.arange(GRID) < corners + SPAN), 1, 0)
     return (row[:, :, None] & column[:, None, :]).reshape(count, -1)
 
 
 def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the patches of every image [images, patches, 4, 4], half of them windows of another digit of the split.
+    """Returns the patches of every image, [images, patches, 4, 4]; half of them show part of another digit.
 
-    `images` [digits, 8, 8] are the digits of the split, `digits` [images] is the digit of every image. The windows are
-    anywhere but at the outermost columns, which are mostly blank.
+    `images` [digits, 8, 8] are the digits of the split, `digits` [images] is the digit of every image. A fragment is a
+    random window of a digit. It avoids the outermost columns, which are mostly blank.
     """
     shape = len(digits), GRID * GRID
-    # At least 1 and less than the number of digits, so that the other digit is never the image's own.
+    # The offset is at least 1 and below the number of digits, so the other digit is never the image's own.
     others = (digits[:, None] + random.integers(1, len(images), shape)) % len(images)
     top, left = (random.integers(edge, DIGIT_SIDE - PATCH - edge + 1, shape) for edge in (0, 1))
     windows = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))[others, top, left]

@@ -27,20 +27,21 @@ from attnrx.workflows.verify import verify
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 
-# The target is GAIN times the speed of the unchanged model in attnrx's kernels, which is measured first: how much
-# faster than timm's those kernels are depends on the processor. The claims are that the compression gives LEAST times
-# the speed, and loses at most MOST_DROP points of accuracy. SHARE of the MACs is the target if no plan is as fast.
+# The target is GAIN times the speed of the unchanged model in attnrx's kernels. That speed is measured first, because
+# it depends on the processor how much faster than timm's these kernels are. The claims are that compression makes the
+# model LEAST times as fast, and loses at most MOST_DROP points of accuracy. If no plan is fast enough, the target is
+# SHARE of the MACs instead.
 GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
-MIN_SPEED = 1.05  # of a target, where attnrx's kernels are slower than timm's
-BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency
+MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
+BATCH, THREADS, ROUNDS = 32, 1, 40  # for the latency
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
-PATCHES = 10  # of a side of the image
+PATCHES = 10  # the approximate number of patches along a side of the image
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The folder with model, report and evidence, the accuracy of the original in %, and the duration."""
+    """The folder with model, report and evidence, the accuracy of the original in %, and the duration in seconds."""
 
     folder: Path
     evidence: Evidence
@@ -61,9 +62,9 @@ def demo(
     seed: int = 0,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small ViT of timm on a dataset, makes it GAIN times faster by `shrink`, and writes the folder.
+    """Trains a small timm ViT on a dataset, makes it GAIN times faster with `shrink`, and writes the folder.
 
-    A finished training in the folder is used again, and an interrupted call goes on.
+    If the folder has a finished training, it is reused; an interrupted training resumes.
     """
     began, folder, step = time.perf_counter(), Path(folder), count(1)
 
@@ -76,7 +77,7 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
-    # The unchanged model, relative to timm's: what the kernels give.
+    # The unchanged model relative to timm's shows what the kernels alone give.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
     stage(
@@ -90,7 +91,7 @@ def demo(
     except NotSupported as error:  # e.g. a machine whose load changed while the costs were measured
         log(f"{error} The target is {SHARE:.0%} of the MACs instead.")
         shrunk = shrink(original, splits, macs=SHARE, **settings)
-        # For a target of MACs `shrink` measures no speed.
+        # For a MACs target `shrink` measures no speed, so measure it here.
         findings = shrunk.evidence.findings + verify(shrunk.model, original, splits.test, [timing]).findings
     evidence = with_claims(replace(shrunk.evidence, findings=findings))
     if splits.name == CLUTTERED and reduction_of(shrunk.model) is not None:
@@ -106,7 +107,7 @@ def demo(
 
 
 def small_model(splits: Splits, seed: int) -> nn.Module:
-    """Returns a small Vision Transformer of timm with about PATCHES x PATCHES patches and random weights.
+    """Returns a small timm Vision Transformer with about PATCHES x PATCHES patches and random weights.
 
     Raises:
         InvalidInput: The images are not square.
@@ -120,14 +121,14 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
     shape = {"img_size": side, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
     model = open_timm("vit_tiny_patch16_224", pretrained=False, num_classes=len(splits.class_names), **shape)
-    # Where attnrx reads the preprocessing of a timm model: as the images were decoded, resized without a crop.
+    # attnrx reads a timm model's preprocessing from here. The images were resized without a crop.
     scale = splits.normalization
     model.pretrained_cfg.update(mean=scale.mean, std=scale.std, crop_pct=1.0, interpolation="bilinear")
     return model
 
 
 def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
-    """Returns the settings of the training: short, in float32."""
+    """Returns the settings of a short training in float32."""
     batch = min(64, len(splits.train))
     return TrainingConfig(
         epochs=epochs, batch_size=batch, learning_rate=2e-3, losses=(Task(),), precision="fp32", seed=seed,
@@ -136,8 +137,8 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the claims of the demonstration: the least speed that the compression gives, and the most points of accuracy
-    that may be lost.
+    """Adds the claims of the demonstration: how much faster compression makes the model at least, and how many points
+    of accuracy it loses at most.
     """
     findings = []
     for finding in evidence.findings:

@@ -20,9 +20,9 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec, norm_costs
 
-CROP = 0.9  # the share of the resized picture that the published weights are measured on
+CROP = 0.9  # the published weights are measured on this share of the resized picture
 PATCH_SHARE = 0.5
-"""Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""
+"""The weight of the maximum over the patch logits. The class token's logits have weight 1, as published."""
 
 # The sizes that the authors' code names lvvit_t, lvvit_s and lvvit_m.
 SIZES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "m": {"width": 512, "depth": 20, "heads": 8, "divisor": 2.0},
 }
 
-# Published module -> the modules of attnrx that hold it, by rows if several; {} is a layer index.
+# Published module -> the attnrx modules that hold it, split by rows if there are several; {} is a layer index.
 PARTS = {
     "patch_embed.proj": ("stem.projection",),
     **{f"patch_embed.conv{number}": (f"stem.convolutions.{number - 1}",) for number in (1, 2, 3)},
@@ -52,9 +52,9 @@ PARTS = {
 class LVViTConfig(TransformerConfig):
     """The shape of the model and its input format.
 
-    The output of attention and MLP is divided by `divisor` before the residual sum (the residual scaling of the paper,
-    `skip_lam` in its code). With `classifies_patches` (token labelling) a second classifier computes logits for every
-    patch.
+    The outputs of attention and MLP are divided by `divisor` before the residual sum. The paper calls this residual
+    scaling, and its code `skip_lam`. With `classifies_patches` (token labelling) a second classifier computes logits
+    for every patch.
     """
 
     image_size: int = 224
@@ -84,7 +84,7 @@ class LVViTConfig(TransformerConfig):
         """Returns the uncompressed model of `depth` equal layers, with no bias in queries, keys and values, as
         published.
         """
-        # The ImageNet normalization of the class is for three channels.
+        # The class defaults to the ImageNet normalization, which has three channels.
         if facts.get("channels", 3) != 3:
             facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
         spec = replace(full_spec(form, width, heads), biases=("output",))
@@ -92,7 +92,7 @@ class LVViTConfig(TransformerConfig):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image: the class token and the patches."""
+        """The number of tokens of an image: the class token and the patches."""
         return 1 + self.patches
 
     def patch_costs(self) -> PartCosts:
@@ -109,7 +109,7 @@ class LVViTConfig(TransformerConfig):
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
 
-        Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier too.
+        Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier, too.
         """
         costs = super().costs(attention, tokens)
         costs = replace(costs, embeddings=PartCosts((1 + self.tokens) * self.width))  # class token and positions
@@ -118,7 +118,7 @@ class LVViTConfig(TransformerConfig):
         return replace(
             costs,
             classifier=costs.classifier + PartCosts((self.width + 1) * self.classes),
-            # One classifier runs on the class token, the other on every patch: as many as tokens, together.
+            # One classifier runs on the class token, the other on every patch, so together they run once per token.
             classifier_macs=costs.layers[-1].tokens * costs.classifier_macs,
         )
 
@@ -188,14 +188,14 @@ class LVViT(Transformer[LVViTConfig]):
     def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
         """Returns the logits of the class token and of the remaining patches, for training with token labels.
 
-        Where tokens are pruned by a mask, the logits of a pruned patch equal a remaining one's.
+        If a mask prunes tokens, the logits of a pruned patch equal those of a remaining patch.
         """
         require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)
         tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:
             tokens = layer(tokens)
-        # [batch, 1 + remaining patches, width]; the hook of a token policy overwrites masked patches after the norm.
+        # [batch, 1 + remaining patches, width]. After the norm, the hook of a token policy overwrites masked patches.
         tokens = self.norm(tokens)
         logits = self.classifier(tokens[:, 0])
         return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
@@ -216,14 +216,14 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return lvvit_config(name.removeprefix("lvvit:"), **changes)
 
     def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
-        """Creates a model with the weights of a published file (safetensors, or a torch checkpoint), in evaluation
-        mode, and with the preprocessing that they were published with: a crop of 0.9 of the bicubic picture.
+        """Creates a model in evaluation mode with the weights of a published file (safetensors or a torch checkpoint).
 
-        `changes` override fields of its configuration, e.g. `image_size=384` for weights trained at that size.
+        Its preprocessing is the published one: bicubic resizing and a crop of 0.9. `changes` override fields of the
+        configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
-            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart; it is
-                named.
+            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart. The
+                message names the tensor.
         """
         config = self.config(name, **changes)
         if config.geometry is None:
@@ -241,7 +241,7 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return self._transformer(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the layout: a class token before the patches; max pooling where the patches are classified too."""
+        """Returns the layout: a class token before the patches, and max pooling if the patches are classified, too."""
         config = self._transformer(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
@@ -259,13 +259,13 @@ def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
 
 
 def published_geometry(side: int, channels: int = 3) -> ImageGeometry:
-    """Returns the preprocessing of the authors' evaluation: the shorter side to side / 0.9 by bicubic, the center."""
+    """Returns the preprocessing of the authors' evaluation: bicubic resizing to side / 0.9, then a center crop."""
     resized = int(side / CROP)  # timm's rounding: 248 for 224
     return ImageGeometry((side, side), channels, "shortest_edge", (resized, resized), "bicubic")
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart.
+    """Returns published tensors under attnrx's names. Every tensor on either side must have a counterpart.
 
     Raises:
         CheckpointError: A tensor has no counterpart or another shape.
@@ -277,7 +277,7 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
     state: dict[str, Tensor] = {}
     for published, targets in names.items():
         expected, tensor = [state_dict[target] for target in targets], tensors[published]
-        # Several targets are stacked by rows in the published tensor; num_batches_tracked of a BatchNorm is a scalar.
+        # The published tensor stacks several targets by rows. The num_batches_tracked of a BatchNorm is a scalar.
         shape = (sum(len(part) for part in expected), *expected[0].shape[1:]) if expected[0].ndim else ()
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{problem}: {published} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
@@ -288,14 +288,14 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
 
 
 def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
-    """Returns, for every published tensor, the names of the attnrx parameters that it holds."""
+    """Returns, for every published tensor, the names of the attnrx parameters that are stored in it."""
     parameters = model.state_dict().keys()
     names: dict[str, tuple[str, ...]] = {"cls_token": ("class_token",), "pos_embed": ("positions",)}
     for layer in range(model.config.depth):
         for published, targets in PARTS.items():
             for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
                 paths = tuple(f"{target.format(layer)}.{kind}" for target in targets)
-                if paths[0] in parameters:  # a module has only some of the kinds
+                if paths[0] in parameters:  # a module has only some kinds of tensors
                     names[f"{published.format(layer)}.{kind}"] = paths
     return names
 

@@ -44,15 +44,15 @@ def measure_perturbation(
     seed: int = 0,
 ) -> Diagnosis:
     """Adds the reading perturbation_response [heads] to a diagnosis: the mean over images of ||A(x) - A(x + delta)||_F
-    (SVDA, Eq. 33), in one pass over the first images and their perturbed copies.
+    (SVDA, Eq. 33). It takes one pass over the first images and their perturbed copies.
 
     Args:
         model: The model.
         diagnosis: Its diagnosis.
         images: Images, normalized for the model.
         size: The standard deviation of the Gaussian noise delta, in the units of the normalized images.
-        most: At most so many images are perturbed.
-        batch_size: Images per forward pass, with as many perturbed ones.
+        most: The largest number of images to perturb.
+        batch_size: Clean images per forward pass; each pass has the same number of perturbed images.
         seed: Seeds the noise.
 
     Returns:
@@ -69,7 +69,7 @@ def measure_perturbation(
     sums = [torch.zeros(len(layer.spectrum.heads), dtype=torch.float64) for layer in diagnosis.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # The perturbed images follow the clean ones in one batch, so that both maps are of the same forward pass.
+        # The perturbed images follow the clean ones in the batch, so one forward pass gives both maps.
         sums[index] += response(*observation.attention.chunk(2)).sum(0).double().cpu()
 
     validation, first = InputValidation(model, family, "measure_perturbation"), 0
@@ -97,11 +97,11 @@ def response(
 def noise_like(
     images: Float[Tensor, "batch channels height width"], first: int, seed: int
 ) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise that depends on the seed and each image's index only, not on batches or devices."""
+    """Returns standard normal noise that depends only on the seed and each image's index, not on batches or devices."""
     generator = torch.Generator()
     draws = []
     for index in range(first, first + len(images)):
-        # A seed sequence mixes both numbers, so that neighbouring seeds and images have unrelated noise.
+        # A seed sequence mixes both numbers, so neighbouring seeds and images get unrelated noise.
         state = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)
         generator.manual_seed(int(state[0]))
         draws.append(torch.randn(images.shape[1:], generator=generator, dtype=images.dtype))
@@ -112,8 +112,8 @@ def noise_like(
 class TargetRank(Loss):
     """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
 
-    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
-    the layers that a diagnosis singled out, the first is 1; none are all.
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers`
+    restricts the loss to some layers, e.g. layers that a diagnosis singled out. The first layer is 1; empty means all.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
@@ -140,10 +140,11 @@ class TargetRank(Loss):
 class PerturbationRobustness(Loss):
     """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
 
-    Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
-    `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
-    the eager attention, so a step costs about three times as much. With a token policy the layers must lie before its
-    first stage, because after it an image and its noisy copy may have different patches.
+    The loss is averaged over images, heads and layers. `layers` restricts it to some layers, e.g. layers that a
+    diagnosis singled out; the first layer is 1. `scale` is the standard deviation of the noise in normalized units.
+    Images and noisy images take an extra pass through the eager attention, so a step costs about three times as much.
+    With a token policy the layers must lie before its first stage. After it, an image and its noisy copy may have
+    different patches.
     """
 
     scale: float = 0.05
@@ -165,26 +166,26 @@ class PerturbationRobustness(Loss):
         def observe(layer: int, observation: Observation) -> None:
             if layer not in indices:
                 return
-            # The clean images are the first half of the batch: [images, heads, queries, keys] each.
+            # The clean images are the first half of the batch. Both halves are [images, heads, queries, keys].
             clean, noisy = observation.attention.chunk(2)
             changes.append((clean - noisy).square().sum((-2, -1)).mean())
 
-        # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
+        # One pass for both halves, so that each layer's hook sees the clean and the noisy maps at the same time.
         images = torch.cat([context.images, context.images + self.scale * step_noise(context)])
         with observing(context.model, family, observe):
-            context.model.forward(images)  # the bare module, in which the hooks see every layer
+            context.model.forward(images)  # `forward` of the bare module, where the hooks see every layer
         if not changes:
             raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
         return torch.stack(changes).mean()
 
 
 def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise for the images of a step: drawn for all processes together, then cut.
+    """Returns standard normal noise for the images of a step: drawn for all processes together, then split.
 
-    So N processes use the same noise as one process with the same global batch, and a repeated step repeats its noise.
+    So N processes use the same noise as one process with the same global batch. A repeated step repeats its noise.
     """
     (process, processes), count = context.shard, len(context.images)
-    # On the CPU, because generators of devices give other numbers for the same seed.
+    # On the CPU, because device generators give other numbers for the same seed.
     generator = torch.Generator().manual_seed(context.seed)
     shape = count * processes, *context.images.shape[1:]
     noise = torch.randn(shape, generator=generator, dtype=context.images.dtype)
@@ -202,7 +203,7 @@ def first_layer(reduction: TokenReduction) -> int:
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers, of all if there are none; raises InvalidInput for unknown ones."""
+    """Returns the indices of the chosen layers, by default all; raises InvalidInput for unknown layers."""
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown:
         raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")

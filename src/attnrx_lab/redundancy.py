@@ -1,8 +1,8 @@
-"""Indicators of SVDA: heads of a layer with the same spectrum or output, which `remove_heads` reads, and sparsity,
-active directions, sensitivity and alignment, which no rule reads.
+"""SVDA's indicators: which heads of a layer have the same spectrum or output, and numbers about single heads.
 
-Similar spectra alone do not make two heads equal, since their projections differ; the similarity of their outputs
-must accompany them (SVDA, Section 3.7).
+The rule `remove_heads` reads the similarities of heads. No rule reads sparsity, active directions, sensitivity and
+alignment. Two heads with similar spectra need not be equal, because their projections may differ; their outputs must be
+similar, too (SVDA, Section 3.7).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.spec import Spectrum
 
-# A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
+# A direction below a tenth of the largest strength has less than a hundredth of the largest energy.
 INACTIVE_BELOW = 0.1
 
 
@@ -25,8 +25,7 @@ class Redundancy(Diagnostic):
     """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the
     diagonal.
 
-    A head without energy, or one that adds the same to every token of every image, is similar to none, including
-    itself: its row is zero.
+    If a head has no energy, or adds the same to every token of every image, its row is zero, including the diagonal.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -51,9 +50,9 @@ def output_similarity(
 ) -> Float[Tensor, "heads heads"]:
     """Returns the cosine between the contributions of every two heads to the residual stream, in [-1, 1].
 
-    Head h adds output_h @ readout_h to each token. Its mean over all tokens of all images is excluded: it is a bias.
-    `moment` is the centred second moment of the concatenated outputs, so nothing of the width of the residual stream is
-    formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
+    Head h adds output_h @ readout_h to each token. The mean over all tokens of all images is excluded, because it acts
+    as a bias. `moment` is the centred second moment of the concatenated outputs. The cosines follow from
+    <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the contributions themselves are never formed.
     """
     heads, head_dim, _ = readout.shape
     # Both [heads, heads, dims, dims]: trace(A^T M B) is the sum of the elements of M * (A B^T).
@@ -63,10 +62,10 @@ def output_similarity(
 
 
 def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads heads"]:
-    # A square can be negative by rounding. A head without energy has the inverse 0, so its row is 0, itself included.
+    # Rounding can make a square negative. A head without energy has the inverse 0, so its whole row is 0.
     norms = products.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
-    return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can exceed the interval
+    return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can leave this interval
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def sparsity(
 ) -> Float[Tensor, "*heads"]:
     """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, SVDA, Eq. 29).
 
-    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
-    the scale of the strengths.
+    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, so the result does not
+    depend on the scale of the strengths.
     """
     there = torch.ones_like(strength, dtype=torch.bool) if used is None else used
     directions = there.sum(-1)
@@ -107,7 +106,7 @@ def active_directions(
 ) -> Float[Tensor, "*heads"]:
     """Returns how many directions of a head reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
     magnitude = magnitude_of(strength, used)
-    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
+    # Zero is inactive even if the head's largest strength, and so its threshold, is zero.
     active = (magnitude >= INACTIVE_BELOW * largest_of(magnitude)[..., None]) & (magnitude > 0)
     return active.sum(-1).to(strength.dtype)
 
@@ -115,7 +114,7 @@ def active_directions(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale, which bounds the change of the scores per change of query and key (Prop. 4)."""
+    """Returns max|strength| * scale, which bounds the scores' change per change of query and key (Prop. 4)."""
     return scale * largest_of(magnitude_of(strength, used))
 
 
@@ -124,12 +123,12 @@ def alignment(
 ) -> Float[Tensor, "heads"]:
     """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
-    The strength is not used. The rows are divided by their norms here, so dense and compressed heads are comparable;
-    a zero row has cosine zero with everything.
+    The strength is not used. The rows are divided by their norms here, so dense and compressed heads can be compared. A
+    zero row has cosine zero with everything.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
     cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)
-    return cosine.mean(0).clamp(-1, 1)  # only rounding can exceed the interval
+    return cosine.mean(0).clamp(-1, 1)  # only rounding can leave this interval
 
 
 def _mean_unit(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads directions"]:

@@ -1,4 +1,4 @@
-"""Attention of IrrAtt, whose heads share their directions: its two forms, and the kernel that mixes blocks."""
+"""IrrAtt's attention, whose heads share their directions: its two forms, and the kernel that mixes blocks."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from attnrx.vit.spec import AttentionSpec, FormTraits
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share their directions, and each has its strengths (the fusion matrix)."""
+    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share directions, and each has its own strengths (the fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -32,7 +32,7 @@ class SharedForm(ScoreForm):
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the shared rows, and the strengths of every head."""
-        # The rows of the padding are zero already; strengths are padded so that the shapes agree.
+        # The padding rows are zero already; strengths are padded only so that the shapes agree.
         strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
         sides = query.unsqueeze(2), key.unsqueeze(2)
         return tuple(
@@ -58,16 +58,16 @@ class MixedForm(ScoreForm):
         self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of rows of every block; the last block's are padded to the width of the buckets."""
-        # A zero row in the last block adds nothing to its map, so no further block is needed.
+        """Returns the number of rows of every block. The last block is padded to the width of the buckets."""
+        # A zero row in the last block adds nothing to its map, so the padding needs no extra block.
         blocks, width = self.spec.rows, _shared_width(buckets)
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
         rows = self.rows(buckets)
-        # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
-        # mixture.
+        # Two descriptions of the same scores: fused kernels use the strengths per direction, unfused backends the
+        # mixture of blocks.
         strength = of_weights(self, rows, lambda: self.mix[:, _block_index(rows, self.mix)])
         blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
         return tuple(
@@ -104,16 +104,16 @@ def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions
 
 @dataclass
 class BlockFactors:
-    """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
+    """The directions that all heads share, in blocks of `ranks[b]` neighbours. All buckets share one instance."""
 
     query: Float[Tensor, "batch queries directions"]
     key: Float[Tensor, "batch keys directions"]
     ranks: tuple[int, ...]
-    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    # Not a cached_property, because compilers cannot trace its lock in Python 3.11.
     _maps: Tensor | None = None
 
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
+        """Returns the products of queries and keys of every block, computed once; zero for an empty block."""
         if self._maps is None:
             # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
             # zeros.
@@ -132,8 +132,8 @@ class BlockMixture(Mixture):
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
         maps = self.blocks.maps()
-        # One product, [heads, blocks] @ [batch, blocks, queries * keys]; the scale multiplies the small matrix, not the
-        # maps.
+        # One product, [heads, blocks] @ [batch, blocks, queries * keys]. The scale multiplies the small matrix instead
+        # of the maps.
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 
@@ -152,10 +152,10 @@ def native_mixed_attention(
     mix: Float[Tensor, "heads blocks"],
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns what `native_attention` does, for heads that mix the score maps of blocks.
+    """Returns the outputs of `native_attention` for heads that mix the score maps of blocks.
 
     The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
-    map of a block is computed once for all heads.
+    map of a block is computed only once for all heads.
     """
     require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
@@ -172,7 +172,7 @@ def _mixed_attention(
             "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
             "and the mixture [heads, blocks]."
         )
-    # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
+    # Every head gets the queries and keys of all directions, as views with stride 0 over the heads.
     queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
     require_heads(queries, keys, values, sizes)
     output = _empty_mixed(query, key, values)
@@ -183,7 +183,7 @@ def _mixed_attention(
             f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
             f"{query.shape[2]} directions and {sum(value.shape[1] for value in values)} heads in float32."
         )
-    if not key.shape[1]:  # softmax over no keys times no values
+    if not key.shape[1]:  # there are no keys
         return output.zero_()
     numbers, heads, _buffers = described_heads(queries, keys, values, output)
     sizes, mix = None if sizes is None else sizes.contiguous(), mix.contiguous()
@@ -202,7 +202,7 @@ def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -
 def _mixed_operations(
     query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    """Counts, for every pair of tokens, the maps of all blocks, their mixture for every head, and the values."""
+    """Counts operations: for every pair of tokens the maps of all blocks, their mixture per head, and the values."""
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
 
 

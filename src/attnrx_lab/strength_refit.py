@@ -13,17 +13,16 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import family_of
 
-# Eigenvalues of a normal matrix summed from float32 that are below this share of the largest one are rounding.
+# A normal matrix is summed from float32. Eigenvalues below this share of the largest one are rounding.
 _NULL = 1e-6
 
 
 class StrengthFit:
     """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
-    T are the scores of a reference and a_i = softmax(T_i) its attention. To second order the sum is twice the KL
-    divergence of the attention from the reference's: softmax ignores a constant per query, and errors at keys without
-    attention have no effect. Memory is one square matrix of the number of terms per head, independent of the number of
-    samples.
+    T are the scores of a reference, and a_i = softmax(T_i) is its attention. To second order, the sum is twice the KL
+    divergence between the attention and the reference's: softmax ignores a constant per query, and errors at keys
+    without attention have no effect. Each head needs one matrix [terms, terms], whatever the number of samples.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -39,19 +38,19 @@ class StrengthFit:
         target: Float[Tensor, "batch heads queries keys"],
         scale: float,
     ) -> None:
-        """Adds one batch: the terms of every token, and the target scores."""
+        """Adds one batch, given the terms of every token and the target scores."""
         for sample in range(left.shape[0]):
-            # One sample at a time, to bound memory: its products have queries x keys x terms entries.
+            # One sample at a time to limit memory, because its products have queries x keys x terms entries.
             lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)  # [heads, tokens, terms]
             attention = target[sample].softmax(-1)
-            root = attention.sqrt()  # in both factors of the normal equations: together the weight is a_ij
-            # Centred by the attention of every query, which makes the sum of squares a variance: [heads, queries, keys,
-            # terms], then [heads, queries * keys, terms].
+            root = attention.sqrt()  # multiplies both factors of the normal equations, which gives the weight a_ij
+            # Centred under the attention of every query, which makes the sum of squares a variance. The shape is
+            # [heads, queries, keys, terms], then [heads, queries * keys, terms].
             centred = rights[:, None] - (attention @ rights)[:, :, None]
             products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
             errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
             targets = errors.flatten(1)
-            # Sums over all samples need float64, which not every device has.
+            # Sums over all samples need float64, which not every device supports.
             self.normal += (products.mT @ products).to("cpu", torch.float64)
             self.right_side += (targets[:, None] @ products).to("cpu", torch.float64).squeeze(1)
             self.target_energy += targets.square().sum(-1).to("cpu", torch.float64)
@@ -60,9 +59,9 @@ class StrengthFit:
     def solve(
         self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
     ) -> Float[Tensor, "heads terms"]:
-        """Returns the best strengths of the kept terms, zero elsewhere; undetermined strengths remain as in `start`.
+        """Returns the best strengths of the kept terms, and zero elsewhere.
 
-        The error is never above the error of `start`, head by head.
+        Strengths that the data does not determine stay as in `start`. No head has a larger error than with `start`.
 
         Raises:
             InvalidInput: No sample was observed.
@@ -74,15 +73,15 @@ class StrengthFit:
         for head, mask in enumerate(keep):
             if bool(mask.any()):
                 normal = self.normal[head][mask][:, mask]
-                # The pseudoinverse corrects the start: what the data does not determine stays as it was.
+                # The pseudoinverse corrects the start, so strengths that the data does not determine stay as they were.
                 residual = self.right_side[head, mask] - normal @ start[head, mask]
                 strength[head, mask] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
-        # Without the eigenvalues below _NULL a fit can be worse than its start.
+        # Because eigenvalues below _NULL are dropped, a fit can be worse than its start.
         better = self.relative_error(strength) <= self.relative_error(start)
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the sum relative to zero strengths, over all samples; 0 for a constant target."""
+        """Returns the root of the error over all samples, relative to zero strengths; 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)
@@ -97,7 +96,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     bit-identical.
 
     Raises:
-        NotSupported: The prescription has directions of its own.
+        NotSupported: The prescription rewrites the directions.
     """
     if any(layer.qk.basis is not None for layer in prescription.layers):
         raise NotSupported(
@@ -108,8 +107,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
-        # rest.
+        # Compute the rows as the compressed layer will: pruned directions are zero, and the norm is over the rest.
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
@@ -119,7 +117,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     layers = []
     for layer, fit in zip(prescription.layers, fits, strict=True):
         keep, strength = layer.qk.keep, layer.qk.strength
-        # A head that keeps all of its directions is exact already, and a refit would only add rounding.
+        # A head that keeps all its directions is already exact, so a refit would only add rounding.
         changed = keep & ~keep.all(-1, keepdim=True)
         solved = fit.solve(keep, strength).to(strength.dtype)
         layers.append(layer.with_scores(replace(layer.qk, strength=torch.where(changed, solved, strength))))
@@ -128,5 +126,5 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
     masked = rows * keep.to(rows.dtype)
-    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
+    # The observed rows are already divided by their norms. Dividing again by the norm of the kept part gives the same.
     return nn.functional.normalize(masked, dim=-1) if has_norms else masked

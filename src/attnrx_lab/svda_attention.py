@@ -1,4 +1,4 @@
-"""Attention of SVDA: scores of unit rows with a learned strength for every direction."""
+"""SVDA's attention: scores from rows of unit length, with a learned strength for every direction."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from attnrx_lab.strength_refit import refit_strengths
 class SvdaForm(ScoreForm):
     """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
-    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which
-    are stored first, enter the scores; that is exact, and saves no projection.
+    With `norms="original"` the rows are divided by the norm over all original directions. Then only the kept
+    directions, which are stored first, enter the scores. This is exact, but saves no projection.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -29,7 +29,7 @@ class SvdaForm(ScoreForm):
     def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
         if not self.spec.keeps_original_norms:
             return super().rows_by_bucket(buckets)
-        # The norm of a row needs all directions; a head of rank 0 has no scores, so it needs no norm.
+        # The norm of a row needs all directions. A head of rank 0 has no scores, so it needs no norm.
         return [self.spec.original_rank if bucket.rank else 0 for bucket in buckets]
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -43,7 +43,7 @@ class SvdaForm(ScoreForm):
         return self.strength
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        # The empty tensor is for a layer without heads: cat refuses an empty list. On the CPU, where decisions are.
+        # The empty tensor is for a layer without heads, because cat refuses an empty list. Decisions are on the CPU.
         self.strength.copy_(torch.cat([torch.zeros(0), *strengths]))
 
     def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
@@ -66,14 +66,14 @@ class SvdaForm(ScoreForm):
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (SVDA, Eq. 4); with a `width`, zeros follow up to it.
+    """Divides every row by its Euclidean norm (SVDA, Eq. 4), and pads it with zeros to `width` if it is given.
 
-    A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
+    A zero row stays zero. Its gradient is zero, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.
     """
     padding = 0 if width is None else width - rows.shape[-1]
-    # `out=`, which spares a copy below, does not support gradients. A trace has the same operations with and without
-    # gradients: torch.jit.trace compares its graph with one that is traced without.
+    # `out=` saves a copy below, but does not support gradients. A trace must have the same operations with and without
+    # gradients, because torch.jit.trace compares its graph with a graph traced without them.
     is_traced = torch.jit.is_tracing()
     if torch.is_grad_enabled() and not is_traced:
         unit = _UnitRows.apply(rows)
@@ -82,7 +82,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     inverse = inverse_norms(rows).to(rows.dtype)
     if not padding or is_traced:
         return F.pad(rows * inverse, (0, padding)) if padding else rows * inverse
-    # The products are written into the padded buffer: padding them afterwards would be one more copy.
+    # The products are written into the padded buffer, because padding them afterwards would need one more copy.
     padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
     padded[..., rows.shape[-1] :] = 0
     torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
@@ -90,21 +90,21 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Returns one over the Euclidean norm of every row, in float32 or better; zero for a zero row."""
+    """Returns the reciprocal of every row's Euclidean norm, in float32 or better; zero for a zero row."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
-    # Below the smallest normal number the reciprocal overflows: such a row is treated as zero.
+    # Below the smallest normal number the reciprocal overflows, so such a row is treated as zero.
     return torch.where(norms > torch.finfo(wide).tiny, norms.reciprocal(), torch.zeros_like(norms))
 
 
 class _UnitRows(torch.autograd.Function):
-    # Written by hand: autograd's own graph for x / |x| makes about twice as many passes over memory, which is the
-    # overhead of an SVDA layer over fused dense attention in eager mode.
+    # Written by hand, because autograd's graph for x / |x| makes about twice as many passes over memory. In eager mode
+    # these passes are the overhead of an SVDA layer over fused dense attention.
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         inverse = inverse_norms(rows)
         ctx.save_for_backward(rows, inverse)
-        # In half precision the product is rounded like every other one: a factor of at most 1 + 2^-9 a row in bfloat16.
+        # In half precision the rounded inverse scales a whole row, in bfloat16 by a factor of at most 1 + 2^-9.
         return rows * inverse.to(rows.dtype)
 
     @staticmethod
@@ -112,7 +112,7 @@ class _UnitRows(torch.autograd.Function):
         (gradient,) = gradients
         rows, inverse = ctx.saved_tensors
         along = (gradient * rows).sum(-1, keepdim=True, dtype=inverse.dtype)
-        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|; the factor of x is formed in float32.
+        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|. The factor of x is computed in float32.
         tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
         return tangent.mul_(inverse.to(rows.dtype))
 
@@ -122,7 +122,7 @@ register_form(
     SvdaForm,
     FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
     {
-        # The paper's: rows are deleted, and divided by the norm of the remaining ones.
+        # The paper's compression: rows of the weights are deleted, and the norm is over the remaining directions.
         "renormalized": Compression(keeps_norms=False),
         "refit": Compression(keeps_norms=False, fit=refit_strengths),
     },

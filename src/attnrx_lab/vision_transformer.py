@@ -1,4 +1,4 @@
-"""Models of attnrx layers: configuration with costs, layers, initialization; the Vision Transformer of SVDA."""
+"""Models made of attnrx layers: configuration with costs, layers, initialization, and SVDA's Vision Transformer."""
 
 import math
 from abc import ABC, abstractmethod
@@ -45,9 +45,9 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
         raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
     head_dim = width // heads
     ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), FORMS[form]
-    # The scale follows the original head dimension and is stored: compression must not change the temperature.
+    # The scale follows the original head dimension. It is stored, because compression must not change the temperature.
     spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
-    # One block per head is multi-head attention: every head uses its own block only.
+    # With one block per head, every head uses only its own block, which is multi-head attention.
     if traits.mixes_blocks:
         return spec.with_shared_directions(width, ranks)
     return replace(spec, form=form, norms=traits.norms[0])
@@ -58,7 +58,7 @@ def block_costs(
 ) -> LayerCosts:
     """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
 
-    `mlp_ranks` are the ranks of the MLP's two maps if they are stored as two factors each, of which the second has the
+    `mlp_ranks` are the ranks of the MLP's two maps if they are stored as two factors each. The second factor has the
     bias.
     """
     mlp = PartCosts()
@@ -77,12 +77,12 @@ def norm_costs(width: int) -> PartCosts:
 
 @dataclass(frozen=True)
 class TransformerConfig(ABC):
-    """The shape of the model and its input format; the defaults are the SVDA paper's for CIFAR-10.
+    """The shape of the model and its input format. The defaults are the SVDA paper's for CIFAR-10.
 
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
-    ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
-    units if some were removed. `mean` and `std` are the image normalization that the model was trained with, `geometry`
-    how pictures were fitted to its input; None if that is not known.
+    ranks of the two maps of every MLP (None: one matrix), or is empty. `hidden_units` holds the number of hidden units
+    of every MLP if some were removed. `mean` and `std` are the image normalization that the model was trained with.
+    `geometry` says how pictures were fitted to its input, or is None if that is not known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -151,11 +151,11 @@ class TransformerConfig(ABC):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image: its patches, and the class token where the model has one."""
+        """The number of tokens of an image: its patches, and the class token if the model has one."""
         return self.patches
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
-        """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
+        """Returns the ranks of the two maps of one layer's MLP; None if a map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
     def hidden_of(self, layer: int) -> int:
@@ -171,7 +171,7 @@ class TransformerConfig(ABC):
         This gives the costs of a prescription before it is realized.
 
         Raises:
-            InvalidInput: Not one spec for each layer.
+            InvalidInput: `attention` does not have one spec per layer.
         """
         attention = self.attention if attention is None else attention
         if len(attention) != self.depth:
@@ -195,7 +195,7 @@ class TransformerConfig(ABC):
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer block; its MLP is two linear maps, or their low-rank forms, with a GELU between them."""
+    """One pre-norm transformer block. Its MLP is two linear maps, or their low-rank forms, with a GELU between them."""
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
@@ -234,7 +234,7 @@ class Transformer(nn.Module, Generic[Config]):
 
     @property
     def origin(self) -> Config:
-        """The input format, by the names of models of libraries."""
+        """The configuration. Adopted library models state their input format under the same name."""
         return self.config
 
     def forward(self, images: ImageBatch) -> Logits:
@@ -263,7 +263,7 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")
-    # A generator of its own: weights depend on the seed only, and the global state does not change.
+    # With its own generator, weights depend only on the seed, and the global random state does not change.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("strength"):
@@ -300,7 +300,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         transformer = self._transformer(model)
         transformer.layers[layer].attention = attention
-        # Costs and saved files are made from the configuration, which must describe the layers as they are.
+        # Costs and saved files are made from the configuration, so it must describe the layers as they are now.
         transformer.config = transformer.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
@@ -312,13 +312,13 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         transformer.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
         ranks = [list(config.mlp_rank(index)) for index in range(config.depth)]
         ranks[layer][which] = rank_of(linear)
-        # Either map states the number of units: the outputs of the first, the inputs of the second.
+        # Either map gives the number of hidden units: the first by its outputs, the second by its inputs.
         units = [config.hidden_of(index) for index in range(config.depth)]
         units[layer] = linear.in_features if which else linear.out_features  # type: ignore[assignment]
         transformer.config = replace(
             config,
             mlp_ranks=tuple((first, second) for first, second in ranks),
-            # Empty where no unit was removed, so that equal models have equal configurations.
+            # Empty if no unit was removed, so that equal models have equal configurations.
             hidden_units=() if set(units) == {config.hidden} else tuple(units),
         )
 
@@ -342,7 +342,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         return self._transformer(model).config.tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        # Another configuration instead of another model: a prescription is costed without being realized.
+        # Changes the configuration instead of the model, so a prescription is costed without being realized.
         config = replace(self._transformer(model).config, mlp_ranks=shapes.mlp_ranks, hidden_units=shapes.hidden)
         return config.costs(shapes.attention, shapes.tokens)
 
@@ -350,7 +350,8 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         """Returns the output of the last norm."""
         transformer = self._transformer(model)
         require_images(images, transformer.config.input_shape, "this model")
-        # Recorded, because `logits` of the subclasses return no tokens. Without chunks, so that the norm runs once.
+        # Record the norm's output, because the `logits` of subclasses return no tokens. Run without chunks, so that the
+        # norm runs once.
         with (
             recording_calls((transformer.norm,), lambda call: call.output) as outputs,
             forward_pass(model, (transformer.config.depth - 1,)),
@@ -368,7 +369,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         return self._own(model)
 
 
-# The input scenarios of SVDA (Tables 3 and 4), and small ones for demonstrations and tests.
+# SVDA's input scenarios (Tables 3 and 4), and small scenarios for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "fashion_mnist": {"channels": 1, "classes": 10},
     "cifar10": {"classes": 10},
@@ -401,7 +402,7 @@ class ViTConfig(Displayed, TransformerConfig):
         """Returns the uncompressed model of `depth` equal layers.
 
         Depth, heads, width and patch size default to the SVDA paper's (Table 4). The paper does not state the MLP
-        width: four times the model width reproduces its printed savings.
+        width, but four times the model width reproduces its printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
         return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})
@@ -418,9 +419,9 @@ class VisionTransformer(Transformer[ViTConfig]):
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.patches = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
-        # On the CPU even when the module is built on the meta device: positions are computed, not loaded.
+        # On the CPU even if the module is built on the meta device, because positions are computed, not loaded.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
-        # A buffer follows the model's device; it is not saved, because the configuration determines it.
+        # A buffer follows the model's device. It is not saved, because the configuration determines it.
         self.register_buffer("positions", positions, persistent=False)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
@@ -437,9 +438,10 @@ class VisionTransformer(Transformer[ViTConfig]):
 def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
     """Returns fixed two-dimensional sine-cosine position embeddings.
 
-    A quarter of the width each holds the sine and the cosine of row and column.
+    The width is divided into four quarters: the sine and the cosine of the row, then the sine and the cosine of the
+    column.
     """
-    # In float64, rounded once at the end. The frequencies fall from 1 to 1/10,000, which is excluded.
+    # Computed in float64 and rounded once at the end. The frequencies fall from 1 towards 1/10,000, which is excluded.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)

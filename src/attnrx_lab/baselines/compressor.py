@@ -1,4 +1,4 @@
-"""The interface of baselines: a model at any share, by units that are selected or for MACs that are learned."""
+"""The interface of baselines: a model at any share, either a share of its units or a share of its MACs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
     `fits` must be monotone: true up to some share and false above it, because costs rise with the kept share.
     """
-    # The invariant of the bisection is that `high` does not fit, so the full share is tested first. Integers, because
-    # shares are multiples of 1 / GRID and `low` and `high` must meet exactly.
+    # The bisection assumes that `high` does not fit, so the full share is tested first. It runs on integers (multiples
+    # of 1 / GRID), so that `low` and `high` meet exactly.
     if fits(1.0):
         return 1.0
     below = round(least * GRID) - 1  # counts as fitting until a share is found
@@ -45,7 +45,7 @@ class ModelCompressor(ABC):
         return 1 / GRID
 
     def share_within(self, macs: int) -> float | None:
-        """Returns the largest share that costs no more; None if even the smallest costs more."""
+        """Returns the largest share that costs at most `macs`, or None if even the smallest share costs more."""
         return largest_share(lambda share: self.costs(share).macs <= macs, self.least)
 
     @abstractmethod
@@ -79,15 +79,15 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns the decisions about every layer; with `fitted=False` of the same shapes, without compensation."""
+        """Returns the decisions for every layer. With `fitted=False` they have the same shapes, but no compensation."""
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
-        """Returns the prescription at a share of the units; it has no rules, because no rule of attnrx made it."""
+        """Returns the prescription at a share of the units. Its rules are empty, because no attnrx rule made it."""
         about = {**self.diagnosis.about, "baseline": self.name}
         return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
 
     def costs(self, share: float) -> ModelCosts:
-        # Costs depend on shapes alone, and the search for a share needs them at many: no compensation is solved here.
+        # The search for a share asks for the costs at many shares. They depend only on shapes, so nothing is fitted.
         return prescribed_costs(self.model, self.prescription(share, fitted=False))
 
     def make(self, share: float) -> nn.Module:
@@ -95,9 +95,9 @@ class PrescribedBaseline(ModelCompressor):
 
 
 class SearchedBaseline(ModelCompressor):
-    """A method that learns a smaller model for a share of the MACs; every model is made once and kept.
+    """A method that learns a smaller model for a share of the MACs. Each model is made once and then cached.
 
-    Other compressors have a share of units, for which costs are known before anything is learned.
+    Other compressors take a share of the units, so their costs are known before anything is learned.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -106,10 +106,10 @@ class SearchedBaseline(ModelCompressor):
 
     @abstractmethod
     def searched(self, share: float) -> nn.Module:
-        """Learns and returns a model with at most this share of the MACs, which is below 1."""
+        """Learns and returns a model with at most this share of the MACs; the share is below 1."""
 
     def share_within(self, macs: int) -> float | None:
-        share = macs / self._macs  # not by bisection: the costs at a share are known only once a model is learned
+        share = macs / self._macs  # no bisection: the costs at a share are known only after a model is learned
         return share if share >= self.least else None
 
     def costs(self, share: float) -> ModelCosts:
@@ -124,9 +124,9 @@ class SearchedBaseline(ModelCompressor):
         return self._models[share]
 
     def images_of_step(self, step: int, batch: int) -> ImageBatch:
-        """Returns the images of one step; every pass over the images is shuffled by the seed."""
+        """Returns the images of one step. Every pass over the images has its own order, drawn from the seed."""
         size = min(batch, len(self.calibration))
-        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
+        steps = len(self.calibration) // size  # in one pass; an incomplete last batch is dropped
         epoch, start = divmod(step, steps)
         weight: Tensor = next(self.model.parameters())
         return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)

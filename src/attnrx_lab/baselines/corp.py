@@ -15,8 +15,8 @@ from attnrx_lab.baselines.compressor import PrescribedBaseline
 
 # The penalty of both regressions, relative to the mean diagonal of their normal equations.
 PENALTY = 1e-2
-# The normal equations of the logits need both Gram matrices of every image: 1.2 MB an image for ViT-Tiny in float32
-# (12 layers, 3 heads, 2 x 64 x 64 numbers).
+# The normal equations of the logits need both Gram matrices of every image. For ViT-Tiny in float32 (12 layers, 3
+# heads, 2 x 64 x 64 numbers) that is 1.2 MB per image.
 LOGIT_IMAGES = 128
 BATCH = 32
 
@@ -24,14 +24,18 @@ BATCH = 32
 class CorpBaseline(PrescribedBaseline):
     """CORP (Zhang and Yang, 2026, arXiv 2602.05243): closed-form one-shot pruning without labels or gradients.
 
-    Every MLP keeps the same share of its hidden units, and every head the same share of its query-key dimensions. The
-    removed activations are an affine function of the kept ones, x_P ~ A x_S + c, and the removed logits a bilinear one,
-    Q_P K_P^T ~ Q_S M K_S^T; A, c and M are solved by ridge regression on the calibration images and folded into the
-    second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
+    Every MLP keeps the same share of its hidden units, and every head the same share of its query-key dimensions. CORP
+    predicts the removed activations by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the removed
+    logits by a bilinear function, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the calibration images gives A, c and M.
+    They are folded into the second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
 
-    The objectives and the folding follow the abstract of the paper. Ours are: the ranking, by the mean square of a
-    hidden unit and by the mean over images of |q_j|^2 |k_j|^2, the energy of the logits of a dimension; the penalty
-    (PENALTY); one share for both kinds of units in all layers; and the number of images of the logits (LOGIT_IMAGES).
+    The objectives and the folding follow the abstract of the paper. The following choices are ours:
+
+    - the ranking: hidden units by their mean square, query-key dimensions by the energy of their logits, which is the
+      mean over images of |q_j|^2 |k_j|^2
+    - the penalty (PENALTY)
+    - one share for both kinds of units in all layers
+    - the number of images that the logits are fitted to (LOGIT_IMAGES)
     """
 
     name = "corp"
@@ -48,15 +52,15 @@ class CorpBaseline(PrescribedBaseline):
     def _hidden(self, index: int, share: float, fitted: bool) -> HiddenDecision | None:
         units = self.diagnosis.layers[index].hidden
         assert units is not None and units.covariance is not None and units.mean is not None
-        # The mean square, as in the docstring; a diagnosis has the moments about the mean.
+        # The ranking uses the mean square; a diagnosis stores the covariance, which is about the mean.
         energy = units.covariance.diagonal() + units.mean.square()
         keep = _strongest(energy[None], share)[0]
         if bool(keep.all()):
             return None
         weight, bias = units.weight.double()[:, keep], units.bias.double()
         if fitted:
-            # About the means, so the slope A of the regression is that of the covariance, and c = E[x_P] - A E[x_S]
-            # keeps the mean output: W E[x] = (W_S + W_P A) E[x_S] + W_P c.
+            # The regression is about the means, so its slope A comes from the covariance. c = E[x_P] - A E[x_S] keeps
+            # the mean output: W E[x] = (W_S + W_P A) E[x_S] + W_P c.
             mean = units.mean.double()
             weight = compensated(units.covariance, units.weight, keep, PENALTY)
             bias = bias + units.weight.double() @ mean - weight @ mean[keep]
@@ -66,8 +70,8 @@ class CorpBaseline(PrescribedBaseline):
     def _scores(self, index: int, share: float, fitted: bool) -> ScoreDecision:
         spectrum = self.diagnosis.layers[index].spectrum
         query, key = self._grams[index]
-        # |q_j|^2 |k_j|^2 = |q_j k_j^T|^2, the energy of what dimension j adds to the logits of an image (up to the
-        # number of tokens).
+        # |q_j|^2 |k_j|^2 = |q_j k_j^T|^2 is the energy that dimension j adds to the logits of an image, up to a factor
+        # that depends only on the number of tokens.
         energy = (query.diagonal(dim1=-2, dim2=-1) * key.diagonal(dim1=-2, dim2=-1)).mean(0)
         keep = _strongest(energy, share)
         strength = torch.where(keep, spectrum.strength.double(), 0.0)
@@ -75,20 +79,20 @@ class CorpBaseline(PrescribedBaseline):
         reasons = (f"keeps the {num_kept} of {keep.shape[1]} query-key dimensions with the largest logits",) * len(keep)
         if bool(keep.all()):
             return ScoreDecision(keep, strength, reasons)
-        # Q_S (I + M) K_S^T: the queries alone are changed, and the keys are the kept ones of the model.
+        # Q_S (I + M) K_S^T: only the queries change; the kept keys are the model's own.
         identity = torch.eye(keep.shape[1], dtype=torch.float64).expand(len(keep), -1, -1)
         left = identity.clone()
         if fitted:
             for head, kept_dims in enumerate(keep):
                 rows = torch.nonzero(kept_dims).flatten()
                 mix = logit_compensation(query[:, head], key[:, head], kept_dims)
-                left[head, rows[:, None], rows] += mix.T  # a row of `left` makes a query row: a column of I + M
+                left[head, rows[:, None], rows] += mix.T  # a row of `left` makes a query row, a column of I + M
         return ScoreDecision(keep, strength, reasons, Basis(left, identity, shared=False))
 
     @cached_property
     def _grams(self) -> list[tuple[Float[Tensor, "images heads d d"], Float[Tensor, "images heads d d"]]]:
-        """The Gram matrices of queries and keys of every image by layer, mean over tokens."""
-        # Not summed over the images: the normal equations are a sum over images of products of both matrices.
+        """The Gram matrices of queries and keys, by layer, for every image, as means over tokens."""
+        # Kept per image, because the normal equations sum the product of both matrices over the images.
         sums: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.attention]
 
         def observe(index: int, observation: Observation) -> None:
@@ -117,7 +121,7 @@ def logit_compensation(
     """
     query, key, size = query.double(), key.double(), int(keep.sum())
     query_kept, key_kept = query[:, keep][:, :, keep], key[:, keep][:, :, keep]
-    # Both products of all images at once: [a b, images] @ [images, c d], then the axes of a Kronecker product.
+    # One product for all images, [a b, images] @ [images, c d], then reordered to the axes of a Kronecker product.
     products = (query_kept.flatten(1).T @ key_kept.flatten(1)).reshape(size, size, size, size)
     system = products.permute(0, 2, 1, 3).reshape(size * size, size * size)
     removed = (query[:, keep][:, :, ~keep] @ key[:, ~keep][:, :, keep]).sum(0)

@@ -1,4 +1,4 @@
-"""DiffRate as a baseline: the number of patches of every layer is learned by gradient, for a target of MACs."""
+"""DiffRate as a baseline: the number of patches in every layer is learned by gradient, for a target in MACs."""
 
 import copy
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from attnrx_lab.tokens.learned_scores import KeepDrop
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05
-COST_WEIGHT = 100.0  # of the squared distance to the target, as a share of the model's MACs, beside KL in nats
+COST_WEIGHT = 100.0  # weight of the squared distance to the target (a share of the model's MACs), added to KL in nats
 SOFTNESS = 4.0  # patches: the width of the boundary between kept and merged patches, through which gradients flow
 
 
 class KeptShare(nn.Module):
-    """The share of its patches that a stage keeps, as a logit."""
+    """The share of its patches that a stage keeps, stored as a logit."""
 
     def __init__(self):
         super().__init__()
@@ -37,10 +37,11 @@ class KeptShare(nn.Module):
 
 @dataclass(frozen=True)
 class RatedByAttention(Predicting):
-    """Samples for every stage the patches of the highest class attention, as many as its parameter `KeptShare` states.
+    """Samples the patches with the highest class attention; each stage learns how many in its parameter `KeptShare`.
 
-    The log-odds of keep are (share * patches - rank - 1/2) / SOFTNESS, rank 0 being the most attended patch: a sample
-    has about share * patches patches, and the gradient of the loss reaches the share through those at the boundary.
+    The log-odds that a patch is kept are (share * patches - rank - 1/2) / SOFTNESS, where rank 0 is the most attended
+    patch. So a sample has about share * patches patches. The gradient of the loss reaches the share through the patches
+    near this boundary.
     """
 
     needs = ("class_attention",)
@@ -51,12 +52,11 @@ class RatedByAttention(Predicting):
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         assert state.class_attention is not None
         present_mask = state.present_mask
-        # Attention is not negative, so patches that an earlier stage removed come last. The second argsort inverts the
-        # permutation of the first: the rank of every patch.
+        # Attention is never negative, so -1 puts patches that an earlier stage removed last. The second argsort inverts
+        # the permutation of the first, which gives the rank of every patch.
         relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(present_mask == 0, -1.0)
         rank = relevance.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        # Detached, because the samples of earlier stages decide how many patches there are: a share learns from its own
-        # stage only.
+        # Detached, because earlier stages decide how many patches there are. So a share learns only from its own stage.
         logits = (predictor() * present_mask.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
@@ -64,15 +64,20 @@ class RatedByAttention(Predicting):
 class DiffRateBaseline(SearchedBaseline):
     """DiffRate (Chen et al., ICCV 2023): a schedule of patches for all layers, learned with frozen weights.
 
-    One share per layer is learned on unlabelled calibration images by Adam, from a uniform schedule of the target's
-    MACs: the KL divergence from the original plus COST_WEIGHT times the squared distance of the MACs from the target.
-    The schedule is then brought to the target by one common power, and realized as an ordinary token policy: the
-    patches of the lowest class attention are fused into the most similar others (`dtps` with class attention).
+    Adam learns one share per layer on unlabelled calibration images. It starts from the uniform schedule that meets the
+    target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared distance of the MACs
+    from the target. All shares are then raised to one common power to meet the target. The result is an ordinary token
+    policy: patches with the lowest class attention are fused into the most similar others (`dtps` with class
+    attention).
 
-    Ours are: one rate per layer instead of one for pruning and one for merging; fusion before a layer instead of
-    between attention and MLP; a logistic boundary with Gumbel noise (`RatedByAttention`) instead of the paper's
-    probabilities of candidate rates with a straight-through mask; divergence instead of cross-entropy, so that no
-    labels are used; and the steps, rates and weights above (the paper trains three epochs of ImageNet).
+    The following choices are ours:
+
+    - one rate per layer, instead of one for pruning and one for merging
+    - fusion before a layer, instead of between attention and MLP
+    - a logistic boundary with Gumbel noise (`RatedByAttention`), instead of probabilities over candidate rates with a
+      straight-through mask
+    - KL divergence instead of cross-entropy, so no labels are used
+    - the steps, rates and weights above; the paper trains for three epochs on ImageNet
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -96,7 +101,7 @@ class DiffRateBaseline(SearchedBaseline):
         return changed
 
     def policy(self, share: float) -> TokenPolicy:
-        """Returns the learned schedule whose MACs are at most this share of the model's.
+        """Returns the learned schedule with at most this share of the model's MACs.
 
         Raises:
             NotSupported: No schedule has these MACs.
@@ -104,7 +109,7 @@ class DiffRateBaseline(SearchedBaseline):
         return self._within(self.learned_shares(share), share)
 
     def _policy(self, shares: list[float]) -> TokenPolicy:
-        """Returns the policy of these shares of the image's patches, one per stage; at least one patch is kept."""
+        """Returns the policy that keeps these shares of the image's patches, one per stage, and at least one patch."""
         least = 1 / self.layout.patches
         return TokenPolicy(DTPS(ClassAttention()), self._layers, tuple(max(share, least) for share in shares))
 
@@ -116,11 +121,11 @@ class DiffRateBaseline(SearchedBaseline):
         return self.family.costs(self.model, tokens=policy)
 
     def _within(self, shares: list[float], share: float) -> TokenPolicy:
-        """Returns the schedule to the smallest power with which it costs at most this share of the MACs."""
+        """Returns the schedule raised to the smallest power at which it costs at most this share of the MACs."""
         most = share * self._macs
 
         # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1, so costs rise with `part`, as
-        # `largest_share` needs. A common power keeps the order of the stages, and a share of 1.
+        # `largest_share` requires. A common power keeps the order of the stages, and leaves a share of 1 unchanged.
         def at(part: float) -> TokenPolicy:
             return self._policy([kept_share ** (1 / part - 1) for kept_share in shares])
 
@@ -130,7 +135,7 @@ class DiffRateBaseline(SearchedBaseline):
         return at(part)
 
     def uniform_ratio(self, share: float) -> float | None:
-        """Returns the share that every stage keeps of its patches in a uniform schedule of these MACs."""
+        """Returns the share of its patches that every stage keeps in a uniform schedule with these MACs."""
         most = share * self._macs
 
         def policy(ratio: float) -> TokenPolicy:
@@ -147,11 +152,11 @@ class DiffRateBaseline(SearchedBaseline):
         model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self.uniform_ratio(share)
         if uniform is None:
             raise _unreachable(share)
-        # With the least shares of `_policy`: a late stage of a reachable schedule may be left with less than one patch.
+        # `_policy` raises shares to at least one patch: without that, a late stage could keep less than one.
         shares = self._policy([uniform**stage for stage in range(1, self.depth)]).keep
         searched = TokenPolicy(DTPS(RatedByAttention()), self._layers, shares)
         reduction = attach_tokens_(model, self.family, searched)
-        reduction.train().requires_grad_()  # a reduction in training samples; the model itself does not train
+        reduction.train().requires_grad_()  # in training mode a reduction samples; the model itself is not trained
         logits = [stage.get_parameter("logit") for stage in reduction.stages]
         start = torch.tensor(uniform).logit(eps=1e-3).item()  # the logit of 1 is infinite
         for logit in logits:
@@ -167,8 +172,8 @@ class DiffRateBaseline(SearchedBaseline):
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
                 remaining = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
-                # The expected numbers of tokens, not the sampled ones, so that the cost has no noise. The first layer
-                # has all of them.
+                # The expected numbers of tokens instead of the sampled ones, so the cost has no noise. The first layer
+                # sees all tokens.
                 patches = self.layout.patches * torch.cat([remaining.new_ones(1), remaining])
                 cost = macs(self.layout.prefix + patches) / self._macs
                 optimizer.zero_grad()
@@ -182,15 +187,16 @@ def _unreachable(share: float) -> NotSupported:
 
 
 def differentiable_macs(model: nn.Module) -> Callable[[Float[Tensor, "layers"]], Float[Tensor, ""]]:
-    """Returns the MACs of the model as a function of the numbers of tokens of its layers.
+    """Returns the MACs of the model as a function of the number of tokens in each layer.
 
-    Those of a layer are a n + b n^2: the products of queries and keys, and of attention and values, are quadratic.
+    A layer with n tokens costs a n + b n^2. The products of queries and keys, and of attention and values, make the
+    quadratic part.
     """
     family = family_of(model)
     costs = family.costs(model)
     layers = costs.layers
     tokens = torch.tensor([float(layer.tokens) for layer in layers])
-    # Solved from the costs at the model's own numbers of tokens, which are those of all layers without a policy.
+    # a and b follow from the costs at the model's own number of tokens, which all layers have if there is no policy.
     square = torch.tensor([float(layer.scores.macs + layer.read_out.macs) for layer in layers]) / tokens.square()
     linear = torch.tensor([float(layer.total.macs) for layer in layers]) / tokens - square * tokens
     rest = costs.macs - sum(layer.total.macs for layer in layers)

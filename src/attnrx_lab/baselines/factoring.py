@@ -22,7 +22,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models import LowRankLinear, family_of
 from attnrx_lab.baselines.compressor import ModelCompressor
 
-# The smallest scale, as a share of the largest: features that are always zero need an invertible scale, too.
+# The smallest scale, as a share of the largest. It keeps the scale of features that are always zero invertible.
 SMALLEST_SCALE = 1e-6
 
 Bias = Float[Tensor, "outputs"] | None
@@ -32,9 +32,9 @@ Bias = Float[Tensor, "outputs"] | None
 class LowRank:
     """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias; float64, nested in the rank.
 
-    `strength` is the contribution of each direction in the metric of the method, descending, zero for directions
-    without energy in it. All min(outputs, inputs) strengths are listed for every rank: the squared error in that metric
-    is the sum of their squares beyond the rank. The bias is the original's.
+    `strength` is the contribution of each direction in the method's metric, in descending order. It is zero for
+    directions without energy. Whatever the rank, `strength` lists all min(outputs, inputs) values: the squared error in
+    that metric is the sum of their squares beyond the rank. The bias is the original's.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -44,7 +44,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Weight, bias: Bias, found: Directions) -> "LowRank":
-        """Returns the map with its outputs projected on all of these directions."""
+        """Returns the map whose outputs are projected onto all of these directions."""
         strength, directions = found
         return cls(directions @ weight.detach().double(), directions.mT, strength, bias)
 
@@ -69,8 +69,9 @@ def svd(weight: Weight, bias: Bias = None) -> LowRank:
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
-    Activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Of all maps of the rank it has the least |(W - W') S|.
-    `magnitude` is the mean of |x| of every input feature, over calibration data; with `alpha` 0 it is the plain SVD.
+    Activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, it minimizes |(W - W') S| over all
+    maps of that rank. `magnitude` is the mean of |x| per input feature over calibration data. With `alpha=0` it is the
+    plain SVD.
     """
     weight = weight.detach().double()
     return _scaled_inputs(weight, bias, _scales(magnitude).pow(alpha))
@@ -82,14 +83,14 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
     Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b, with a matrix
     [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. The default `side="inputs"`
     follows it: for a weight [outputs, inputs] the sums run over the outputs, and D scales the inputs. "outputs" sums
-    the rows of the weight as stored. Of all maps of the rank it has the least |(W - W') D|, or |D (W - W')| for
+    the rows of the weight as stored. Truncated to a rank, the result minimizes |(W - W') D|, or |D (W - W')| for
     "outputs".
     """
     weight = weight.detach().double()
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
     if side == "inputs":
         return _scaled_inputs(weight, bias, scale)
-    # The outputs are the inputs of W^T, whose two factors are those of W, transposed and in reverse order.
+    # The outputs of W are the inputs of W^T. Factor W^T, then transpose its two factors and swap them.
     mirrored = _scaled_inputs(weight.mT, None, scale)
     return LowRank(mirrored.second.mT, mirrored.first.mT, mirrored.strength, bias)
 
@@ -97,9 +98,9 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
     """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
 
-    SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware`;
-    a singular M gets a ridge of 1e-12 of its trace, which that optimum does not need. Raises InvalidInput for a moment
-    that is zero, not finite or not symmetric.
+    SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware`. A
+    singular M gets a ridge of 1e-12 of its trace, which `activation_aware` does not need. Raises InvalidInput for a
+    moment that is zero, not finite or not symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)
@@ -110,13 +111,13 @@ def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) 
     if int(failed):
         raise InvalidInput("the moment of the inputs is zero or has negative eigenvalues; give E[x x^T] of real data.")
     left, strength, right = torch.linalg.svd(weight @ factor, full_matrices=False)
-    # diag(s) V^T S^-1 by a triangular solve: S is not inverted.
+    # A triangular solve gives diag(s) V^T S^-1 without inverting S.
     first = torch.linalg.solve_triangular(factor, strength[:, None] * right, upper=False, left=False)
     return LowRank(first, left, strength, bias)
 
 
 def _scaled_inputs(weight: Tensor, bias: Tensor | None, scale: Tensor) -> LowRank:
-    # In this basis the left factor of the SVD is square, so that full rank is the original map.
+    # In this basis the left factor of the SVD is square, so the map of full rank is the original map.
     basis, inner = output_basis(weight)
     turn, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
     # U^T W equals diag(s) V^T S^-1 without the division, so full rank is exact for any scale.
@@ -141,13 +142,13 @@ PARTS = {  # of the costs of a layer, by map
 MAPS = tuple(PARTS)
 
 MapAddress = tuple[int, str]
-"""A layer, and the name of one of its maps."""
+"""The index of a layer, and the name of one of its maps."""
 
 Ranks = Mapping[MapAddress, int]
 
 
 class FactoredHeads(HeadLinear):
-    """A projection to heads as two maps: tokens to `rank` shared features, then to the rows of the heads."""
+    """A projection to heads as two maps: from tokens to `rank` shared features, then to the rows of the heads."""
 
     def __init__(self, source: HeadLinear, rank: int):
         # The inherited weight, [rows, rank], is the second factor: heads are padded by its rows.
@@ -160,14 +161,14 @@ class FactoredHeads(HeadLinear):
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Applies both, the second padded and times the factor."""
+        """Applies both maps; the second is padded and scaled by the factor."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return super().padded(self.first(tokens), rows, factor)
 
 
 class FactoredOutputProjection(OutputProjection):
-    """An output projection as two maps: the head outputs to `rank` features, then to the width."""
+    """An output projection as two maps: from the head outputs to `rank` features, then to the width."""
 
     def __init__(self, source: OutputProjection, rank: int):
         # The inherited weight, [rank, features], is the first factor: heads are padded by its columns.
@@ -180,15 +181,15 @@ class FactoredOutputProjection(OutputProjection):
     def padded(
         self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Applies both, the first to padded heads."""
+        """Applies both maps; the first takes padded heads."""
         return self(features) if value_dims == self.value_dims else self.second(super().padded(features, value_dims))
 
 
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
-    """Returns the layer and name of every map; the MLP's only if it has two linear maps.
+    """Returns the layer and name of every map. The maps of an MLP are included only if it has exactly two linear maps.
 
     Raises:
-        NotSupported: where a map is factored already.
+        NotSupported: A map is factored already.
     """
     family = family_of(model)
     names = MAPS if family.mlp(model) else ATTENTION_MAPS
@@ -244,7 +245,7 @@ def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
 def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
     (layer, name), rank = address, low_rank.rank
     linear = linear_at(model, address)
-    # The names are those of the first matrix, the second and the bias.
+    # `names` are the parameters that hold the first matrix, the second matrix and the bias.
     if isinstance(linear, HeadLinear):
         new, names = FactoredHeads(linear, rank), ("first.weight", "weight", "bias")
     elif isinstance(linear, OutputProjection):
@@ -264,7 +265,7 @@ def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """The inputs x of one map over all tokens of all images: the mean of |x|, and E[x x^T]."""
+    """Moments of the inputs x of one map over all tokens of all images: the mean of |x|, and E[x x^T]."""
 
     magnitude: Float[Tensor, "inputs"]
     moment: Float[Tensor, "inputs inputs"]
@@ -283,8 +284,8 @@ class MapStatistics:
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
 
-        It is the gradient of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of the
-        dataset is used.
+        The gradient is of -log p(y | image), where y = argmax p is the model's own answer. So no label of the dataset
+        is used.
         """
         return self._fisher[address]
 
@@ -314,7 +315,7 @@ class MapStatistics:
     @cached_property
     def _fisher(self) -> dict[MapAddress, Tensor]:
         def loss(model: nn.Module, image: ImageBatch, _: int) -> Tensor:
-            # The empirical Fisher information, as of FWSVD, with predicted classes for labels.
+            # The empirical Fisher information, as in FWSVD, but with predicted classes as labels.
             logits = model(image)
             return F.cross_entropy(logits, logits.argmax(-1))
 
@@ -327,11 +328,11 @@ def mean_squared_gradients(
     images: ImageSet,
     loss: Callable[[nn.Module, ImageBatch, int], Float[Tensor, ""]],
 ) -> dict[MapAddress, Float[Tensor, "outputs inputs"]]:
-    """Returns the mean over images of the squared gradient of the weights of some maps, in float64 on the CPU.
+    """Returns the squared gradient of the weights of these maps, as a mean over images, in float64 on the CPU.
 
     `loss` receives a copy of the model, one image [1, channels, height, width] and its position.
     """
-    # A copy, in which only the weights of the maps have gradients.
+    # In this copy only the weights of these maps have gradients.
     model = copy.deepcopy(model).eval().requires_grad_(False)
     weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in addresses]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
@@ -345,9 +346,9 @@ def mean_squared_gradients(
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
-# svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
-# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W.
-# svd_llm: whitened inputs, without its updates of the layers that follow.
+# svd: the nearest map in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude, without the
+# paper's search for the rank of every layer. fwsvd: inputs weighted by the Fisher information of their weights, as
+# the paper prints it for x W. svd_llm: whitened inputs, without the paper's updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
     "svd": lambda model, at, data: svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
@@ -357,16 +358,17 @@ FACTORS: Mapping[str, Factor] = {
 
 
 class FactoringBaseline(ModelCompressor):
-    """Factors all linear maps, each at the same share of its own MACs.
+    """Factors all linear maps. Each map keeps the same share of its own MACs.
 
-    A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
-    compression ratio. The attention itself is unchanged: these methods do not distinguish heads.
+    A share s means the rank floor(s * outputs * inputs / (outputs + inputs)), at least 1. These papers set their
+    compression ratio in the same way. The attention itself is unchanged, because these methods do not distinguish
+    heads.
     """
 
     def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
         self.map_addresses = map_addresses(model)
-        # Of full rank: the factors of all methods are nested in the rank, so every share truncates the same ones.
+        # Factors of full rank. All methods are nested in the rank, so every share truncates the same factors.
         self._full_rank: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:

@@ -29,9 +29,9 @@ from attnrx_lab.baselines.compressor import SearchedBaseline
 from attnrx_lab.baselines.factoring import linear_at, weights_at
 
 GATED = {"qk": "query", "vo": "output", "hidden": "fc2"}
-"""The map whose weight holds the gates of a kind of units: rows of the query, columns of the other two."""
+"""The map whose weight holds the gates of each kind of unit: rows of the query, columns of the other two."""
 
-SURROGATE = 0.1  # of the ranks in [0, 1]: the width of the sigmoid that stands for the step
+SURROGATE = 0.1  # the width, in ranks in [0, 1], of the sigmoid whose gradient replaces the gradient of the step
 
 UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 
@@ -39,9 +39,9 @@ UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 class UnitGates(nn.Module):
     """The scores of all units by layer and kind, with a threshold for each (WDPruning: Yu et al., AAAI 2022).
 
-    A gate is 1 where the score is above the learned threshold of its layer and kind, else 0; gradients pass the step as
-    through a sigmoid. Ours are: the units (those that prescriptions of attnrx remove), and that the scores start at the
-    rank of a unit by the norms of its weights.
+    A gate is 1 where the score is above the learned threshold of its layer and kind, else 0. In the backward pass a
+    sigmoid stands for this step. Two choices are ours: the units are the ones that attnrx prescriptions remove, and
+    each score starts at the rank of its unit by the norms of its weights.
     """
 
     def __init__(self, model: nn.Module):
@@ -53,22 +53,22 @@ class UnitGates(nn.Module):
             self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
     def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the scores less their thresholds, by which units are kept."""
+        """Returns the scores minus their thresholds; units are kept by these margins."""
         places = {key: key.partition("-") for key in self.scores}
         return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 
     def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
         softs = {place: (margin, (margin / SURROGATE).sigmoid()) for place, margin in self.margins().items()}
-        # Straight-through: the value is that of the step, the gradient that of the sigmoid.
+        # Straight-through: the value comes from the step, the gradient from the sigmoid.
         return {place: (margin > 0).to(soft) + soft - soft.detach() for place, (margin, soft) in softs.items()}
 
 
 class GatedModel(nn.Module):
-    """A model with gates: queries, head outputs and hidden units are multiplied by them, in the weights that read them.
+    """A model whose queries, head outputs and hidden units are multiplied by gates; the gates are applied to weights.
 
     Raises:
-        NotSupported: A layer has other scores than plain dot products, heads of different sizes, or no MLP of two
-            linear maps.
+        NotSupported: A layer has scores that are not plain dot products, heads of different sizes, or an MLP that is
+            not two linear maps.
     """
 
     def __init__(self, model: nn.Module):
@@ -105,20 +105,20 @@ class GatedModel(nn.Module):
         for layer, kind in self.gates.margins():
             linear = linear_at(self.model, (layer, GATED[kind]))
             parts = [linear.get_parameter("weight")]
-            # The gate of a query dimension is on the output of its map; the others are on the inputs of theirs, after
-            # any bias.
+            # The gate of a query dimension applies to the output of its map, so also to its bias. The other gates apply
+            # to inputs, which already contain any bias.
             if kind == "qk" and isinstance(linear.bias, nn.Parameter):
                 parts.append(linear.bias)
             parameters_of[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
         return parameters_of
 
     def budget(self, macs: float) -> Float[Tensor, ""]:
-        """Returns the squared distance of the share of the MACs of the open gates from a target."""
+        """Returns the squared distance between the open gates' share of the MACs and a target."""
         return (gated_macs(self.model, self.gates.gates()) - macs).square()
 
 
 def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-    """Returns for all units by layer and kind the product of the norms of the weights before and after them."""
+    """Returns, by layer and kind, the norm of the weights before each unit times the norm of the weights after it."""
     norms = {}
     pairs = {"qk": ("query", "key"), "vo": ("value", "output"), "hidden": ("fc1", "fc2")}
     for layer in range(len(family_of(model).attention(model))):
@@ -134,7 +134,7 @@ def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
     costs, unit_costs = family.costs(model), {}
     for layer, attention in enumerate(family.attention(model)):
         tokens, width = costs.layers[layer].tokens, attention.spec.width
-        # A dimension is one output or input of two projections (query and key, or value and output), and one
+        # A dimension costs one output or input of two projections (query and key, or value and output), plus one
         # multiplication for every entry of the attention map.
         unit_costs[layer, "qk"] = unit_costs[layer, "vo"] = 2 * tokens * width + tokens**2
         units = linear_at(model, (layer, "fc2")).get_parameter("weight").shape[1]
@@ -143,25 +143,25 @@ def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
 
 
 def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "units"]]) -> Float[Tensor, ""]:
-    """Returns the MACs with these gates as a share of the model's: a unit counts as much as its gate."""
+    """Returns the MACs with these gates as a share of the model's. Each unit is weighted by its gate."""
     costs = unit_macs(model)
     removed = torch.stack([(1 - gate).sum() * costs[place] for place, gate in gates.items()]).sum()
     return 1 - removed / family_of(model).costs(model).macs
 
 
 def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Prescription:
-    """Returns the prescription that keeps the units of the largest importance, of at most this share of the MACs.
+    """Returns the prescription that keeps the most important units within this share of the MACs.
 
-    One threshold is used for all layers and kinds. The most important unit of every MLP and of every head's queries
-    stays; a head without value dimensions is removed. Nothing is compensated.
+    One threshold applies to all layers and kinds. Every MLP keeps its most important unit, and every head its most
+    important query dimension. A head without value dimensions is removed. Nothing is compensated.
 
     Raises:
-        NotSupported: Even the last units cost more.
+        NotSupported: Even the units that always stay cost more.
     """
     scores = torch.cat([score.double().cpu() for score in importance.values()]).sort().values
     values = [*scores.tolist(), math.inf]  # the last leaves only the units that no threshold removes
     most = macs * family_of(model).costs(model).macs
-    # The costs fall with the threshold, so that a bisection over its candidates finds the smallest one that fits.
+    # The costs fall as the threshold rises, so bisection over the candidates finds the smallest one that fits.
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -173,7 +173,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the share of the MACs that is left where only the units stay that no threshold removes."""
+    """Returns the share of the MACs that is left if only the units stay that no threshold removes."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 
@@ -208,7 +208,7 @@ def _prescription(model: nn.Module, importance: UnitScores, threshold: float) ->
 
 
 def _value_decision(keep: Bool[Tensor, "heads d"], importance: Float[Tensor, "heads d"]) -> OutputDecision:
-    # A selection of the value dimensions, without a center: nothing is added for the removed ones.
+    # Selects value dimensions. The center is zero, because nothing compensates the removed ones.
     heads, size = keep.shape
     encode = torch.eye(size, dtype=torch.float64).repeat(heads, 1)[keep.flatten()]  # on the features of one head
     decode = torch.eye(keep.numel(), dtype=torch.float64)[:, keep.flatten()]
@@ -227,28 +227,28 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def _ranks(norms: Float[Tensor, "units"]) -> Float[Tensor, "units"]:
-    """Returns the rank of every unit, in (0, 1): the smallest first."""
+    """Returns the rank of every unit, scaled to (0, 1); the smallest norm has the lowest rank."""
     return (norms.argsort(stable=True).argsort().to(norms) + 0.5) / len(norms)
 
 
-STEPS, BATCH = 100, 32  # of the gates, and again of the fine-tuning
+STEPS, BATCH = 100, 32  # for the gates, and again for the fine-tuning
 LEARNING_RATE = 3e-4  # of the weights
 GATE_RATE = 0.02  # of the scores, which are ranks in (0, 1)
-BUDGET_WEIGHT = 100.0  # of the distance from a share of the MACs, beside KL in nats
+BUDGET_WEIGHT = 100.0  # weight of the squared distance from the target share of the MACs, added to KL in nats
 
 
 class GatedBaseline(SearchedBaseline):
     """Trains the gates of WDPruning for a share of the MACs (`UnitGates`), prunes and fine-tunes.
 
-    Weights and gates are trained by Adam for STEPS steps, the gates are read into a prescription
-    (`prescribe_gates`), and the smaller model is fine-tuned for as many steps. Ours are: the divergence
-    KL(original || model) instead of cross-entropy and distillation, so that no labels are used; the numbers of steps
-    (the paper trains for tens of epochs); all rates and weights.
+    Adam trains weights and gates for STEPS steps. The gates then become a prescription (`prescribe_gates`), and the
+    smaller model is fine-tuned for another STEPS steps. Three choices are ours. The loss is KL(original || model)
+    instead of cross-entropy and distillation, so no labels are used. The number of steps is small; the paper trains for
+    tens of epochs. All rates and weights are ours, too.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
         super().__init__(model, calibration, seed)
-        GatedModel(model)  # raises for models without units to gate
+        GatedModel(model)  # raises for models that have no units to gate
 
     @property
     def least(self) -> float:
@@ -266,7 +266,7 @@ class GatedBaseline(SearchedBaseline):
         return small.eval()
 
     def _train_(self, model: nn.Module, groups: list[dict], macs: float | None = None) -> None:
-        """Trains by the divergence from the original, and by the budget of the gates, on the calibration images."""
+        """Minimizes the divergence from the original and the budget of the gates on the calibration images."""
         optimizer = torch.optim.Adam(groups, lr=LEARNING_RATE)
         model.train()
         reference = self.model.eval()

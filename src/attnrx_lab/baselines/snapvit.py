@@ -16,13 +16,13 @@ from attnrx_lab.baselines.compressor import PrescribedBaseline
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at, mean_squared_gradients
 
 GRADIENT_IMAGES = 64
-SMALLEST_CROP = 0.4  # share of the area of an image
+SMALLEST_CROP = 0.4  # as a share of the image's area
 TEACHER, STUDENT = 0.04, 0.1  # temperatures (DINO: Caron et al., 2021)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A head or a hidden unit of a layer: its importance per parameter, and its parameters."""
+    """A head or a hidden unit of a layer: its importance per parameter, and its number of parameters."""
 
     importance: float
     layer: int
@@ -34,15 +34,18 @@ class Structure:
 class SnapVitBaseline(PrescribedBaseline):
     """SnapViT (Simoncini et al., NeurIPS 2025, arXiv 2510.17700): one ranking of heads and hidden units, no retraining.
 
-    The local curvature is the mean over images of the squared gradient of a self-supervised loss, H = mean |grad L_i|^2
-    (`self_supervised_loss`); near a minimum the removal of a structure changes the loss by the sum of H theta^2 / 2
-    over its parameters. Structures are removed in the order of their importance, so that one ranking serves every
-    budget. Nothing is compensated.
+    The local curvature is the squared gradient of a self-supervised loss (`self_supervised_loss`), averaged over
+    images: H = mean |grad L_i|^2. Near a minimum, removing a structure changes the loss by the sum of H theta^2 / 2
+    over its parameters. Structures are removed in the order of their importance, so one ranking serves every budget.
+    Nothing is compensated.
 
-    The paper adds interactions between blocks, which it learns by an evolutionary search: they are not here. Ours are:
-    the importance is divided by the number of parameters, so that heads and units can be ranked together; the last
-    unit of an MLP stays; the loss compares the outputs of the model instead of projected features; one crop for each of
-    GRADIENT_IMAGES images.
+    The paper adds interactions between blocks, learned by an evolutionary search. They are left out here. The following
+    choices are ours:
+
+    - the importance is divided by the number of parameters, so that heads and units share one ranking
+    - the last unit of an MLP stays
+    - the loss compares the outputs of the model instead of projected features
+    - there is one crop for each of GRADIENT_IMAGES images
     """
 
     name = "snapvit"
@@ -71,7 +74,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures that have together at most 1 - share of the parameters of all."""
+        """Returns the least important structures, which together have at most 1 - `share` of all parameters."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # the most important of each kind
@@ -79,7 +82,7 @@ class SnapVitBaseline(PrescribedBaseline):
             if not structure.is_head and last[structure.layer, False] is structure:
                 continue
             params += structure.params
-            # No smaller structure in its place: the removed sets of all shares are prefixes of one ranking.
+            # Stop here, even if a smaller structure would fit: every share removes a prefix of the same ranking.
             if params > allowed:
                 break
             structures.append(structure)
@@ -91,7 +94,7 @@ class SnapVitBaseline(PrescribedBaseline):
         structures = []
         for layer, (attention, parts) in enumerate(zip(self.attention, self.importance, strict=True)):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
-            # Without biases. Rows of query and key, rows of value and columns of the output projection.
+            # Rows of query, key and value, and columns of the output projection; biases are not counted.
             head_params = [
                 2 * width * (rows + value_dim)
                 for rows, value_dim in zip(attention.spec.rows, attention.spec.value_dims, strict=True)
@@ -114,7 +117,7 @@ class SnapVitBaseline(PrescribedBaseline):
                 name: curvature[layer, name] * self._linear(layer, name).detach().cpu().double().square() / 2
                 for name in (*ATTENTION_MAPS, *MLP_MAPS)
             }
-            # Each weight belongs to one structure only, so the sums over structures add up to those over weights.
+            # Each weight belongs to only one structure, so the sums over structures add up to the sum over weights.
             rows, value_dims = attention.spec.rows, attention.spec.value_dims
             parts = [own[name].sum(1).split(rows) for name in ("query", "key")]
             parts += [own["value"].sum(1).split(value_dims), own["output"].sum(0).split(value_dims)]
@@ -150,8 +153,8 @@ class SnapVitBaseline(PrescribedBaseline):
 def self_supervised_loss(outputs: Float[Tensor, "2 features"]) -> Float[Tensor, ""]:
     """Returns the cross-entropy between the outputs for an image and for a crop of it, in nats.
 
-    Both are divided by their norms; the first is the target, sharpened, without a gradient (DINO: Caron et al., 2021,
-    without the centre and the moving average, which a fixed teacher does not need).
+    Both outputs are divided by their norms. The first is the target: it is sharpened and has no gradient. This is the
+    loss of DINO (Caron et al., 2021) without the centre and the moving average, which a fixed teacher does not need.
     """
     whole, crop = F.normalize(outputs, dim=-1)
     return -((whole.detach() / TEACHER).softmax(-1) * (crop / STUDENT).log_softmax(-1)).sum()

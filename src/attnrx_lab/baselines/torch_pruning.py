@@ -1,4 +1,4 @@
-"""Torch-Pruning as a baseline: narrower heads and a narrower MLP, selected and pruned by that library."""
+"""Torch-Pruning as a baseline: the library makes heads and MLPs narrower."""
 
 import copy
 import warnings
@@ -20,18 +20,16 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):
-    """Removes features inside heads and MLPs with the library torch-pruning; the width of the residual stream is
-    unchanged.
+    """Removes features inside heads and MLPs with the library torch-pruning; the residual stream keeps its width.
 
-    Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
-    towards the model's own predictions (of an embedding its largest number), without labels. Queries, keys and values
-    of a layer lose the same share of every head, the MLP that share of its hidden features. The pruned weights run in
-    attnrx attention, because the attention of timm 1.0.31 breaks when pruned (its attn_dim is unchanged) and its fused
-    path would rescale the scores.
+    Importance is the library's first-order Taylor criterion (`GroupTaylorImportance`). Its gradients come from the
+    calibration images, with the model's own predictions as labels (for an embedding, the index of its largest number).
+    Queries, keys and values lose the same share of every head, and the MLP the same share of its hidden features. The
+    pruned weights run in attnrx attention. timm 1.0.31's own attention breaks when pruned, because its attn_dim does
+    not change, and its fused path would rescale the scores.
 
     Raises:
-        NotSupported: the library is not installed, or the model is not an uncompressed one of timm.
-        NotSupported: By `costs` and `make`, for models other than plain ones of timm that were not compressed.
+        NotSupported: The library is not installed, or the model is not an uncompressed timm model.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, batch_size: int = 16):
@@ -42,7 +40,7 @@ class TorchPruningBaseline(ModelCompressor):
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
-        # The widths do not depend on the importance, and weights alone need no calibration.
+        # The widths do not depend on the importance, so use a criterion that needs no calibration images.
         return self.family.costs(self._pruned(share, self.package.importance.MagnitudeImportance(), ()))
 
     def make(self, share: float) -> nn.Module:
@@ -67,15 +65,15 @@ class TorchPruningBaseline(ModelCompressor):
     def _prune_(self, timm_model: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
         parameter = next(timm_model.parameters())
         blocks: list[Any] = list(self.family.blocks(timm_model))
-        # The residual stream keeps its width: the maps that write to it are not pruned, nor the classifiers.
+        # Neither the maps that write to the residual stream nor the classifiers are pruned, so the width stays.
         fixed = [
             module for name, module in timm_model.named_modules() if name in ("head", "head_dist", "patch_embed.proj")
         ]
         fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
         example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
         with torch.enable_grad(), warnings.catch_warnings():
-            # It warns that tokens and positions would be narrowed too; their width is the layers' width, which is
-            # unchanged.
+            # The library warns that tokens and positions would be pruned too. Their width is the residual stream's,
+            # which does not change.
             warnings.filterwarnings("ignore", message="Unwrapped parameters")
             pruner = self.package.pruner.BasePruner(
                 timm_model,
@@ -94,14 +92,14 @@ class TorchPruningBaseline(ModelCompressor):
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
-    """Returns the adopted timm model with its current weights."""
+    """Returns the timm model that was adopted, with its current weights."""
     family, refusal = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
     if not (isinstance(model, Adopted) and family.matches(model)):
         raise NotSupported(refusal)
     if not all(attention.spec.is_plain for attention in family.attention(model)):
         raise NotSupported(f"{refusal} Its attention has plain dot products; this one has rotations, biases or norms.")
     timm_model = family.create(model.origin.architecture, model.origin.arguments)
-    # In an adopted model the attention of attnrx has replaced timm's, which has queries, keys and values in one map.
+    # An adopted model has attnrx's attention; timm's attention has queries, keys and values in one map.
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
     }

@@ -23,12 +23,10 @@ TUCKER, TUCKER_TERMS = "tucker", "tucker_terms"
 
 
 class CoreQueries(HeadLinear):
-    """Queries of heads that mix the cores of Tucker terms: features that all heads share, then one matrix per head and
-    term, [features, rows] of the term.
-    """
+    """Queries from Tucker terms: features that all heads share, then a matrix [features, rows] per head and term."""
 
     def __init__(self, width: int, heads: int, terms: int, rank: int, bias: bool):
-        # The inherited weight, [heads * terms * rank, rank], holds the matrices: rows of the heads, term by term.
+        # The inherited weight, [heads * terms * rank, rank], holds the matrices. A head has its rows term by term.
         super().__init__(rank, (terms * rank,) * heads, bias)
         self.heads, self.terms = heads, terms
         self.first = nn.Linear(width, terms * rank, bias=False)
@@ -62,7 +60,7 @@ class SharedKeys(HeadLinear):
 
 
 def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Returns features of heads with as many rows each, with zeros up to `rows`, which are as many for each."""
+    """Pads the features of equal heads with zeros to `rows`, which must be equal for all heads, too."""
     if rows == own:
         return features
     return F.pad(features.unflatten(-1, (len(own), own[0])), (0, rows[0] - own[0])).flatten(-2)
@@ -72,9 +70,9 @@ class TuckerBaseline(ModelCompressor):
     """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms (IrrAtt, Appendix
     A.2): one (`tucker`), or one for every head (`tucker_terms`, the general block-term decomposition).
 
-    A share means as many columns of the first two factors, of all terms together, as the rule `shared_rank` keeps
-    directions of all heads; the third mode, the heads, keeps its size. Queries have the bias in their tensor, and the
-    key bias is left out, because it cancels in the softmax. Values and MLP are unchanged.
+    At a share, the first two factors of all terms together have one column per direction that the rule `shared_rank`
+    keeps. The third mode, the heads, keeps its size. The tensor includes the query bias. The key bias is left out,
+    because it cancels in the softmax. Values and MLP are unchanged.
 
     Raises:
         NotSupported: A layer has rotations, biases of pairs or norms in its scores.
@@ -93,7 +91,8 @@ class TuckerBaseline(ModelCompressor):
         for layer, spec, own in zip(costs.layers, specs, self.attention, strict=True):
             terms, rank = self._shape(own.spec, share)
             heads, rows = len(spec.heads), terms * rank
-            # `costs` counts a row of queries and of keys for every head; both are computed of shared features.
+            # `costs` counts the rows of queries and keys once per head, but the heads share features that are computed
+            # once.
             change = rows * (spec.width + heads * rank) + rows * spec.width - 2 * heads * rows * spec.width
             layers.append(replace(layer, query_key=layer.query_key + PartCosts(change, layer.tokens * change)))
         return replace(costs, layers=tuple(layers))
@@ -109,10 +108,10 @@ class TuckerBaseline(ModelCompressor):
         return changed
 
     def _shape(self, spec: AttentionSpec, share: float) -> tuple[int, int]:
-        """Returns the number of terms of a layer, and the columns of the first two factors of each."""
+        """Returns the number of terms of a layer, and the number of columns of each term's first two factors."""
         terms = 1 if self.kind == TUCKER else len(spec.heads)
         columns = rank_among(share, sum(spec.ranks))
-        # A term has no more columns than the smaller of both modes, the keys'.
+        # A term has at most as many columns as the smaller of the first two modes, the keys' mode.
         return terms, min(max(1, columns // terms), spec.width)
 
     def _spec(self, spec: AttentionSpec, share: float) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""What you can do without any method: fewer pixels, the vendor's 8 bits, or nothing."""
+"""Baselines that need no method: fewer pixels, the vendor's 8-bit file, or the model unchanged."""
 
 import weakref
 from contextlib import ExitStack
@@ -31,9 +31,9 @@ class UnchangedModel(ModelCompressor):
 
 
 class VendorInt8(UnchangedModel):
-    """The unchanged model as a file of 8 bits, made by the vendor's own tools with their defaults.
+    """The unchanged model as an 8-bit file, made by the vendor's own tools with their defaults.
 
-    It runs in OpenVINO, or in ONNX Runtime where OpenVINO or NNCF is not installed. Its MACs are the original's.
+    It runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs are the original's.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet):
@@ -41,7 +41,7 @@ class VendorInt8(UnchangedModel):
         self.calibration = calibration
 
     def make(self, share: float) -> nn.Module:
-        """Returns the file as a module; raises NotSupported where no tool is installed, or the tool fails."""
+        """Returns the file as a module; raises NotSupported if no tool is installed or the tool fails."""
         has_openvino = all(map(is_installed, ("openvino", "nncf")))
         form = parse_format("openvino(precision=int8)" if has_openvino else "int8")
         opened = ExitStack()
@@ -51,12 +51,12 @@ class VendorInt8(UnchangedModel):
         except BaseException:
             opened.close()
             raise
-        weakref.finalize(file, opened.close)  # the runtime reads the file as long as it is in use
+        weakref.finalize(file, opened.close)  # the runtime reads the file as long as the module is in use
         return file
 
 
 class Resized(nn.Module):
-    """A model for smaller images, which takes images of the full size and resizes them (bicubic, antialiased)."""
+    """A model for smaller images that takes full-size images and resizes them itself (bicubic, antialiased)."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -73,7 +73,7 @@ class LowerResolution(ModelCompressor):
     The library interpolates the position embeddings. Nothing is fitted.
 
     Raises:
-        NotSupported: The patches are no grid of whole pixels.
+        NotSupported: The patches do not form a grid of whole pixels.
     """
 
     def __init__(self, model: nn.Module):
@@ -104,7 +104,7 @@ class LowerResolution(ModelCompressor):
         return model if model is self.model else Resized(model)
 
     def _at(self, share: float) -> nn.Module:
-        # A share may be just below the number of patches that it stands for.
+        # Rounding may put a share just below the whole number of patches that it stands for.
         rows, columns = (max(1, int(share * count + 1e-9)) for count in (self.rows, self.columns))
         if (rows, columns) not in self._models:
             sides = rows * (self.height // self.rows), columns * (self.width // self.columns)

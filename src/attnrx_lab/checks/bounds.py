@@ -1,8 +1,8 @@
 """Bounds: the theorems of the SVDA paper, checked on the activations of the reference.
 
-All theorems and equations below are of that paper. The functions of the theorems return a measured quantity divided by
-its bound: above 1 it is violated. They take float64 rows of one layer: the query and key rows that enter the scores,
-one per token.
+All theorems and equations below are from that paper. Each theorem has a function that returns a measured quantity
+divided by its bound; a ratio above 1 violates the theorem. The functions take the query and key rows of one layer that
+enter the scores: one row per token, in float64.
 """
 
 from collections.abc import Sequence
@@ -28,29 +28,30 @@ CLAIMS = {
     "Proposition 5": "heads with the same projections and spectra add the same, up to rounding (Proposition 5)",
 }
 
-# Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
+# Tolerance: rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
 ROUNDING = 1e-5
 # Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
-RANK_ROUNDING = 1e-10  # smaller singular values of float64 scores, beside the largest, are rounding
+RANK_ROUNDING = 1e-10  # singular values of float64 scores below this share of the largest are rounding
 NOISE = 0.1  # the standard deviation of the perturbation of SVDA's Proposition 4, in normalized units
 BATCH = 16  # images per batch; every score of every head is held in float64
 
 
 @dataclass(frozen=True)
 class Bounds(Check):
-    """SVDA, Theorem 1, Propositions 1 to 5 on the activations of the reference, layer by layer.
+    """SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference, layer by layer.
 
-    The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
-    strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
-    largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
+    The theorems apply to one layer and one input. So each layer is evaluated on the reference's activations, and only
+    its strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
+    largest ratio of measurement to bound over images, layers and heads. It is at most 1 if the theorem holds, and close
+    to 1 if the bound is tight.
 
-    The comparison's prescription states the pruned directions. Without it, and in layers without strengths, Theorem 1
-    and Propositions 1 and 3 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
-    directions were pruned; its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs no images.
-    Proposition 3 reads one image of every BATCH: a rank needs a decomposition. Proposition 4 perturbs the images with
-    Gaussian noise of standard deviation NOISE. Proposition 5 is about heads whose weights are equal, bit by bit, and is
-    skipped where a model has none; training makes none.
+    The comparison's prescription states the pruned directions. Theorem 1 and Propositions 1 and 3 are skipped without a
+    prescription, and in layers without strengths. Unchanged heads are not counted. Eq. 13 applies only to heads whose
+    weakest directions were pruned; its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs no
+    images. Proposition 3 needs a matrix decomposition, so it reads only one image in every BATCH. Proposition 4 adds
+    Gaussian noise of standard deviation NOISE to the images. Proposition 5 applies to heads whose weights are equal,
+    bit by bit. It is skipped if a model has none; training produces none.
     """
 
     images: int = 256
@@ -70,7 +71,7 @@ class Bounds(Check):
 
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
-        # Pruned or merged tokens would differ between the two halves of a batch, whose rows are compared one by one.
+        # The rows of both halves of a batch are compared one by one, so both halves must keep the same tokens.
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), observe):
@@ -78,7 +79,7 @@ class Bounds(Check):
                 # Drawn on the CPU: the same noise on every device.
                 noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
-                # One pass of both halves, which `_ratios` splits again.
+                # One pass for both halves; `_ratios` splits them again.
                 model(torch.cat([images, images + noise.to(images.device)]))
         images = len(comparison.data)
         counted = {"Proposition 3": -(-images // BATCH)}
@@ -92,7 +93,7 @@ class Bounds(Check):
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        # Both ends as ratios that are at most 1: rank over directions, and 1 over rank.
+        # Both limits as ratios of at most 1: rank / directions, and 1 / rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Proposition 2, Eq. 25)"
         return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
@@ -107,10 +108,10 @@ def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = Non
 class SpectralChange:
     """The change of the strengths of one layer.
 
-    `lost` is the decrease of every strength, `counted` marks kept heads with any change, and `thresholded` those whose
-    pruned directions are their weakest. `threshold` is the smallest kept strength of a head, or the largest pruned one
-    if it keeps none (tau of SVDA, Eq. 8); it bounds the pruned strengths only in the `thresholded` heads. Pruned heads
-    are not counted: the theorems do not apply to them.
+    `lost` is the decrease of every strength. `counted` marks the kept heads with any change. `thresholded` marks the
+    counted heads in which only directions were removed, and these are the weakest. `threshold` (tau of SVDA, Eq. 8) is
+    the smallest kept strength of a head, or the largest pruned strength if the head keeps none. It bounds the pruned
+    strengths only in the `thresholded` heads. The theorems do not apply to pruned heads, so these are not counted.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -126,11 +127,11 @@ class SpectralChange:
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
         lost = before - after
-        # A refit changes kept strengths, too: SVDA's Eq. 12 covers any change, Eq. 13 removals alone (`thresholded`).
+        # A refit changes kept strengths, too. SVDA's Eq. 12 covers any change, Eq. 13 only removals (`thresholded`).
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
-        # Infinity and zero are neutral for the minimum and the maximum.
+        # Infinity does not change a minimum, and zero does not change a maximum.
         smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
         threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
         only_removals = ((lost == 0) | removed).all(-1)  # SVDA, Eq. 18: the change contains only removed entries
@@ -138,7 +139,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes of the prescription by layer index, without unchanged layers; empty without one."""
+    """Returns the changes by layer index, without unchanged layers; empty if there is no prescription."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
@@ -156,16 +157,16 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
 
 
 def equal_heads(layer: Attention) -> list[tuple[int, int]]:
-    """Returns the pairs of heads with identical weights and strengths, each head with the first one that equals it.
+    """Returns the pairs of heads with identical weights and strengths. Each head is paired with the first equal one.
 
-    A head is its query, key and value projections, its spectrum and its part of the output projection (SVDA,
-    Proposition 5). Heads that differ in anything else, e.g. by their bias of pairs of tokens, have no pairs.
+    Compared are the query, key and value projections, the spectrum and the head's part of the output projection (SVDA,
+    Proposition 5). Heads that differ in anything else, such as a bias per pair of tokens, form no pairs.
     """
     spec = layer.spec
     if not spec.heads or spec.pair_bias or spec.traits.has_distances or spec.traits.rotates or spec.inner_norms:
         return []
     spectrum, dims = layer.spectrum(), spec.value_dims
-    # Shared directions have one table: heads then differ by their strengths.
+    # Shared directions have one table for all heads, which then differ only in their strengths.
     tables = [side.expand(len(dims), -1, -1) for side in (spectrum.query, spectrum.key)]
     values = layer.value.augmented().split(dims)
     outputs = layer.output.weight.detach().cpu().double().split(dims, dim=1)
@@ -184,12 +185,12 @@ def _ratios(
 ) -> dict[str, Float[Tensor, "batch counted"]]:
     """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half.
 
-    `pairs` are its equal heads.
+    `pairs` are the layer's equal heads.
     """
     (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
     scale, strengths = observation.scale, observation.strength
     strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
-    # Without strengths (dense attention) each counts as 1, and the spectral norm is that of the rows.
+    # Without strengths (dense attention) each counts as 1, and the spectral norm is the rows' own.
     ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
     if pairs:
         added = [
@@ -199,14 +200,14 @@ def _ratios(
         ratios["Proposition 5"] = torch.stack([proposition_5(first, second) for first, second in added], 1)
     if strengths is None or change is None:
         return ratios
-    # On the clean half only: these claims are about changed strengths on the same input.
+    # Only on the clean half, because these claims compare strengths on the same input.
     removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
     scores = head_scores(query, key, strength, scale)
-    # The change is computed directly: the difference of two scores would be dominated by their rounding.
+    # The change is computed directly, because the difference of two scores would be mostly rounding.
     lost = head_scores(query, key, removed, scale)
     moved = (scores - lost).softmax(-1) - scores.softmax(-1)
     counted = change.counted.to(strength.device)
-    # Removed directions leave zeros, but for the rounding of the model's own precision.
+    # Removed directions leave zeros, up to rounding in the model's own precision.
     left = strength - removed
     active = left.abs() > ROUNDING * strength.abs()
     first = head_scores(query[:1], key[:1], torch.where(active, left, 0), scale)
@@ -237,9 +238,9 @@ def theorem_1(
 ) -> Float[Tensor, "batch heads"]:
     """The largest change of a score is at most `most`: scale times the largest change of a strength (SVDA, Eq. 12).
 
-    With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
+    If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. Requires rows of unit length.
     """
-    # [batch, heads]: the largest score of a head, against one bound for all of its scores.
+    # [batch, heads]: the largest change of a head's scores, against one bound for all of them.
     return bound_ratio(change.abs().amax((-2, -1)), most)
 
 
@@ -257,14 +258,14 @@ def proposition_1(
 def proposition_3(
     scores: Float[Tensor, "batch heads queries keys"], directions: Int[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """Pruned scores depend on at most as many directions as are left, so their rank is no higher (SVDA, Eq. 32)."""
+    """The rank of the pruned scores is at most the number of directions that are left (SVDA, Eq. 32)."""
     return bound_ratio(torch.linalg.matrix_rank(scores, rtol=RANK_ROUNDING).double(), directions.double())
 
 
 def proposition_4(
     clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
 ) -> Float[Tensor, "batch heads"]:
-    """The Frobenius norm of the scores' change under a perturbed input is bounded by the rows' (SVDA, Eq. 36).
+    """The change of the rows under a perturbed input bounds the scores' change in Frobenius norm (SVDA, Eq. 36).
 
     `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
     """
@@ -272,8 +273,8 @@ def proposition_4(
     moved = [
         torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
     ]
-    # The telescoped difference q' k' - q k = (q' - q) k' + q (k' - k), each product bounded by Frobenius times spectral
-    # norm.
+    # The telescoped difference is q' k' - q k = (q' - q) k' + q (k' - k). Each product is bounded by a Frobenius norm
+    # times a spectral norm.
     reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
     return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
 
@@ -283,7 +284,7 @@ def proposition_5(
 ) -> Float[Tensor, "batch"]:
     """Two heads with identical projections and spectra add the same to every token (SVDA, Proposition 5).
 
-    The difference may be rounding: at most ROUNDING of the largest number that the first head adds.
+    The bound allows for rounding: ROUNDING times the largest number that the first head adds.
     """
     difference, largest = (values.abs().amax((-2, -1)) for values in (first - second, first))
     return bound_ratio(difference, ROUNDING * largest)
@@ -291,7 +292,7 @@ def proposition_5(
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
     """Returns the largest singular value of every head's rows, from their Gram matrix."""
-    # [batch, heads, directions, directions], which are far fewer than tokens; float64 leaves enough digits of the
-    # squares.
+    # [batch, heads, directions, directions]: there are far fewer directions than tokens. Float64 leaves the squares
+    # enough digits.
     gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
     return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

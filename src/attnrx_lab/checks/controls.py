@@ -1,4 +1,4 @@
-"""Controls: the candidate against controls with the same number of directions, chosen by other criteria."""
+"""Controls: the candidate against models with the same number of directions, chosen by other criteria."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -28,14 +28,15 @@ CLAIMED = "largest"  # the control whose larger discrepancy is a claim
 class Controls(Check):
     """The candidate against matched controls, which prune the same number of directions by another criterion.
 
-    `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
-    each with the settings of the candidate. By default they are `draws` random ones and one of each other kind, from
-    the diagnosis of the comparison, realized as its prescription records it.
+    `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"). `realize` builds a model from
+    each, with the settings of the candidate. By default there are `draws` random controls and one of each other kind,
+    prescribed from the diagnosis of the comparison. They are realized with the settings that the candidate's
+    prescription records.
 
-    Two findings per kind: the control's discrepancy minus the candidate's (SVDA, Eq. 46), and the candidate's accuracy
-    minus the control's in points; values above 0 favour the candidate. Intervals resample the images, paired, and the
-    draws if there are several. For "largest" the smaller discrepancy is a claim: it holds if the whole interval is
-    above 0 and fails if no part of it is. The details contain the rules and the token policy of the control; maps
+    There are two findings per kind: the control's discrepancy minus the candidate's (SVDA, Eq. 46), and the candidate's
+    accuracy minus the control's, in points. Values above 0 favour the candidate. Intervals resample the images, paired,
+    and the draws if there are several. For "largest" the smaller discrepancy is a claim: it holds if the whole interval
+    is above 0, and fails if no part of it is. The details contain the rules and the token policy of the control. Maps
     without a rule are the candidate's.
     """
 
@@ -51,9 +52,7 @@ class Controls(Check):
     def _matched(
         self, comparison: Comparison
     ) -> tuple[Mapping[str, tuple[Prescription, ...]], Callable[[Prescription], nn.Module]]:
-        """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded
-        seeds.
-        """
+        """Returns controls with the candidate's ranks, and a function that realizes them with its recorded settings."""
         if self.prescriptions is not None and self.realize is not None:
             return self.prescriptions, self.realize
         prescription, diagnosis, splits = comparison.prescription, comparison.diagnosis, comparison.splits
@@ -87,12 +86,12 @@ class Controls(Check):
         self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
     ) -> tuple[Finding, Finding]:
         """Compares the candidate, which is the first of the models, with the draws of one control."""
-        # [samples, models, 3]: one resample of the images for all models, so that differences are paired.
+        # [samples, models, 3]: all models share each resample of the images, so that differences are paired.
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)  # [models, 3]
         distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
-        # Means of the two sums first, then the ratio of SVDA's Eq. 46: it is not a mean over images.
+        # SVDA's Eq. 46 is a ratio of two means, not a mean over images: average both sums first, then divide.
         nearer = estimate(
             fmean(distances[1:]) - distances[0],
             discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),
@@ -111,7 +110,7 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns the two sums of SVDA, Eq. 46, against the reference in `base`, and the correctness, per image."""
+    """Returns per image the two sums of SVDA, Eq. 46, against the reference in `base`, and whether it is correct."""
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 
@@ -126,7 +125,7 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
 def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
     """Describes the candidate (the first value) relative to the draws of its control.
 
-    `p` is the share of values at least as good as the candidate's, including the candidate, so that p > 0.
+    `p` is the share of values at least as good as the candidate's. It includes the candidate itself, so p > 0.
     """
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)
@@ -140,7 +139,7 @@ def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
 
 
 def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the fits of a record, in their order.
+    """Returns the fits of a record, in the order in which they ran.
 
     Raises:
         InvalidInput: A setting is unknown or not valid.

@@ -17,29 +17,29 @@ from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.models import family_of
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
-# Pixels may lie this far outside [0, 1] after the normalization is inverted: rounding.
+# After the normalization is inverted, rounding may put pixels this far outside [0, 1].
 ROUNDING = 1e-3
-# One of each kind, by default.
+# By default, one corruption of each kind.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
-LABELS = "labels of the images"  # beside the roles of the models
+LABELS = "labels of the images"  # a key of `Classes`, in addition to the roles of the models
 ROLES = ("reference", "candidate")
 
 Way = tuple[str, int]  # a corruption and its severity
-Classes = Mapping[str, Int[Tensor, "images"]]  # that every model predicts, and the LABELS
-Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # in words, and the corruptions and severities that are averaged
+Classes = Mapping[str, Int[Tensor, "images"]]  # the classes that every model predicts, and the LABELS
+Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # its name in words, and the corruptions and severities to average
 
 
 @dataclass(frozen=True)
 class Robustness(Check):
     """The paired change of accuracy on corrupted images: for every corruption and severity, and their means.
 
-    `corruptions` are names of CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
-    "all". Each finding also contains both accuracies; one for a corruption at a severity, the agreement of the models,
-    too. There is a mean over everything and, where it differs, over the common ones and for every severity. All models
-    receive the same corrupted images, whatever the batch size; only the first `images` (None: all) are used.
-    `most_drop` limits, in points, the loss of the candidate over all corruptions, as in the accuracy check; None only
-    reports.
+    `corruptions` are names from CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
+    "all". Each finding also contains both accuracies. A finding for one corruption at one severity contains the
+    agreement of the models, too. There is always a mean over everything. If they differ from it, there are also means
+    over the common corruptions and for every severity. All models receive the same corrupted images, whatever the batch
+    size. Only the first `images` are used (None: all). `most_drop` limits how many points the candidate may lose over
+    all corruptions, as in the accuracy check; None only reports.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -65,7 +65,7 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Compares the models on every corruption and severity, and their means.
+        """Compares the models on every corruption and severity, and on their means.
 
         Raises:
             InvalidInput: The images, without the model's normalization, are outside [0, 1].
@@ -73,7 +73,7 @@ class Robustness(Check):
         comparison = comparison.taking(self.images)
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
         classes = {way: _predict(way, comparison) for way in ways}
-        # The limit is on the mean over everything, which comes last; the other means are reported.
+        # The limit applies to the mean over everything, which comes last; the other means are only reported.
         *parts, whole = self._parts()
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
         return (
@@ -82,7 +82,7 @@ class Robustness(Check):
         )
 
     def _parts(self) -> list[Part]:
-        """Returns the groups to average over: everything and, where they differ, its common part and each severity."""
+        """Returns what to average over: everything and, if they differ, the common corruptions and each severity."""
         groups = {"all corruptions": self.corruptions}
         common = CORRUPTION_GROUPS["common"]
         if set(common) < set(self.corruptions):
@@ -132,7 +132,7 @@ def _predict(way: Way, comparison: Comparison) -> Classes:
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
     decisions = comparison.require_logits(Robustness.name).decisions
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
-    # One stream of random numbers on the CPU for the whole pass: the same noise in batches of any size, on any device.
+    # One CPU stream of random numbers for the whole pass gives the same noise for any batch size, on any device.
     generator = torch.Generator().manual_seed(comparison.seed)
     with evaluating(models.values()):
         for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):

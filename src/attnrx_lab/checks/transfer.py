@@ -17,7 +17,7 @@ from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
 from attnrx.vit.models import family_of, recording_calls
 
-# That of the paper's other trainings; the rest is not stated there, and is PyTorch's default.
+# The batch size of the paper's other trainings. The settings that the paper does not state are PyTorch's defaults.
 BATCH_SIZE = 512
 
 Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the inputs of a head, and the labels
@@ -27,16 +27,17 @@ Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the
 class Transfer(Check):
     """The paired change of accuracy on another dataset, with a new head on each model (SPOT, Section 6.2.2).
 
-    Everything but the head is frozen, so the features, the inputs of the model's own head in float32, are computed once
-    for every image. Then a linear head is trained on the labels of the `training` images, without augmentation; the
-    comparison's images are the test. Both heads are trained in the same way: the same images in the same order and, if
-    the features have equal width, from the same weights, by AdamW with a cosine schedule to zero. The learning rate and
+    Everything but the head is frozen. So the features (the inputs of the model's own head, in float32) are computed
+    only once per image. Then a linear head is trained on the labels of the `training` images, without augmentation. The
+    comparison's images are the test images. AdamW with a cosine schedule to zero trains both heads, on the same images
+    in the same order. If the features have equal width, both heads start from the same weights. The learning rate and
     the epochs are the paper's.
 
-    `training` and `classes`, their number, are by default from the comparison's `splits`; `per_class` is the number of
-    training images per class, None for all. An image counts by the share of the `seeds` whose head is right, so
-    intervals are over images only; the details contain the change of every seed. A model with two heads (distilled)
-    uses both. `most_drop` limits, in points, the loss of the candidate; None only reports.
+    `training` and `classes`, the number of classes, default to the comparison's `splits`. `per_class` is the number of
+    training images per class, None for all. Each image counts by the share of the `seeds` whose head is right, so
+    intervals are only over images. The details contain the change for every seed. For a model with two heads
+    (distilled) the new head reads the inputs of both. `most_drop` limits how many points the candidate may lose; None
+    only reports.
     """
 
     training: ImageSet | None = None
@@ -84,12 +85,12 @@ class Transfer(Check):
                 f"Transfer(per_class={self.per_class}): {count:,} images of {classes} classes were requested, the "
                 f"training split holds {len(all_images):,}; ask for fewer."
             )
-        # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
-        # those of the model's head are mapped back.
+        # `take` takes from each class in turn. The new head has the classes of the dataset. If labels were mapped to
+        # the classes of the model's head, they are mapped back.
         training = dataset_labels(all_images if self.per_class is None else all_images.take(count))
         before, after = (self._probed(role, training, classes, comparison) for role in ("reference", "candidate"))
         n, seed = before.shape[1], comparison.seed
-        # The mean over the seeds first: the results of several heads for one image are not independent samples.
+        # Average over the seeds first, because the results of several heads for one image are not independent samples.
         change = mean_change(after.mean(0) - before.mean(0), seed)
         details = {
             "seeds": list(self.seeds),
@@ -107,7 +108,7 @@ class Transfer(Check):
     def _probed(
         self, role: str, training: ImageSet, classes: int, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
-        """Returns 1 for every seed and test image that is classified as labelled, else 0."""
+        """Returns, for every seed and test image, 1 if the image is classified as labelled, else 0."""
         rows, labels = _features(role, training, comparison)
         test_rows, test_labels = _features(role, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -128,7 +129,7 @@ class Transfer(Check):
     ) -> nn.Linear:
         draws, (count, width) = generator(seed), rows.shape
         head = nn.Linear(width, classes, device=rows.device, dtype=rows.dtype)
-        bound = width**-0.5  # PyTorch's start, but from draws on the CPU: the same on every device
+        bound = width**-0.5  # PyTorch's initialization, but drawn on the CPU, so it is the same on every device
         with torch.no_grad():
             for parameter in head.parameters():
                 drawn = torch.rand(parameter.shape, generator=draws, dtype=parameter.dtype)
@@ -167,16 +168,16 @@ def _features(role: str, images: ImageSet, comparison: Comparison) -> Features:
             labels.append(batch.labels)
             index.append(batch.index)
     require_labelled(torch.cat(labels))
-    features = torch.cat(rows).float()  # heads are trained in float32, also on features of a model in bfloat16
+    features = torch.cat(rows).float()  # heads are trained in float32, even if the model runs in bfloat16
     if not bool(torch.isfinite(features).all()):
         raise InvalidInput(f"the {role} gives features that are NaN or infinite; check its weights and the data.")
-    # Loaders may return images in any order; heads of all models need the same rows in the same order.
+    # Loaders may return images in any order, but the heads of all models need the same rows in the same order.
     order = torch.cat(index).argsort(stable=True)
     return features[order], torch.cat(labels)[order]
 
 
 def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBatch) -> Float[Tensor, "batch features"]:
-    """Runs the model and returns the inputs of its heads, concatenated where there are several."""
+    """Runs the model and returns the inputs of its heads, concatenated if there are several."""
     with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
         model(images)
     inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
@@ -184,14 +185,14 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
 
 
 def dataset_labels(images: ImageSet) -> ImageSet:
-    """The images with the labels of their dataset, for a head that is trained on them."""
+    """Returns the images with the labels of their dataset, to train a head on."""
     if not isinstance(images, LoadedImages) or not images.has_labels:
         return images
     return replace(images, numbers=None, problem=None)
 
 
 def num_dataset_classes(splits: Splits) -> int:
-    """The number of classes of the dataset itself."""
+    """Returns the number of classes of the dataset, not of the model's head."""
     train = splits.train
     mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)

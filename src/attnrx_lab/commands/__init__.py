@@ -1,1 +1,1 @@
-"""The commands of the laboratory, one module each."""
+"""The commands of the laboratory, one module per command."""

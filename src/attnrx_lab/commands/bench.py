@@ -1,4 +1,4 @@
-"""attnrx bench: the table of the field, of methods at equal budgets on several tasks, and their measured latency."""
+"""attnrx bench: a table of methods at equal budgets on several tasks, with their measured latency."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -31,9 +31,9 @@ from attnrx_lab.commands.methods import SHARES, add_methods
 if TYPE_CHECKING:
     from attnrx_lab import comparison
 
-MACS = (0.7, 0.5, 0.35)  # the default of --macs where --faster is not given
-BATCHES = (1, 8, 64)  # the default of --batches where there are no data
-TASKS = "classification,retrieval"  # the default of --tasks where there are data
+MACS = (0.7, 0.5, 0.35)  # the default of --macs without --faster
+BATCHES = (1, 8, 64)  # the default of --batches without --data
+TASKS = "classification,retrieval"  # the default of --tasks with --data
 
 
 def _options(parser: Parser) -> None:
@@ -63,7 +63,7 @@ def _options(parser: Parser) -> None:
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
     option(timing, "--runtime", "RUNTIME", runtime, "eager")
-    # One round has no spread, and so no interval.
+    # One round has no spread, so it gives no interval.
     rounds = Number(int, lambda kinds: kinds.whole(2, 100_000))
     option(timing, "--rounds", rounds, "rounds in which both take turns", 20)
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
@@ -96,7 +96,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
         calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
         test = chosen_images(splits, arguments)
     else:
-        # Methods are made on the CPU; the protocols place copies of the models on their device.
+        # Methods compress on the CPU; the protocols move copies of the models to their device.
         model = model.to("cpu")
         calibration = test = comparison.noise_images(model)
     shares = [Target("macs", share) for share in arguments.macs or MACS]
@@ -115,7 +115,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
-    """Returns what is timed; None where nothing is."""
+    """Returns the settings of the timing, or None if nothing is timed."""
     from attnrx_lab import comparison
 
     batches = arguments.batches or (None if arguments.data is not None and not arguments.faster else BATCHES)
@@ -125,7 +125,7 @@ def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
             "--device cuda where there is one."
         )
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
-    # The models of another runtime are files, which are written for the precision of these conditions.
+    # In another runtime the models run as files, written for the precision of these conditions.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     protocols = tuple(

@@ -22,7 +22,7 @@ from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods, add_points
 
-SHARES = (0.75, 0.5, 0.25)  # the default of --shares where --macs is not given
+SHARES = (0.75, 0.5, 0.25)  # the default of --shares without --macs
 
 
 def _options(parser: Parser) -> None:

@@ -17,7 +17,7 @@ SEEDS = Number(
     several=True,
 )
 
-# The options that change the setting of the experiment with the same name; the others are those of the recipe.
+# Each of these options changes the experiment's setting of the same name. Other settings keep the recipe's values.
 KNOBS: Mapping[str, tuple[Any, str]] = {
     "epochs": (COUNT, "epochs of training or fine-tuning"),
     "precision": (("bf16", "fp32"), "of the training"),
@@ -64,7 +64,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def reproduce(arguments: Namespace, log: Log) -> Outcome:
-    """Trains the models that are not trained yet, and makes the tables."""
+    """Trains the models that are not trained yet, then makes the tables."""
     from attnrx_lab import papers
 
     if not arguments.recipe:

@@ -1,4 +1,4 @@
-"""Several prescriptions on one model at the same shares: costs and quality on the same images."""
+"""Compares several methods on one model at the same shares: their costs, and their quality on the same images."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -34,14 +34,14 @@ from attnrx_lab.comparison.methods import (
 )
 from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
-FLIPS = 9999  # random swaps of a permutation test
+FLIPS = 9999  # random draws of a permutation test
 
 
 @dataclass(frozen=True)
 class ImageResults:
     """The results of one method, image by image: the KL divergence in nats, and whether the class is right.
 
-    `budget` is the requested share and the target share of the MACs; two None if the rules of the method are fixed.
+    `budget` is the requested share and the target share of the MACs. Both are None if the method's rules are fixed.
     """
 
     method: str
@@ -58,13 +58,14 @@ def compare_methods(
     out: Path | str | None = None,
     macs: Iterable[float] = (),
 ) -> MethodComparison:
-    """Makes and measures every method at every share, without fine-tuning.
+    """Makes and measures every method at every share. Nothing is trained beyond a method's own repair and distillation.
 
-    With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
-    more (`baselines.shares`); one that cannot cost so little is listed under `unreached`. All are measured on
-    the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A
-    method that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are
-    compared image by image (`Difference`). The results so far are saved to `out` after every trial.
+    `macs` are target shares of the model's MACs. For each target, every method is also measured at the largest {share}
+    that costs no more (`ModelCompressor.share_within`). A method that cannot cost so little is listed under
+    `unreached`. All methods are measured on the same images as the original. Changes are paired by image, and intervals
+    are 95 % bootstrap intervals over the images. A method that keeps everything at its share is measured as the
+    unchanged model. Every two methods at the same budget are compared image by image (`Difference`). After every trial
+    the results so far are saved to `out`.
 
     Raises:
         InvalidInput: There is no method.
@@ -97,7 +98,7 @@ def compare_methods(
             else:
                 trial, result = original.trial(method, compressor, *point)
                 results.append(result)
-                # All of them again: Holm's correction depends on the number of differences.
+                # Recompute all differences, because Holm's correction depends on their number.
                 differences = paired_differences(results, bench.seed)
                 trials = replace(trials, trials=(*trials.trials, trial), differences=differences)
                 log(", ".join(f"{name} {cell}" for name, cell in zip(trials.columns, trial.cells, strict=True)))
@@ -107,11 +108,11 @@ def compare_methods(
 
 
 def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Method]) -> None:
-    """Checks what can be known before the model is diagnosed.
+    """Checks what can be checked before the model is diagnosed.
 
     Raises:
         InvalidInput: There is no method, the model makes no decisions, the images have no labels, a policy does not fit
-            the model, or a trained model is another one.
+            the model, or a trained model has other inputs or outputs.
         NotSupported: A method has token reducers that need training.
     """
     if not methods:
@@ -129,7 +130,7 @@ def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Metho
 
 
 def require_meaning(method: Method) -> None:
-    """Raises NotSupported for tokens selected by what only a training makes meaningful, and no training follows."""
+    """Raises NotSupported if the method's token reducer needs training and the method has no distillation."""
     tokens = method.template.at(1.0).get(TOKENS) if method.has_rules else None
     if tokens is None or method.distilled:
         return
@@ -144,7 +145,7 @@ def require_meaning(method: Method) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Original:
-    """The original on the test images, which every trial is compared with."""
+    """The original model on the test images. Every trial is compared with it."""
 
     bench: MethodBench
     costs: ModelCosts
@@ -190,7 +191,7 @@ class _Original:
             seconds=seconds,
             target=target,
         )
-        # Methods for one target have shares of their own, and are compared with one another.
+        # At one MACs target every method has its own share, so the budget of the comparison is only the target.
         budget = (requested_share if target is None else None, target)
         return trial, ImageResults(method.name, budget, divergence, correct)
 
@@ -203,7 +204,7 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
     """Compares every two methods that were measured at the same budget, in the order of the results."""
     differences = []
     for first, second in combinations(results, 2):
-        if first.budget != second.budget:  # methods of different costs are not compared
+        if first.budget != second.budget:  # only methods at the same budget are compared
             continue
         change = second.divergence - first.divergence
         lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
@@ -219,7 +220,7 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
                 n=len(change),
             )
         )
-    # Corrected within each measure: those of divergence and of accuracy are separate families of tests.
+    # Divergence and accuracy are separate families of tests, so each is corrected on its own.
     divergence_p = holm([difference.divergence_p for difference in differences])
     accuracy_p = holm([difference.accuracy_p for difference in differences])
     return tuple(
@@ -231,11 +232,12 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
 def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
 
-    Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
-    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is at least 1 / (FLIPS + 1).
+    Under the null hypothesis the two methods can be swapped on any image, which flips the sign of its difference.
+    `FLIPS` random sets of swaps are drawn. The observed differences count as one more set, so p is at least
+    1 / (FLIPS + 1).
     """
     values = differences.double().cpu()
-    observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
+    observed = values.sum().abs() * (1 - 1e-12)  # rounding must not make a set without swaps look smaller
     generator = torch.Generator().manual_seed(seed)
     num_extreme = 0
     for rows in chunks(FLIPS, len(values)):  # signs are [rows, images]
@@ -247,7 +249,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    # A corrected p-value is at least that of every smaller one, so that rejections stop at the first failure.
+    # A corrected p-value is never below the corrected values of smaller ones, so rejections stop at the first failure.
     corrected, largest = [0.0] * len(p_values), 0.0
     for position, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))

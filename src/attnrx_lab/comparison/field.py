@@ -1,4 +1,4 @@
-"""The table of the field: every method at every budget on every task. One JSON file per row, so that a run goes on."""
+"""The benchmark table: every method at every budget on every task. Each row has a JSON file, so a run can resume."""
 
 import platform
 import re
@@ -37,7 +37,7 @@ from attnrx_lab.comparison.tasks import TASKS
 
 KIND, ROW, SCHEMA = "attnrx bench", "attnrx bench row", 1
 MEASURED, UNREACHED, REFUSED = "measured", "unreached", "refused"
-STEPS = 16  # a measured speed is sought among so many shares of the MACs, by bisection
+STEPS = 16  # bisection for a target speed tries multiples of 1 / STEPS of the MACs
 VERSIONS = ("attnrx", "torch", "timm", "transformers", "onnxruntime", "openvino", "nncf", "torch-pruning")
 
 
@@ -63,9 +63,9 @@ RECORD = kinds.record(
 
 
 def field_methods(model: nn.Module) -> list[Method]:
-    """Returns the methods of the table where none are named: ours, token reducers, factors, pruning, and none at all.
+    """Returns the default methods of the table: ours, token reducers, factors, pruning, and no method at all.
 
-    Token Transforming (arXiv 2506.05709) is not among them: its abstract does not determine its matrices.
+    Token Transforming (arXiv 2506.05709) is not included, because its abstract does not determine its matrices.
     """
     depth = len(family_of(model).attention(model))
     layers = ",".join(str(layer) for layer in sorted({1 + depth * part // 4 for part in (1, 2, 3)} - {1}))
@@ -87,7 +87,7 @@ def field_methods(model: nn.Module) -> list[Method]:
 
 
 class Cell(NamedTuple):
-    """What a row is of: a method on a task, within a target if the method has a share."""
+    """What a row measures: a method on a task, within a target if the method has a share."""
 
     task: str
     method: Method
@@ -95,7 +95,7 @@ class Cell(NamedTuple):
 
     @property
     def budget(self) -> str:
-        """The target as text, "" for none."""
+        """The target as text, or "" if there is none."""
         if self.target is None:
             return ""
         is_speed = self.target.quantity == "latency"
@@ -103,7 +103,7 @@ class Cell(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The name of the row's file, which tells all cells apart."""
+        """The name of the row's file, different for every cell."""
         words = " ".join((self.task, self.method.name, self.budget))
         slug = re.sub(r"\W+", "-", words, flags=re.ASCII).strip("-").lower()
         return f"{slug[:80]}-{sha256(words.encode()).hexdigest()[:8]}.json"
@@ -111,10 +111,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: the costs of a method at one budget, and what is measured of it on a task.
+    """One row: the costs of a method at one budget, and its measures on a task.
 
     `state` is "measured", "unreached" (no share costs so little) or "refused" (the method does not fit the model or the
-    task), with the reason in the `note`. `conditions` are equal in all rows of a table; `about` has the versions and
+    task). The `note` gives the reason. `conditions` are the same in all rows of a table; `about` has the versions and
     the hardware of this row.
     """
 
@@ -138,7 +138,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The place in the table of a task: larger budgets first, then the better method."""
+        """The sort key within the table of a task: larger budgets first, then the better method."""
         first = next(iter(self.measures.values()), None)
         budget = Target.parse(self.budget).limit if self.budget else inf
         return -budget, inf if first is None else -first.value
@@ -149,7 +149,7 @@ class Row:
 
     @classmethod
     def load(cls, path: Path) -> "Row":
-        """Reads a file of `save`; raises CheckpointError if it is damaged or of another kind."""
+        """Reads a file written by `save`; raises CheckpointError if it is damaged or of another kind."""
         record = read_record(path, ROW, SCHEMA, RECORD)
         values = {each.name: record[each.name] for each in fields(cls)}
         measures = {name: Estimate(**value) for name, value in record["measures"].items()}
@@ -158,11 +158,11 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class FieldBench:
-    """A model, the images to calibrate on and to test on, and what the table has: tasks, methods, targets, latencies.
+    """The settings of a table: a model, calibration and test images, tasks, methods, targets and latencies.
 
-    `rates` are the batches and conditions in which every row is timed in turns with the model as its library ships it;
-    targets of latency need them, and are about the first. `seed` seeds the random draws of the methods; all methods are
-    calibrated on the same images.
+    Every row is timed under the batch sizes and conditions in `rates`, in turns with the model as its library ships it.
+    Latency targets need `rates`, and apply to the first batch size and protocol. `seed` seeds the random draws of the
+    methods. All methods are calibrated on the same images.
     """
 
     model: nn.Module
@@ -183,14 +183,14 @@ class FieldBench:
 
     @property
     def cells(self) -> Iterator[Cell]:
-        """All rows to measure, task by task and method by method."""
+        """All cells to measure, task by task and method by method."""
         for task in self.tasks:
             for method in self.methods:
                 yield from (Cell(task, method, each) for each in (self.targets if method.varies else (None,)))
 
     @cached_property
     def conditions(self) -> dict[str, Any]:
-        """What is equal in all rows of a table."""
+        """The settings that must be equal in all rows of a table."""
         return {
             "model": model_fingerprint(self.model),
             "calibration": self.calibration.fingerprint,
@@ -205,7 +205,8 @@ class FieldBench:
         FOLDER/rows has a file per row. A row that was refused is tried again. Rows of other methods stay in the table.
 
         Raises:
-            InvalidInput: The folder has rows of another model, other images or another seed, or files of others.
+            InvalidInput: The folder has rows from another model, other images, another seed or other timing settings,
+                or a table that attnrx did not write.
         """
         folder = Path(folder)
         rows = self._stored(folder)
@@ -219,17 +220,17 @@ class FieldBench:
             rows[path].save(path)
             log(": ".join((" ".join((cell.task, cell.method.name, cell.budget)), _summary(rows[path]))))
             write_table(folder, rows.values())
-        if not runs:  # also of rows whose table a stop has kept from being written
+        if not runs:  # an earlier run may have stopped between writing a row and writing the table
             write_table(folder, rows.values())
         return list(rows.values())
 
     def repeat(self, folder: Path | str, count: int, log: Log = no_log) -> list["Repeat"]:
-        """Measures some rows of a table again, with the next seed, and compares the first measure of each.
+        """Measures `count` random rows of a table again, with the next seed, and compares the first measure of each.
 
-        FOLDER/repeats has the repeated rows; those that are there already are read.
+        FOLDER/repeats has the repeated rows. Rows that are there already are read instead of measured.
 
         Raises:
-            InvalidInput: As of `run`.
+            InvalidInput: As for `run`.
         """
         rows, other = self._stored(Path(folder)), replace(self, seed=self.seed + 1)
         cells = [cell for cell in self.cells if (row := rows.get(Path(folder) / "rows" / cell.file_name)) is not None]
@@ -273,7 +274,7 @@ class Repeat:
 
     @property
     def holds(self) -> bool:
-        """Whether the repeated first measure is within the interval of the stored one."""
+        """Whether the first measure of the repeated row is within the interval of the stored row."""
         name, expected = next(iter(self.stored.measures.items()))
         found = self.again.measures.get(name)
         return found is not None and expected.low <= found.value <= expected.high
@@ -288,7 +289,7 @@ class Repeat:
 
 
 class _TaskRun:
-    """The rows of one task: the model that does it, its diagnosis and its outputs, each computed once."""
+    """Measures the rows of one task. The task's model, its diagnosis and its outputs are computed only once."""
 
     def __init__(self, bench: FieldBench, task: str, log: Log):
         self.bench, self.task, self.log = bench, TASKS[task], log
@@ -315,7 +316,7 @@ class _TaskRun:
         return family_of(self.model).library_model(self.model)
 
     def row(self, cell: Cell) -> Row:
-        """Measures one row; a method that does not fit is a row that says why."""
+        """Measures one row. If the method does not fit, the row says why."""
         started = time.perf_counter()
         about = {
             "hardware": device_name(str(next(self.bench.model.parameters()).device)),
@@ -327,15 +328,15 @@ class _TaskRun:
         try:
             row = self._measured(row, cell)
         except (NotSupported, InvalidInput, NoOpPrescription, UserCodeError) as error:
-            note = str(error).replace(cell.method.folder or "\0", cell.method.text)  # a file names no folder
+            note = str(error).replace(cell.method.folder or "\0", cell.method.text)  # keeps local paths out of the file
             row = replace(row, state=REFUSED, note=note)
         return replace(row, seconds=time.perf_counter() - started)
 
     def _measured(self, row: Row, cell: Cell) -> Row:
         method = cell.method
-        if self.task.name != "speed":  # tokens selected by untrained scores take their time all the same
+        if self.task.name != "speed":  # untrained scores select meaningless tokens, but take the same time
             require_meaning(method)
-        if self._compressors.keys() != {method.name}:  # one at a time: it keeps decompositions and models
+        if self._compressors.keys() != {method.name}:  # only one is kept, because it holds decompositions and models
             self._compressors = {method.name: self.methods.compressor(method)}
         compressor, before = self._compressors[method.name], family_of(self.model).costs(self.model)
         if cell.target is not None and cell.target.quantity == "latency":
@@ -362,13 +363,13 @@ class _TaskRun:
             macs=costs.macs,
             params_share=costs.params / before.params,
             macs_share=costs.macs / before.macs,
-            measures=self.task.measures(self.original, outputs, 0),  # other seeds of an interval are no other interval
+            measures=self.task.measures(self.original, outputs, 0),  # intervals always use the same seed
             speeds=speeds,
             n=len(self.bench.test),
         )
 
     def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the original as its library ships it; only at the `first` batch, if asked for."""
+        """Times a model in turns with the library's original; with `first`, only at the first batch and protocol."""
         rates = self.bench.rates
         if rates is None:
             return ()
@@ -393,7 +394,7 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the share of the most MACs, in steps, that is measured to be so fast; or what was reached."""
+        """Returns the share with the most MACs (in STEPS) that measures `faster`, or a text of what was reached."""
         macs, best, fastest, low, high = family_of(self.model).costs(self.model).macs, None, 0.0, 0, STEPS
         while high - low > 1:
             middle = (low + high) // 2
@@ -409,7 +410,7 @@ class _TaskRun:
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """Returns one table per task: larger budgets first, in each the better method first."""
+    """Returns one table per task: larger budgets first, and the better methods first within a budget."""
     tables = []
     for task in dict.fromkeys(row.task for row in rows):
         found = sorted((row for row in rows if row.task == task), key=lambda row: row.rank)
@@ -426,7 +427,7 @@ def _where(speed: Mapping[str, Any]) -> str:
 
 def _cells(row: Row, measures: Sequence[str], speeds: Sequence[str]) -> tuple[str, ...]:
     times = {_where(speed): Estimate(**speed["faster"]).text(2) for speed in row.speeds}
-    # Shares of images in percent or points, and divergences.
+    # Percent and points get one decimal, divergences three.
     texts = {name: each.text(1 if name.endswith(("%", "points")) else 3) for name, each in row.measures.items()}
     is_measured = row.state == MEASURED
     costs = [f"{100 * share:.1f} %" if is_measured else "-" for share in (row.macs_share, row.params_share)]
@@ -442,7 +443,7 @@ def _summary(row: Row) -> str:
 
 
 def write_table(folder: Path | str, rows: Iterable[Row]) -> None:
-    """Writes bench.json, bench.md and index.html of these rows into the folder."""
+    """Writes these rows to bench.json, bench.md and index.html in the folder."""
     rows = sorted(rows, key=lambda row: (list(TASKS).index(row.task), *row.rank, row.method))
     record = {"kind": KIND, "schema": SCHEMA, "rows": [asdict(row) for row in rows]}
     write_json(Path(folder) / "bench.json", record)

@@ -1,4 +1,4 @@
-"""Methods: ways of compressing a model as text, with one open share, and the compressors that make the model at any."""
+"""Methods: texts that say how to compress a model, with the share left open, and compressors that fill in any share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -59,7 +59,7 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """The rule texts by map, with the placeholder {share} for one common share.
+    """The rule texts by map, with {share} as the placeholder for one common share.
 
     For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
     """
@@ -82,12 +82,12 @@ class Template:
         return any(SHARE in text for text in self.texts.values())
 
     def at(self, share: float) -> dict[str, str]:
-        """Returns the texts with one share inserted."""
+        """Returns the rule texts with this share inserted."""
         return {name: text.replace(SHARE, repr(share)) for name, text in self.texts.items()}
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed; a share of tokens must keep at least one patch."""
+    """Returns the smallest share that can be prescribed. If it applies to tokens, at least one patch must be kept."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -101,17 +101,17 @@ def least_share(model: nn.Module, template: Template) -> float:
             return True
         return False
 
-    # Being too small is monotone like a cost: the smallest share that can be prescribed is one step above.
+    # `largest_share` finds the largest share that is too small; the next step can be prescribed.
     largest = largest_share(is_too_small)
     return 1 / GRID if largest is None else largest + 1 / GRID
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the costs at one share of the template; for a no-op prescription the unchanged model's."""
+    """Returns the costs of the template at one share. If nothing would change, they are the model's own."""
     rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
-    # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses; the bisection needs a cost there.
+    # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses. Bisection needs a cost anyway.
     except NoOpPrescription:
         return family_of(model).costs(model)
     return prescribed_costs(model, prescription)
@@ -128,12 +128,12 @@ def token_policy(template: Template, share: float, model: nn.Module) -> TokenPre
 
 @dataclass(frozen=True)
 class Method:
-    """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, a baseline, or a
-    trained model in a `folder`, which is measured as it is.
+    """One way of compressing: rules, a baseline, or a trained model.
 
-    `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` the
-    number of passes of a distillation over those images. A `baseline` is one of BASELINES. A `folder` is what `load`
-    reads without further arguments, also a name such as timm:NAME.
+    In the text of the rules, {share} stands for the kept share. `repaired` is the number of repair steps per block on
+    the calibration images, and `distilled` the number of distillation passes over these images; both come after the
+    rules. `baseline` is one of BASELINES. `folder` is a trained model that is measured unchanged: anything that `load`
+    reads without further arguments, including names such as timm:NAME.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Method:
 
     def __post_init__(self):
         if self.has_rules:
-            parse_rules(self.template.at(1.0))  # refuses maps and rules that do not exist
+            parse_rules(self.template.at(1.0))  # raises for maps and rules that do not exist
             return
         if self.baseline is not None:
             BASELINES[self.baseline]  # raises UnknownName
@@ -155,20 +155,22 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, `NAME=baseline:NAME`, or
-        `NAME=FOLDER` of a trained model, or its name, e.g. `NAME=timm:vit_tiny_patch16_224`.
+        """Parses the text of a method, which has one of three forms.
+
+        `NAME=RULES [repair=STEPS] [distill=EPOCHS]` takes the RULES of `prescribe`. `NAME=baseline:BASELINE` is one of
+        BASELINES. `NAME=FOLDER` is a trained model; its name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
             InvalidInput: The text has another form.
         """
-        name, _, rest = text.partition("=")  # at the first sign: the rules have others
+        name, _, rest = text.partition("=")  # at the first "="; the rules contain more of them
         is_named = rest.strip().partition(":")[0] in (*LIBRARIES, "hub", "hf")
         if name.strip() and rest.strip() and (is_named or Path(rest.strip()).is_dir()):
             return cls(name.strip(), folder=rest.strip())
         before, parts = split_named(rest)
         fits = [(fit, steps) for fit, steps in parts if fit in FITS]
         rules = " ".join(filter(None, (before, *(f"{map_}={rule}" for map_, rule in parts if map_ not in FITS))))
-        steps = dict(fits)  # shorter than `fits` if one is given twice
+        steps = dict(fits)  # shorter than `fits` if a fit is given twice
         if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
             raise InvalidInput(
                 f"the method {text!r} is not NAME=RULES [repair=STEPS] [distill=EPOCHS], e.g. "
@@ -182,24 +184,24 @@ class Method:
 
     @property
     def has_rules(self) -> bool:
-        """Whether the method is rules, and neither a baseline nor a trained model."""
+        """Whether the method consists of rules, as opposed to a baseline or a trained model."""
         return self.baseline is None and self.folder is None
 
     @property
     def template(self) -> Template:
-        """Its rules, with the share still open."""
+        """The rules, with the share still open."""
         return Template.parse(self.rules)
 
     @property
     def varies(self) -> bool:
-        """Whether the method has a share; others have a cost of their own."""
+        """Whether the method has a share. Methods without a share have one fixed cost."""
         if self.baseline is not None:
             return BASELINES[self.baseline].varies
         return self.has_rules and self.template.varies
 
     @property
     def text(self) -> str:
-        """The method as `parse` reads it, without its name; of a folder the last name only."""
+        """The method as `parse` reads it, without its name. For a folder, only the last part of its path."""
         fits = zip(FITS, (self.repaired, self.distilled), strict=True)
         source = self.folder and without_folders(self.folder)
         rules = self.rules if self.baseline is None else f"baseline:{self.baseline}"
@@ -207,10 +209,10 @@ class Method:
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
-    """Parses several methods of different names, which distinguish their results.
+    """Parses several methods. Their names must differ, because results are listed by name.
 
     Raises:
-        InvalidInput: Two methods have one name.
+        InvalidInput: Two methods have the same name.
     """
     methods = [Method.parse(text) for text in texts]
     names = [method.name for method in methods]
@@ -224,14 +226,14 @@ def diagnosed(
     model: nn.Module, methods: Sequence[Method], calibration: ImageSet, batch_size: int, seed: int, log: Log
 ) -> Diagnosis:
     """Diagnoses a model as far as the methods need it."""
-    # With moments for a model of any form: rules of values, heads and MLP need them.
+    # With moments for every kind of model, because rules for values, heads and MLP need them.
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
     diagnostics = suited_diagnostics(spectra, moments=True)
     if any("joint=centered" in method.rules for method in methods):
         diagnostics = (*diagnostics, JointMoments())
     log(f"diagnosing on {len(calibration):,} images")
     diagnosis = diagnose(model, calibration, diagnostics=diagnostics, batch_size=min(batch_size, 32), seed=seed)
-    # Only these rules need it: one more pass, in which the attention is computed at every rank.
+    # Only these rules need one more pass, which computes the attention at every rank.
     if any("divergence_rank" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
@@ -243,7 +245,7 @@ def diagnosed(
 class MethodBench:
     """A model, its diagnosis, the images for fitting the methods, and the images for measuring them.
 
-    `prepare` makes of a trained model what `model` was made of, e.g. an image tower of a classifier.
+    `prepare` turns a trained model into the form of `model`, e.g. a classifier into an image tower.
     """
 
     model: nn.Module
@@ -280,7 +282,7 @@ class MethodBench:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A method by its name, `baseline:NAME` in texts; one that does not vary has no share, and a cost of its own."""
+    """A named method, `baseline:NAME` in texts. If it does not vary, it has no share and one fixed cost."""
 
     name: str
     compressor: Callable[[MethodBench], ModelCompressor]
@@ -316,10 +318,11 @@ Made = Callable[[nn.Module, ImageSet, float], nn.Module]
 
 
 def baseline(function: Made) -> Made:
-    """Registers a function of yours as the method `baseline:NAME`, where NAME is the function's: a decorator.
+    """Registers your function as the method `baseline:NAME`, where NAME is the function's name. Use it as a decorator.
 
-    It is called with the model, the calibration images and a share of the MACs. It returns a model that costs no more,
-    of any kind that `load` reads. Its random draws have the seed of the comparison.
+    The function is called with the model, the calibration images and a share of the MACs. It must return a model that
+    costs at most this share, of any kind that `load` accepts. Before each call, PyTorch's random generator is seeded
+    with the comparison's seed.
 
     Raises:
         InvalidInput: Another method has this name.
@@ -340,8 +343,8 @@ class MadeByFunction(SearchedBaseline):
         """Calls the function.
 
         Raises:
-            UserCodeError: It raises.
-            InvalidInput: The model costs more.
+            UserCodeError: The function raises.
+            InvalidInput: The returned model costs more than the share.
         """
         with torch.random.fork_rng(devices=[]), user_code(f"the method {self.name}"):
             torch.manual_seed(self.seed)
@@ -356,11 +359,11 @@ class MadeByFunction(SearchedBaseline):
 
 
 class TrainedModel(ModelCompressor):
-    """A model of a folder, e.g. one that was trained with SPOT: nothing is compressed, and it has no share.
+    """A trained model from a folder, e.g. trained with SPOT. It is not compressed and has no share.
 
     Raises:
         InvalidInput: It takes other images, or returns other outputs, than the model that it is compared with.
-        CheckpointError: The folder has no model of attnrx.
+        CheckpointError: The folder has no attnrx model.
     """
 
     def __init__(self, model: nn.Module, folder: str, prepare: Callable[[nn.Module], nn.Module] | None = None):
@@ -369,7 +372,7 @@ class TrainedModel(ModelCompressor):
             "images": tuple(family_of(each).input_shape(each) for each in (model, self.model)),
             "a scale of pixels": tuple(normalization_of(each) for each in (model, self.model)),
         }
-        if not isinstance(output_kind_of(model), Embeddings):  # whose neighbours are compared, whatever their width
+        if not isinstance(output_kind_of(model), Embeddings):  # neighbours can be compared between different widths
             pairs["outputs"] = tuple(num_outputs(*family_of(each).heads(each)) for each in (model, self.model))
         for what, (expected, found) in pairs.items():
             if found != expected:
@@ -386,7 +389,7 @@ class TrainedModel(ModelCompressor):
 
 
 class RuleCompressor(ModelCompressor):
-    """Prescribes and realizes."""
+    """A method of rules: prescribes and realizes."""
 
     def __init__(self, bench: MethodBench, method: Method):
         self.bench, self.method = bench, method
@@ -396,13 +399,13 @@ class RuleCompressor(ModelCompressor):
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
-        # In closed form: the search for a share makes no model.
+        # Costs follow from the prescription, so the search for a share makes no model.
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
         """Realizes the prescription, and fits the weights if requested.
 
-        At a share that keeps everything the model itself is returned, as in `costs`; rules without a share that change
+        At a share that keeps everything, it returns the model itself, as in `costs`. Rules without a share that change
         nothing raise NoOpPrescription.
         """
         bench, method = self.bench, self.method
@@ -425,11 +428,11 @@ def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Returns every share to try with the target that it was selected for; a method without a share is tried once."""
+    """Yields every share to try, with the target that it was selected for. A method without a share is tried once."""
     if not method.varies:
         yield 1.0, None  # the share is not used
         return
-    # One that is given twice is tried once: else a method would be compared with itself.
+    # A share that is given twice is tried once; otherwise the method would be compared with itself.
     yield from ((share, None) for share in dict.fromkeys(shares))
     for target in dict.fromkeys(targets):
         share = compressor.share_within(floor(target * before.macs))

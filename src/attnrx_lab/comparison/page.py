@@ -1,4 +1,4 @@
-"""A page of tables with filters: one file of HTML that requests nothing."""
+"""A page of tables with filters: one self-contained HTML file."""
 
 import base64
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ th button{all:unset;cursor:pointer;font-weight:600}
 label{margin-right:1rem}
 @media(prefers-color-scheme:dark){body{color:#d0d7de;background:#0d1117}}
 """
-# Hides the rows and tables that do not match; a click on a heading sorts by the first number of the cells.
+# Hides the rows and tables that do not match. A click on a heading sorts by the first number in each cell.
 SCRIPT = """
 const all = (selector, part = document) => [...part.querySelectorAll(selector)];
 const [task, budget, method] = ["task", "budget", "method"].map((id) => document.getElementById(id));
@@ -59,7 +59,7 @@ class Table:
         return f"## {self.task}\n\n{markdown_table(self.columns, self.rows)}"
 
     def to_text(self) -> str:
-        """Returns the table in columns of spaces."""
+        """Returns the table with columns aligned by spaces."""
         return aligned_table(self.columns, self.rows, self.task)
 
     def to_html(self) -> str:

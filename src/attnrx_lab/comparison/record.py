@@ -1,4 +1,4 @@
-"""A comparison of several ways of compressing one model: costs and quality of each on the same images."""
+"""The record of a comparison: the costs of several methods on one model, and their quality on the same images."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -59,8 +59,8 @@ RECORD = kinds.record(
 class MethodTrial:
     """The costs and the quality of one method at one share: shares of the original, points, and the mean divergence.
 
-    `share` is None for fixed rules, which have none. `target` is the share of the MACs for which the share was
-    selected, if any. `n` is the number of images, `seconds` the time that making the model took.
+    `share` is None for fixed rules. If the share was selected for a share of the MACs, `target` is the latter. `n` is
+    the number of images, and `seconds` the time it took to make the model.
     """
 
     method: str
@@ -94,7 +94,7 @@ class MethodTrial:
 
 @dataclass(frozen=True)
 class Unreached:
-    """A method that cannot reach the requested share of the MACs, with the smallest share that it can."""
+    """A method that cannot reach the requested share of the MACs, with the smallest share that it can reach."""
 
     method: str
     target: float
@@ -111,8 +111,8 @@ class Unreached:
 class Difference:
     """The second method minus the first at one budget: divergence (above 0: the second is worse), accuracy in points.
 
-    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` is of a paired
-    sign-flip test of the mean, `accuracy_p` of McNemar's exact test; both are corrected by Holm's method over all
+    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` comes from a
+    paired sign-flip test of the mean, `accuracy_p` from McNemar's exact test. Holm's method corrects each over all
     differences of the comparison in that measure.
     """
 
@@ -144,8 +144,8 @@ class Difference:
 class MethodComparison:
     """All trials on one model, with the accuracy of the original in % and the measurement settings.
 
-    `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
-    compared with the others of its kind. `unreached` are the methods that cannot cost so little.
+    `differences` compares every two methods at the same budget. A method without {share} has no budget; it is compared
+    with the other methods without {share}. `unreached` are the methods that cannot cost so little.
     """
 
     trials: tuple[MethodTrial, ...]
@@ -174,14 +174,14 @@ class MethodComparison:
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: the original, then one per trial and per unreached target, method by method."""
-        # Both kinds of rows, in the order in which the methods were given.
+        # Both kinds of rows are in the order in which the methods were given.
         order = [method["name"] for method in self.about["methods"]]
         original = ("the original", "-", f"{self.accuracy.value:.1f} %", "-", "-", "-", "100 %", "100 %")
         rows = sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
         return original, *(each.cells for each in rows)
 
     def to_markdown(self) -> str:
-        """Returns a table of the trials, and where there are any a second one of the differences."""
+        """Returns a table of the trials, followed by a table of the differences if there are any."""
         table = markdown_table(self.columns, self.rows)
         if not self.differences:
             return table
@@ -196,7 +196,7 @@ class MethodComparison:
         """Reads a JSON file written by `save`.
 
         Raises:
-            CheckpointError: It is missing, damaged or of another kind.
+            CheckpointError: The file is missing, damaged or of another kind.
         """
         record = read_record(path, KIND, SCHEMA, RECORD)
         trials = tuple(MethodTrial(**_with_estimates(each)) for each in record["trials"])
@@ -210,7 +210,7 @@ def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(comparison: MethodComparison) -> Iterator[Figure]:
-    """Yields the trade-off of every method: divergence, and the quality, by the share of the MACs."""
+    """Yields the trade-off of every method: divergence and quality against the share of the MACs."""
     quality, divergence = comparison.outputs.columns
     methods = list(dict.fromkeys(trial.method for trial in comparison.trials))
     for name, label, field in (("trade-off", divergence, "divergence"), ("quality", quality, "accuracy")):

@@ -44,8 +44,8 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `share` is None for fixed rules, which have none. `ideal` is the inverse of the share of the MACs: the speed-up if
-    every multiplication takes as long as before and nothing else takes any time.
+    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs: the speed-up if every
+    multiplication takes as long as before and nothing else takes any time.
     """
 
     method: str
@@ -95,17 +95,17 @@ class Speeds:
         return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": records})
 
     def to_markdown(self) -> str:
-        """Returns a table: one line for every method and batch size."""
+        """Returns a table with one line for every method and batch size."""
         return markdown_table(SPEED_COLUMNS, [each.cells for each in self.speeds])
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The settings of the timing: every method at these shares, or at these shares of the MACs, on batches of these
-    sizes.
+    """The settings of the timing: batch sizes, protocols, and the shares, or the shares of the MACs, of every method.
 
-    Each is timed under every protocol. `runtime` is the export format whose files are timed, including the reference
-    implementation's, at the precision of the first protocol; None times the models themselves.
+    Every method is timed on every batch size under every protocol. With `runtime`, an export format, the models and the
+    reference implementation are exported and the files are timed, at the precision of the first protocol. None times
+    the models themselves.
     """
 
     batches: tuple[int, ...]
@@ -124,17 +124,17 @@ def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
-    # On the model's scale: `diagnose` warns of another one, and no user could change it.
+    # In the model's normalization: `diagnose` would warn of another one, and the user could not change it.
     return from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
-    """Returns a bench for latency alone, whose images are noise.
+    """Returns a bench for latency only, with noise as images.
 
-    Ranks that follow an energy or a divergence depend on the images, and so does the latency of such methods.
+    Ranks chosen by an energy or a divergence depend on the images. So does the latency of methods that choose them.
     """
     noise = noise_images(model, seed, images)
-    # With moments for a model of any form: rules of values, heads and MLP need them.
+    # With moments for every kind of model, because rules for values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images)
 
@@ -153,8 +153,8 @@ def compare_speeds(
 ) -> Speeds:
     """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
 
-    The uncompressed model of the bench is always timed too, as "attnrx". The results so far are saved to `out` after
-    every batch size.
+    The uncompressed model of the bench is always timed, too, under the name "attnrx". After every batch size the
+    results so far are saved to `out`.
 
     Raises:
         InvalidInput: There is no share, or one is not in (0, 1].
@@ -163,7 +163,7 @@ def compare_speeds(
     family = family_of(bench.model)
     before = family.costs(bench.model)
     entries: dict[str, tuple[str, float | None, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
-    # The reference has the empty name, which no method has. It has fresh weights: times do not depend on them.
+    # The reference has the empty name, which no method has. Its weights are fresh, because times do not depend on them.
     models = {"attnrx": bench.model, "": family.library_model(bench.model)}
     for method in methods:
         compressor = bench.compressor(method)
@@ -188,8 +188,8 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times models by name in turns with the one of the empty name, and yields all latencies per protocol and batch."""
-    # In one run, so that other load of the machine affects all alike.
+    """Times models by name, in turns with the model of empty name; yields all latencies per protocol and batch."""
+    # In one run, so that other load on the machine affects all models alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
@@ -198,7 +198,7 @@ def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> 
 
 @contextmanager
 def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBench) -> Iterator[dict[str, nn.Module]]:
-    """Yields the models themselves, or their exported files of a format while the context lasts.
+    """Yields the models themselves, or, with a runtime, their exported files, which exist while the context lasts.
 
     All are exported alike, for batches of any size, and verified against the model in eager mode.
     """
@@ -206,11 +206,11 @@ def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBenc
     if form is None:
         yield dict(models)
         return
-    # Of the bench's model: `bare_subject` then takes its input for models of no known family, e.g. the library's own.
+    # From the bench's model, so that `bare_subject` has an input for models of unknown families, e.g. the library's.
     subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
     with scratch_folder() as folder:
         yield {
-            # Numbered files: names of methods may contain any characters.
+            # Files are numbered, because names of methods may contain any characters.
             name: model  # a file already
             if isinstance(model, Exported)
             else write_exported(bare_subject(model, subject), folder / f"{index}{form.suffix}", form)

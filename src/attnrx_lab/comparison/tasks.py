@@ -1,4 +1,4 @@
-"""Tasks of the benchmark: what a model is used for, and what a smaller one loses of it."""
+"""Tasks of the benchmark: what a model is used for, and how much of it a smaller model loses."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -26,30 +26,30 @@ NEIGHBOURS = 10
 
 
 class Task(ABC):
-    """What is measured of a model and of a smaller one, on the same images."""
+    """How a model and a smaller model are compared on the same images."""
 
     name: ClassVar[str]
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Returns the model that does the task, made of the given one; methods compress it.
+        """Returns the model that does the task, made from `model`. Methods compress the returned model.
 
         Raises:
-            NotSupported: The given model cannot do it.
+            NotSupported: `model` cannot do the task.
         """
         return model
 
     def require(self, model: nn.Module, images: ImageSet) -> None:  # noqa: B027  (most tasks need nothing else)
-        """Raises InvalidInput or DataError where the model or the images do not fit the task."""
+        """Raises InvalidInput or DataError if the model or the images do not fit the task."""
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns what the model returns, under the role "model"."""
+        """Returns the model's outputs under the role "model"."""
         return predict({"model": model}, images, batch_size)
 
     @abstractmethod
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Returns what is compared, by the name of its column, with intervals over images.
+        """Returns the measures by the names of their columns, with intervals over images.
 
-        The first one ranks the methods: more of it is better.
+        Methods are ranked by the first measure; higher is better.
         """
 
 
@@ -59,7 +59,7 @@ def _pair(original: Predictions, smaller: Predictions) -> Predictions:
 
 
 class Classification(Task):
-    """Accuracy, its paired change, the answers that stay, and the divergence."""
+    """Accuracy, its paired change, the share of unchanged answers, and the divergence."""
 
     name = "classification"
 
@@ -82,9 +82,9 @@ class Classification(Task):
 
 
 class ImageRetrieval(Task):
-    """The share of every image's nearest neighbours among the others that the smaller tower finds.
+    """The share of each image's nearest neighbours among the other images that the smaller tower still finds.
 
-    Of a classifier of timm the tower is the model without its last linear map.
+    The tower of a timm classifier is the model without its last linear map.
     """
 
     name = "retrieval"
@@ -100,7 +100,7 @@ class ImageRetrieval(Task):
         tower.reset_classifier(0)
         working: Any = working_copy(tower)
         family: Any = family_of(working)
-        family.refresh_(working)  # states the missing classifier where baselines create the model again
+        family.refresh_(working)  # records that there is no classifier, for baselines that create the model again
         return load(library_form(working), outputs="embedding")
 
     def require(self, model: nn.Module, images: ImageSet) -> None:
@@ -111,19 +111,19 @@ class ImageRetrieval(Task):
         base, other = original.outputs["model"], smaller.outputs["model"]
         shares = recalled((base, base), (other, other), (NEIGHBOURS,), torch.arange(len(base)))[:, 0]
         measures = {f"recall@{NEIGHBOURS}, %": mean_share(shares, seed).scaled(100.0)}
-        if base.shape == other.shape:  # a smaller model of another width has no vectors to compare
+        if base.shape == other.shape:  # vectors of another width cannot be compared
             divergence = _pair(original, smaller).divergence("original", "smaller")
             measures["cosine distance"] = mean_estimate(divergence, seed)
         return measures
 
 
 class DenseFeatures(Task):
-    """The last features of all patches: their cosine, and their relative squared error, averaged per image."""
+    """The last features of all patches: their cosine similarity and relative squared error, averaged per image."""
 
     name = "dense"
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns the features, [images, patches, features]; raises NotSupported for files and for fewer pixels."""
+        """Returns the features, [images, patches, features]; raises NotSupported for exported or resized models."""
         if known_family(model) is None:
             raise NotSupported("it returns no features of the original's patches.")
         device = next(model.parameters()).device
@@ -137,14 +137,14 @@ class DenseFeatures(Task):
         base, other = original.outputs["model"], smaller.outputs["model"]
         if base.shape != other.shape:
             raise NotSupported(f"features of {tuple(base.shape[1:])} and {tuple(other.shape[1:])} cannot be compared.")
-        # By patch, relative to its own norm, then the mean over the patches of an image.
+        # The error of each patch is relative to its own norm; then the mean over the patches of an image.
         errors = ((base - other).square().sum(-1) / base.square().sum(-1)).double().mean(1)
         cosines = torch.cosine_similarity(base, other, dim=-1).double().mean(1)
         return {"feature cosine": mean_estimate(cosines, seed), "feature error": mean_estimate(errors, seed)}
 
 
 class SpeedOnly(Task):
-    """Nothing but the latency, for which noise is enough."""
+    """Only the latency, for which noise is enough."""
 
     name = "speed"
 

@@ -1,10 +1,10 @@
 """Nineteen image corruptions at five severity levels, for robustness checks.
 
-They follow ImageNet-C, and for small images Tiny-ImageNet-C and CIFAR-C: Hendrycks and Dietterich, "Benchmarking Neural
-Network Robustness to Common Corruptions and Perturbations", ICLR 2019, written from its definitions with NumPy, SciPy
-and Pillow. The severity levels follow the published code; `frost` and the water of `spatter` differ from it (see
-there). The published files were stored as JPEG of quality 85, which is not done here. So the numbers compare models on
-the same images and are not the benchmark's.
+They follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIFAR-C (Hendrycks and Dietterich, "Benchmarking
+Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). They are written from its definitions
+with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the water of `spatter` differ
+from it, as their docstrings say. The published files were stored as JPEG with quality 85; these images are not. So you
+can compare models with each other on these images, but not with the benchmark's numbers.
 """
 
 from bisect import bisect_left
@@ -23,7 +23,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Corruption:
-    """One corruption; the result is in [0, 1] and has the same shape, type and device."""
+    """One corruption. Its result is in [0, 1] and keeps the shape, type and device of the images."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Corruption:
         """
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
-        # Sides up to 32, up to 64, and larger: the three benchmarks.
+        # LEVELS has one entry per benchmark: for sides up to 32, up to 64, and larger.
         level = LEVELS[self.name][bisect_left(SIDES, side)][severity - 1]
         return level if isinstance(level, tuple) else (level,)
 
@@ -49,12 +49,12 @@ class Corruption:
         severity: int,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch channels height width"]:
-        """Corrupts images in [0, 1]; random corruptions draw from the generator, image by image."""
+        """Corrupts images in [0, 1]. Random corruptions draw from the generator, image by image."""
         levels = self.levels(max(images.shape[-2:]), severity)
         methods = required_module("attnrx_lab.corruptions.methods", "lab", f"the corruption {self.name}")
         corrupted = []
         for image in images.double().cpu().numpy():
-            # A seed for each image: the result does not depend on the batch size.
+            # Each image has its own seed, so the result does not depend on the batch size.
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
             pixels = getattr(methods, self.name)(image, np.random.default_rng(seed), *levels)
             corrupted.append(torch.from_numpy(pixels).clamp(0, 1))

@@ -19,9 +19,9 @@ Layer = Float[np.ndarray, "1 height width"]
 Draws = np.random.Generator
 Number = int | float
 
-ICE = (0.89, 1.02, 1.09)  # the colour of the benchmark's photographs, around one
-ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # their brightness, and its variation within one
-# `spatter`: the colours, the relief kernel and the largest distance are those of the published code.
+ICE = (0.89, 1.02, 1.09)  # the mean colour of the benchmark's photographs, relative to their brightness
+ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # the range of their brightness, and its deviation within a photograph
+# `spatter`: the colours, the relief kernel and the largest distance come from the published code.
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
 RELIEF = np.array([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])  # light from one corner
@@ -34,12 +34,12 @@ def gaussian_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def shot_noise(image: Pixels, draws: Draws, photons: Number) -> Pixels:
-    """Counts photons: a pixel of 1 is this many on average."""
+    """Counts photons: a pixel of value 1 is `photons` of them on average."""
     return draws.poisson(photons * image) / photons
 
 
 def impulse_noise(image: Pixels, draws: Draws, share: Number) -> Pixels:
-    """Sets a share of the values to 0 or to 1, by the flip of a coin."""
+    """Sets a random share of the values to 0 or 1, with equal probability."""
     return np.where(draws.random(image.shape) < share, draws.integers(0, 2, image.shape), image)
 
 
@@ -52,26 +52,26 @@ def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
-    """Averages over a disk of a radius, its edge smoothed by a standard deviation."""
+    """Averages over a disk of this radius, whose edge is smoothed with this standard deviation."""
     # The published kernels: a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
     disk = (line[:, None] ** 2 + line**2 <= radius**2).astype(float)
     kernel = ndimage.gaussian_filter(disk / disk.sum(), deviation, radius=edge, mode="mirror")
-    # The border of OpenCV's filters, which NumPy calls "reflect" and SciPy "mirror".
+    # OpenCV's filters use this border by default; NumPy calls it "reflect" and SciPy "mirror".
     wide = torch.from_numpy(np.pad(image, ((0, 0), (reach, reach), (reach, reach)), mode="reflect"))
     # Not ndimage.convolve, which takes seconds for a kernel of this size.
     return torch.nn.functional.conv2d(wide[:, None], torch.from_numpy(kernel)[None, None])[:, 0].numpy()
 
 
 def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
-    """Smooths by a standard deviation, swaps pixels within a distance several times, and smooths again.
+    """Smooths with a Gaussian, moves pixels within a distance `reach` several `times`, and smooths again.
 
-    The published code copies one pixel over the other instead of swapping them; so does this.
+    The published code means to swap pixels but copies one over the other; so does this function.
     """
     image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255  # to bytes, as published
     (height, width), reach = image.shape[1:], int(reach)
-    # One after the other, from the last pixel to the first: a pixel that was overwritten may be copied again.
+    # Pixels are copied one after the other, from the last to the first, so a copied value may be copied again.
     targets = np.arange(height - reach, reach, -1)[:, None] * width + np.arange(width - reach, reach, -1)
     order = list(range(height * width))  # which pixel is at each place
     for _ in range(int(times)):
@@ -83,7 +83,7 @@ def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, ti
 
 
 def motion_blur(image: Pixels, draws: Draws, radius: int, deviation: Number) -> Pixels:
-    """Smears by a radius and a standard deviation, within 45 degrees of the rows."""
+    """Smears with this radius and standard deviation, in a random direction within 45 degrees of the rows."""
     return streaked(image, radius, deviation, draws.uniform(-45, 45))
 
 
@@ -94,7 +94,7 @@ def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> 
     wide = np.pad(image, ((0, 0), (margin, margin), (margin, margin)), mode="edge")
     smeared = np.zeros_like(image)
     for step, weight in enumerate(weights / weights.sum()):
-        # ceil(x - 0.5) is how ImageMagick rounds a step to a pixel.
+        # ImageMagick rounds a step to a pixel as ceil(x - 0.5).
         down = margin + math.ceil(step * math.sin(math.radians(degrees)) - 0.5)
         right = margin + math.ceil(step * math.cos(math.radians(degrees)) - 0.5)
         smeared += weight * wide[:, down : down + height, right : right + width]
@@ -102,13 +102,13 @@ def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> 
 
 
 def zoom_blur(image: Pixels, draws: Draws, end: Number, step: Number) -> Pixels:
-    """Averages the image with those enlarged by factors from 1 to an end, in steps."""
-    factors = np.arange(1, end, step)  # may include the end by rounding, as published
+    """Averages the image with copies of it, enlarged by factors from 1 to `end` in steps of `step`."""
+    factors = np.arange(1, end, step)  # may include `end` by rounding, as published
     return (image + sum(_zoomed(image, factor) for factor in factors)) / (len(factors) + 1)
 
 
 def _zoomed(image: Pixels, factor: Number) -> Pixels:
-    """Enlarges the middle of an image, linearly, to its own size."""
+    """Enlarges the middle of an image to the size of the image, linearly."""
     crops = [math.ceil(side / factor) for side in image.shape[1:]]
     top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
     middle = image[:, top : top + crops[0], left : left + crops[1]]
@@ -119,7 +119,7 @@ def _zoomed(image: Pixels, factor: Number) -> Pixels:
 
 
 def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Whitens, and adds flakes: noise (mean, deviation), enlarged, above a threshold, smeared (radius, deviation)."""
+    """Whitens, and adds flakes: noise (mean, deviation), enlarged, thresholded and smeared (radius, deviation)."""
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
     flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1)) / 255  # to bytes, as published
@@ -129,11 +129,11 @@ def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
-    """Darkens by a factor, and adds a share of ice.
+    """Darkens the image by the factor `kept`, and adds a share of ice.
 
-    The benchmark adds crops of photographs (its code draws five of its six), which are not included. This ice is
-    generated: the ridges of a fractal landscape with the brightness, variety and roughness of the photographs. Its
-        numbers are comparable between models, not with the benchmark's.
+    The benchmark adds crops of photographs (its code draws from five of its six), which are not included here. This ice
+    is generated: the ridges of a fractal landscape with the brightness, variety and roughness of the photographs. You
+    can compare models with it, but not with the benchmark's numbers.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
@@ -142,14 +142,14 @@ def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
 
 
 def fog(image: Pixels, draws: Draws, share: Number, decay: Number) -> Pixels:
-    """Adds a share of a fractal landscape (and its decay), and rescales to the former maximum."""
+    """Adds a share of a fractal landscape with this decay, and rescales to the former maximum."""
     return (image + share * landscape(image, decay, draws)) * image.max() / (image.max() + share)
 
 
 def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
-    """Draws a fractal landscape between 0 and 1, [1, height, width], by diamonds and squares on a torus.
+    """Draws a fractal landscape between 0 and 1, [1, height, width], by the diamond-square algorithm on a torus.
 
-    The heights are drawn within an amplitude that falls by the square of `decay` from one scale to the next.
+    From one scale to the next, the amplitude of the random heights is divided by the square of `decay`.
     """
     side = 1 << (max(image.shape[1:]) - 1).bit_length()  # the next power of two, which every stride divides
     heights = np.zeros((side, side))
@@ -160,23 +160,24 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
         corners = heights[::stride, ::stride]
         below = np.roll(corners, -1, 0)
         centres = (corners + below + np.roll(corners + below, -1, 1)) / 4 + drawn[0]
-        # Each is the mean of four neighbours, the corners of a square or of a diamond; the torus has no border.
+        # Each point is the mean of four neighbours, the corners of a square or a diamond. The torus has no border.
         beside = (corners + np.roll(corners, -1, 1) + centres + np.roll(centres, 1, 0)) / 4 + drawn[1]
         under = (corners + below + centres + np.roll(centres, 1, 1)) / 4 + drawn[2]
         heights[half::stride, half::stride] = centres
         heights[::stride, half::stride] = beside
         heights[half::stride, ::stride] = under
-        # The published code scales draws within +-a by a once more. Its first a, 100, is lost in the rescaling below.
+        # The published code draws within +-a and multiplies by a again, so the decay is squared here. Its first a is
+        # 100; the rescaling below makes 1 equivalent.
         stride, amplitude = half, amplitude / decay**2
     flat = (heights - heights.min()) / np.ptp(heights)
     return flat[None, : image.shape[1], : image.shape[2]]
 
 
 def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Adds drops of water or mud: noise (mean, deviation), smoothed, where it is above a threshold.
+    """Adds drops of water or mud where smoothed noise (mean, deviation) is above a threshold.
 
-    The last levels are the amount of it, and 0 for water. The benchmark finds the edges of drops with Canny's detector;
-    here edges are where the threshold is crossed.
+    The last two levels are the amount (of water) or the smoothing (of mud), and 0 for water or 1 for mud. The benchmark
+    finds the edges of drops with Canny's detector. Here edges are where the noise crosses the threshold.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
@@ -190,7 +191,7 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def _relief(drops: np.ndarray) -> Layer:
-    """Lights drops, [height, width], from one side: their distance to the edge, equalized, as a height map."""
+    """Lights drops, [height, width], from one side. The equalized distance to the edge serves as their height map."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
     # Histogram equalization as in OpenCV: the darkest level becomes 0.
@@ -203,7 +204,7 @@ def _relief(drops: np.ndarray) -> Layer:
 
 
 def brightness(image: Pixels, draws: Draws, more: Number) -> Pixels:
-    """Adds to the value of a pixel, its largest channel, and keeps hue and saturation."""
+    """Adds `more` to the HSV value of every pixel (its largest channel), and keeps hue and saturation."""
     value = image.max(0)
     brighter = np.minimum(value + more, 1)
     return np.where(value > 0, image * brighter / np.maximum(value, 1e-9), brighter)  # black has no hue: it turns grey
@@ -216,7 +217,7 @@ def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
 
 
 def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixels:
-    """Multiplies the saturation of a pixel and adds to it, keeping hue and value; grey pixels have the hue of red.
+    """Multiplies the saturation of every pixel and adds to it; hue and value stay. Grey pixels count as red.
 
     Raises:
         InvalidInput: The image has no colour.
@@ -227,8 +228,8 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
         )
     value = image.max(0)
     saturation = (value - image.min(0)) / np.maximum(value, 1e-9)
-    # A pixel is value * (1 - saturation * s) by channel, s from 0 (its largest) to 1: scaling the saturation scales its
-    # distance from the value.
+    # A channel is value * (1 - saturation * s), with s = 0 for the largest channel and 1 for the smallest. So scaling
+    # the saturation scales the distance of each channel from the value.
     new_saturation = (saturation * factor + more).clip(0, 1)
     red = np.stack([value, value * (1 - new_saturation), value * (1 - new_saturation)])
     return np.where(saturation > 0, value - (value - image) * new_saturation / np.maximum(saturation, 1e-9), red)
@@ -237,14 +238,14 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
 def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
     """Applies a random affine map to the image, then moves each pixel by a smooth random field.
 
-    The numbers are the factor of the pixels' moves, the standard deviation of the smoothing, and the largest affine
-    shift.
+    `factor` scales the moves of the pixels, `deviation` is the standard deviation of the smoothing, and `distance` the
+    largest affine shift.
     """
     height, width = image.shape[1:]
     reach = min(height, width) // 3
     points = np.array([height // 2, width // 2]) + reach * np.array([[1, 1], [-1, 1], [-1, -1]])
     moved = points + draws.uniform(-distance, distance, (3, 2))
-    # Where a pixel of the result comes from: the plane that takes the moved points back.
+    # The affine map from the moved points back to the points says where each pixel of the result comes from.
     back = np.linalg.solve(np.c_[moved, np.ones(3)], points)
     rows = np.indices((height, width))
     # Borders as published: OpenCV's BORDER_REFLECT_101 is SciPy's "mirror", and the second step uses SciPy's "reflect".
@@ -255,12 +256,12 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
 
 
 def sampled(image: Pixels, places: Float[np.ndarray, "2 height width"], border: str) -> Pixels:
-    """Reads an image linearly between its pixels; beyond the border it is mirrored."""
+    """Reads an image at `places` between its pixels, linearly; beyond its border the image is mirrored."""
     return np.stack([ndimage.map_coordinates(plane, places, order=1, mode=border) for plane in image])
 
 
 def pixelate(image: Pixels, draws: Draws, share: Number) -> Pixels:
-    """Shrinks the image to a share of its side and enlarges it again, both by boxes."""
+    """Shrinks the image to a share of its side and enlarges it again, both with box filters."""
     picture = _picture(image)
     small = [max(1, int(side * share)) for side in picture.size]
     boxes = picture.resize((small[0], small[1]), Image.Resampling.BOX).resize(picture.size, Image.Resampling.BOX)
@@ -284,7 +285,7 @@ def _pixels(picture: Image.Image) -> Pixels:
 
 
 def _colour(colour: tuple[float, float, float], image: Pixels) -> Float[np.ndarray, "channels 1 1"]:
-    """Returns a colour for images with three channels, else its brightness."""
+    """Returns the colour if the image has three channels, else the colour's brightness."""
     own = np.array(colour)[:, None, None]
     return own if len(image) == 3 else _grey(own)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 Level = tuple[int | float, ...]
 Five = tuple[Level | int | float, ...]
 
-SIDES = (32, 64)  # the largest sides of images for the first and for the second line
+SIDES = (32, 64)  # the largest image sides for which the first and the second line are used
 
 # fmt: off
 LEVELS: Mapping[str, tuple[Five, Five, Five]] = {
@@ -55,7 +55,7 @@ LEVELS: Mapping[str, tuple[Five, Five, Five]] = {
     ),
     "brightness": ((0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 0.2, 0.3, 0.4, 0.5)),
     "contrast": ((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05), (0.4, 0.3, 0.2, 0.1, 0.05)),
-    # Shares of a side of 32, 64 and 244: not 224, as in the benchmark's code.
+    # Shares of a side of 32, 64 and 244. The 244 (instead of 224) is in the benchmark's code.
     "elastic_transform": (
         ((0, 0, 2.56), (1.6, 6.4, 2.24), (2.56, 1.92, 1.92), (3.2, 1.28, 1.6), (3.2, 0.96, 0.96)),
         ((0, 0, 5.12), (3.2, 19.2, 3.84), (6.4, 5.12, 3.84), (6.4, 1.92, 1.92), (10.24, 1.92, 1.28)),

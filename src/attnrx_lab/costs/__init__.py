@@ -1,4 +1,4 @@
-"""Costs as papers count them: compressed forms by name, the operations of IrrAtt, the savings of SVDA."""
+"""Costs as papers count them: compressed forms by name, IrrAtt's count of operations, SVDA's savings."""
 
 from attnrx_lab.costs.compressed_shapes import Compression
 from attnrx_lab.costs.conventions import (

@@ -1,4 +1,4 @@
-"""Compressed forms by name: the shape after a compression, before anything is computed."""
+"""Compressed forms by name: the shapes that a compression gives, without computing any weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ PATHWAY_FORMS = ("full", "truncatt", "cp", "irratt")
 
 @dataclass(frozen=True)
 class Compression:
-    """How every layer is compressed: its query-key pathway, its value-output pathway, its MLP.
+    """How every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in as many blocks as heads, whose maps are mixed). `vo` is the value dimension of each head, `mlp` the
-    rank of both maps of the MLP, each as two factors; None means unchanged.
+    (R directions in blocks, one block per head, whose maps are mixed). `vo` is the value dimension of each head. `mlp`
+    is the rank of both maps of the MLP, each stored as two factors. None means unchanged.
 
-    A compressed pathway keeps no useless bias: the query's is stored at the compressed width, the key's is dropped (it
-    adds a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions
-    or features compresses nothing.
+    A compressed pathway keeps no useless bias. The query bias is stored at the compressed width. The key bias is
+    dropped, because it adds a constant to every row of scores. The value bias is folded into the output bias. A rank
+    that keeps all directions or features compresses nothing.
     """
 
     qk: str = "full"
@@ -38,7 +38,7 @@ class Compression:
 
         Raises:
             InvalidInput: The layer is compressed already, or has no such rank.
-            NotSupported: The scores are not plain dot products, and `qk` is to be compressed.
+            NotSupported: `qk` is to be compressed, but the scores are not plain dot products.
             UnknownName: `qk` has an unknown form.
         """
         form, rank = _parsed(self.qk)
@@ -54,7 +54,7 @@ class Compression:
         return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
-        """The ranks of both maps of every layer's MLP, or None if they are unchanged.
+        """Returns the ranks of both maps of every layer's MLP, or None if they are unchanged.
 
         Raises:
             InvalidInput: A layer has no such rank.
@@ -75,7 +75,7 @@ def _is_full(spec: AttentionSpec) -> bool:
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     heads, directions = len(spec.heads), sum(spec.ranks)
-    # So many shared directions contain every head's own.
+    # Shared directions: with one per direction of every head, they already contain all heads' own.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)
     # A rank that keeps all of the heads' own directions changes nothing.
     if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
@@ -83,7 +83,7 @@ def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     smaller = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
     if form == "truncatt":
         return replace(smaller, ranks=(rank,) * heads)
-    # The directions are spread over the blocks as evenly as possible: the costs depend on their number only.
+    # The directions are spread over the blocks as evenly as possible; the costs depend only on their total number.
     size, remainder = divmod(rank, heads)
     blocks = tuple(size + (block < remainder) for block in range(heads))
     return smaller.with_shared_directions(rank, blocks if form == "irratt" else None)
@@ -95,7 +95,7 @@ def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
     _require("vo", rank, spec.head_dim)
     if rank == spec.head_dim:
         return spec
-    # The value bias moves to the output projection, which gets one if it had none; in the order of BIASES.
+    # The value bias moves to the output projection, which gets a bias if it had none. Names keep the order of BIASES.
     names = {*spec.biases, "output"} if spec.has_bias("value") else set(spec.biases)
     biases = tuple(bias for bias in BIASES if bias in names and bias != "value")
     return replace(spec, value_ranks=(rank,) * len(spec.heads), biases=biases)

@@ -1,8 +1,8 @@
-"""The operations that IrrAtt and SPOT count, so that their numbers are reproduced exactly.
+"""Counts operations as IrrAtt and SPOT do, so that their numbers are reproduced.
 
-Inferred from IrrAtt's Table 1, which these rules reproduce in 53 of its 54 cells: besides the matrix products of
-patches and layers, the classifier's counts, and a LayerNorm as common FLOP counters count it; a fused multiply-add is
-one FLOP, and the strengths of directions have parameters alone. `ModelCosts.macs` counts as SVDA (A.6) does.
+The rules are inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. They count the matrix products of patch
+embedding, layers and classifier, and a LayerNorm in the way of common FLOP counters. A fused multiply-add is one FLOP.
+The strengths of directions count as parameters only. `ModelCosts.macs` counts as SVDA (A.6) does.
 """
 
 import math
@@ -20,17 +20,17 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 
-NORM_MACS = 5  # of a LayerNorm, per feature
+NORM_MACS = 5  # per feature of a LayerNorm
 
-# The parts of a layer that are its attention (MHSA).
+# The parts of a layer that belong to its attention (MHSA).
 ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out")
-# The norms of pooled tokens in models of transformers.
+# The norms of pooled tokens in transformers models.
 POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a model as IrrAtt counts: its parts, and the MACs of the attention of every layer, for one image."""
+    """The cost of a model as IrrAtt counts it: its parts, and the attention MACs of every layer, for one image."""
 
     parts: Mapping[str, PartCosts]
     attention_macs: tuple[int, ...]
@@ -45,12 +45,12 @@ class Price:
 
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
-        """MACs of the attention of a layer: one number if all layers agree, else one per layer."""
+        """The attention MACs of a layer: one number if all layers agree, else one per layer."""
         macs = list(self.attention_macs)
         return macs[0] if len(set(macs)) == 1 else macs
 
     def percent_of(self, original: "Price") -> dict[str, float]:
-        """Parameters, MACs and MACs of the attention in percent of the original's: the compression ratios (CR)."""
+        """Returns parameters, MACs and attention MACs in percent of the original's: the compression ratios (CR)."""
         attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),
@@ -60,10 +60,11 @@ class Price:
 
 
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
-    """Returns the cost as IrrAtt counts; the parts add up to the whole.
+    """Returns the cost as IrrAtt counts it; the parts add up to the whole.
 
-    `outer_norms` are the features that the norms outside the layers divide for one image, None for one norm on all
-    tokens (`outer_norm_features`), and `predictor_norms` the predictors' (`predictor_norm_features`).
+    `outer_norms` is the number of features that the norms outside the layers normalize for one image
+    (`outer_norm_features`); None stands for one norm on all tokens. `predictor_norms` is the same number for the
+    predictors (`predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
@@ -82,14 +83,14 @@ def _layer_parts(layer: LayerCosts) -> dict[str, PartCosts]:
 
 
 def layer_norm_features(layer: LayerCosts) -> int:
-    """Returns the features that the two norms of a block, and those inside its attention, divide for one image."""
+    """Returns how many features a block normalizes for one image, in its two norms and inside its attention."""
     spec = layer.spec
     inner = {"query_norm": spec.ranks, "key_norm": spec.ranks, "output_norm": spec.value_dims}
     return layer.tokens * (2 * spec.width + sum(sum(inner[name]) for name in spec.inner_norms))
 
 
 def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
-    """Returns the features that the norms of the predictors of a policy divide for one image."""
+    """Returns how many features the predictors of a policy normalize for one image."""
     layout = shape.layout
     tokens = policy.tokens(layout, policy.layers[-1])
     stages = zip(policy.layers, policy.counts(layout.patches), strict=True)
@@ -102,8 +103,8 @@ def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
 
 
 def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
-    """Returns the features that the norms outside the layers of a model, and those inside its MLPs, divide for one
-    image; None for a model of attnrx's own, which has one norm on all tokens.
+    """Returns how many features a model normalizes for one image, outside its layers and inside its MLPs; None for
+    attnrx's own models, which have one norm on all tokens.
     """
     family: Any = family_of(model)
     if not isinstance(family, AdoptedFamily):
@@ -124,7 +125,8 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
         shape = getattr(module, "normalized_shape", None)
         if shape is None or module in inside:
             continue
-        # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were pruned.
+        # Norms of pooled tokens run once per image, norms of the patch embedding have no prefix tokens, and the last
+        # norm runs after tokens were pruned.
         if queries is not None and name in ("attn_pool.ln_q", "attn_pool.ln_k", "ln_post"):
             count = tokens[-1] if name == "attn_pool.ln_k" else len(queries)
         elif name == "fc_norm" or name.startswith("attn_pool.") or name.endswith(POOLED_NORMS):
@@ -142,11 +144,11 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
 
-    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
-    the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
-    head; in a block it has scores once, in the map of the block.
+    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs. If the original norms are
+    kept, the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in
+    every head. A direction in a block has them only once, in the map of the block.
     """
-    # The heads in which a direction has a strength and scores of its own.
+    # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
     strength = PartCosts(users, tokens * users) if spec.traits.has_strengths else PartCosts()
     scores = PartCosts(0, tokens * tokens * users)
@@ -157,8 +159,10 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
-    """Returns the shares of parameters and MACs that removing this share of the directions of every layer saves, with
-    no head emptied: SVDA's Tables 1 and 2. It is linear in the directions, so `share` may be a mean over models.
+    """Returns the shares of parameters and MACs that are saved if `share` of every layer's directions is removed.
+
+    No head becomes empty. These are the savings of SVDA's Tables 1 and 2. They are linear in the number of directions,
+    so `share` may be a mean over models.
     """
     removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
     params = sum(number * direction.params for number, direction in removed)

@@ -1,4 +1,4 @@
-"""Decompositions of the query-key tensor of a layer into terms that its heads share (IrrAtt)."""
+"""Decompositions of a layer's query-key tensor into terms that its heads share (IrrAtt)."""
 
 from attnrx_lab.decompositions.block_term import (
     BlockTerms,

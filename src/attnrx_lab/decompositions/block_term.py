@@ -1,7 +1,7 @@
 """The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
 
 Blocks are fitted one at a time (`deflate`: Algorithms 2 and 3 of IrrAtt). Their ranks come from the fusion matrix,
-after training with constraints (Eq. 7) or without.
+after training with or without the constraints of Eq. 7.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx_lab.decompositions.canonical import Canonical, Factors, cpd_epc
 from attnrx_lab.decompositions.factored import FactoredTensor
 
-SWEEPS = 5  # of Algorithm 3 of IrrAtt, and of its Algorithm 2 for each block
+SWEEPS = 5  # sweeps of IrrAtt's Algorithm 3, and of its Algorithm 2 for each block
 TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 
 
@@ -20,8 +20,9 @@ TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 class BlockTerms:
     """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (IrrAtt, Eq. 6).
 
-    There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. The terms
-    are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each sweep.
+    There is one block per slice. If `mix` is the identity, every slice consists of exactly the terms that it owns. The
+    terms are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each
+    sweep.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -37,16 +38,17 @@ class BlockTerms:
 
     @property
     def canonical(self) -> Canonical:
-        """The same tensor as a canonical decomposition, whose terms of one block share their mix."""
+        """The same tensor as a canonical decomposition, in which all terms of a block share their mix."""
         return Canonical(self.left, self.right, self.mix[:, self.owner], self.errors)
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
+    """The slice that owns each term of a canonical decomposition, read from its mix. The paper takes ranks from it.
 
-    `owner` is the slice with the largest absolute value in the column, the first one on ties. `off_block` is the share
-    of each column's energy outside its owner: zero everywhere if the mix is block-diagonal.
+    `owner` is the slice with the largest absolute value in the term's column of the mix, the first one on ties.
+    `off_block` is the share of each column's energy outside its owner. It is zero everywhere if the mix is
+    block-diagonal.
     """
 
     owner: Int[Tensor, "rank"]
@@ -76,8 +78,8 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
     The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
     """
-    # With the identity as mix a slice has the terms of its own block only; what they gave to other slices is lost here,
-    # and comes back with the mix that `deflate` fits.
+    # If the mix is the identity, a slice has only the terms of its own block. What these terms added to other slices is
+    # lost here. It comes back with the mix that `deflate` fits.
     owner = fusion_ranks(terms).owner
     order = owner.argsort(stable=True)
     left = terms.left * terms.mix.gather(0, owner[None])
@@ -86,9 +88,9 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 
 
 def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: int = 0) -> BlockTerms:
-    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, and Algorithms 1 to 3 of IrrAtt.
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, then Algorithms 1 to 3 of IrrAtt.
 
-    The start is random, because water-filled terms impose their owners on the fit.
+    The fit starts from random terms, because water-filled terms would impose their owners on it.
     """
     return deflate(tensor, initial_blocks(cpd_epc(tensor, rank, start="random", sweeps=sweeps, finish=True, seed=seed)))
 
@@ -96,11 +98,11 @@ def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: i
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
     """Fits each block in turn to the residual of the others (IrrAtt, Algorithms 2 and 3 as published).
 
-    The mix of a block starts from the leading eigenvector of the residual every time: a block can move to another
+    Each time, the mix of a block starts from the leading eigenvector of the residual. So a block can move to another
     slice, and the error can rise.
 
-    The slices are never formed, only their sum weighted by the mix of the block, one rows x columns matrix, because a
-    step is its truncated SVD.
+    The slices are never formed. A step is the truncated SVD of their sum, weighted by the block's mix, so only this one
+    rows x columns matrix is formed.
     """
     blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
     for _ in range(SWEEPS):
@@ -112,8 +114,10 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 
 
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
-    """Algorithm 2 of IrrAtt for one block: alternates the truncated SVD of the slices of the residual X' (X minus the
-    other blocks), summed by the mix, with the best rank-one fit of their products.
+    """Refits one block to the residual X', which is X minus the other blocks (IrrAtt, Algorithm 2).
+
+    It alternates between the truncated SVD of the slices of X', summed with the weights of the mix, and the best
+    rank-one fit of their products.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())
@@ -123,7 +127,7 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
     for _ in range(SWEEPS):
         left, _, right = torch.linalg.svd(_mixed(tensor, others, mix), full_matrices=False)
         left, right = left[:, :rank], right[:rank].T
-        # X'_(3) khatri-rao(left, right), [slices, rank]: the products of X minus those of the other blocks.
+        # X'_(3) khatri-rao(left, right), [slices, rank]: the products of X minus the products of the other blocks.
         products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
         products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
         directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
@@ -147,20 +151,20 @@ def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slic
     slice_gram = products.view(slices, inner, slices, inner).sum((1, 3))
     left, right, mix = others
     cross = tensor.mix_products(tensor.project_left(left), tensor.project_right(right)) @ mix.T
-    # (X - T)(X - T)^T with T the other blocks, term by term.
+    # (X - T)(X - T)^T, where T are the other blocks, expanded into its four terms.
     gram = slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
     return torch.linalg.eigh(gram).eigenvectors[:, -1]
 
 
 def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
-    """Returns X' x_3 mix^T: the slices of the residual, summed with the weights of `mix`."""
+    """Returns X' x_3 mix^T, which is the sum of the residual's slices, weighted by `mix`."""
     left, right, other_mix = others
     weighted = (tensor.left * mix[:, None, None]).flatten(0, 1)
     return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Returns the nearest mix whose columns are nonnegative and of unit length; for use after each training step.
+    """Returns the nearest mix with nonnegative columns of unit length; use it after each training step.
 
     For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal exactly when each column has one owner. A column without a
     positive value becomes one-hot at its largest value.
@@ -173,8 +177,8 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
     """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
 
-    Zero if and only if each column has at most one nonzero value; at most rank * (slices - 1). The length of the
-    columns has no effect.
+    It is zero if and only if each column has at most one nonzero value, and at most rank * (slices - 1). The length of
+    the columns has no effect.
     """
     # Columns of zeros are left out: 0 / 0 would make the gradient NaN.
     square = mix.square().sum(0)

@@ -1,7 +1,7 @@
 """The canonical polyadic decomposition: a sum of rank-one terms shared by all slices.
 
-By alternating least squares (`als`), and with the error-preserving correction (`cpd_epc`), which reduces cancellation
-at the same error.
+`als` computes it by alternating least squares. `cpd_epc` adds the error-preserving correction, which reduces
+cancellation between terms at the same error.
 """
 
 import math
@@ -14,13 +14,13 @@ from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
 
-# Water-filling can start at a saddle: if heads are equal, no sweep moves a term to another head. A random start can end
-# in a worse minimum. "best" runs both and keeps the smaller error.
+# Water-filling can start at a saddle point: if heads are equal, no sweep moves a term to another head. A random start
+# can end in a worse minimum. "best" runs both and keeps the result with the smaller error.
 STARTS = ("best", "water_filling", "random")
-# Below this relative error, the fast error formula has too much rounding to compare sweeps.
+# Below this relative error, rounding makes the fast error formula too inaccurate to compare sweeps.
 _NEARLY_EXACT = 1e-4
 
-# Of shapes [rows, rank], [columns, rank] and [slices, rank].
+# Left, right and mix, of shapes [rows, rank], [columns, rank] and [slices, rank].
 Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices _"]]
 
 
@@ -29,8 +29,8 @@ class Canonical:
     """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (IrrAtt, Eq. 3: S^Q, S^K and the fusion matrix S^H), in
     float64.
 
-    `errors` are the relative errors of the iteration, at the start and after each sweep. Raises InvalidInput for
-    factors that are empty or not finite.
+    `errors` are the relative errors at the start and after each sweep. Raises InvalidInput for factors that are empty
+    or not finite.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -73,8 +73,9 @@ class Canonical:
 def least_sensitivity(terms: Canonical) -> float:
     """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
 
-    The sensitivity is the expected squared change of the tensor, per variance of an independent error in every entry of
-    the factors, in the limit of zero variance: sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+    Suppose every entry of the factors has an independent error. The sensitivity is the expected squared change of the
+    tensor divided by the variance of these errors, in the limit of zero variance. It equals
+    sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
     """
     size = math.prod(factor.shape[0] for factor in terms.factors)
     return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
@@ -86,7 +87,7 @@ def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
     Terms are sorted by descending strength; on ties the earlier slice comes first.
     """
-    # Owners make the squared error a sum over slices, so Eckart and Young's theorem applies to each of them.
+    # With one owner per term the squared error is a sum over slices. The Eckart-Young theorem applies to each slice.
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
     selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
@@ -108,9 +109,10 @@ def als(
     """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never increases.
 
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
-    returns the result with the smaller error. `seed` draws the random terms. Stops after `sweeps`, or when a sweep
-    lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
-    length; mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for another start.
+    returns the result with the smaller error. `seed` seeds the random terms. The iteration stops after `sweeps`, or
+    when a sweep lowers the relative error by less than a share `tolerance` of it. The returned columns of left and
+    right have unit length, and mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for
+    another start.
     """
     if start == "best":
         runs = (
@@ -118,7 +120,7 @@ def als(
             for single in ("water_filling", "random")
         )
         return min(runs, key=lambda terms: terms.errors[-1])
-    # A sweep costs four products of rows x (slices * inner) x rank, because projections are used for two modes each.
+    # A sweep costs only four products of rows x (slices * inner) x rank, because each projection serves two modes.
     best = starting_terms(tensor, rank, start, seed).factors
     errors = [tensor.relative_error(*best)]
     right, mix = unit_columns(best[1])[0], best[2]
@@ -133,7 +135,7 @@ def als(
             errors.append(error)
         if converged:
             break
-    # A start that no sweep improved has columns of any length.
+    # If no sweep improved the start, its columns may have any length.
     (left, left_length), (right, right_length), mix = unit_columns(best[0]), unit_columns(best[1]), best[2]
     return Canonical(left, right, mix * left_length * right_length, tuple(errors))
 
@@ -141,7 +143,7 @@ def als(
 def _sweep(
     tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
+    # If the fixed factors have unit columns, the normal matrix of a step has a unit diagonal.
     mix = unit_columns(mix)[0]
     mix_gram = mix.T @ mix
     left = unit_columns(solve_normal((right.T @ right) * mix_gram, tensor.left_products(projection, mix)))[0]
@@ -150,7 +152,7 @@ def _sweep(
     normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
     products = tensor.mix_products(left_projection, projection)
     mix = solve_normal(normal, products)
-    # |Y|^2 - 2 <C, G> + <C Gamma, C>: the squared error from the last step, without another pass over the tensor.
+    # The squared error is |Y|^2 - 2 <C, G> + <C Gamma, C>, which needs no other pass over the tensor.
     square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
     return left, right, mix, projection, square
 
@@ -159,7 +161,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
     """Returns the requested start; a decomposition is returned as it is.
 
     Raises:
-        InvalidInput: The rank is 0, or larger than that at which every slice is exact.
+        InvalidInput: The rank is 0, or larger than the rank at which every slice is exact.
         UnknownName: The start is not one of STARTS.
     """
     largest = len(tensor.left) * tensor.slice_rank
@@ -179,13 +181,13 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
-    """Returns the relative error for a squared residual; recomputes it if rounding dominates the residual."""
+    """Returns the relative error for a squared residual. If rounding dominates the residual, it is recomputed."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
 
 
-# The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
+# The smallest relative error that can serve as a bound: its square must exceed the rounding of || Y ||^2.
 SMALLEST_BOUND = 1e-6
 _MARGIN = 64 * torch.finfo(torch.float64).eps
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
@@ -197,13 +199,13 @@ _TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by l
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
     """Lowers the sensitivity while the relative error stays at or below the start's.
 
-    The objective is the sensitivity of the balanced terms. No update is accepted that raises it or violates the bound.
-    The result is balanced. Stops after `sweeps`, or when a sweep gains too little. An error below SMALLEST_BOUND may
-    rise to it.
+    The objective is the sensitivity of the balanced terms. An update is accepted only if it does not raise the
+    objective and stays within the bound. The result is balanced. The iteration stops after `sweeps`, or when a sweep
+    gains too little. An error below SMALLEST_BOUND may rise to that value.
     """
-    # The error-preserving correction (Phan, Tichavsky and Cichocki, arXiv 1709.08349) with the sensitivity as objective
-    # in place of the norms of the terms. Each factor in turn has a closed form with one unknown number
-    # (`bounded_update`); the published solver reaches the same minimum by quadratic programmes of Kronecker structure.
+    # The error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349). Its objective is the norms of
+    # the terms; here it is the sensitivity. The update of each factor has a closed form with one unknown number
+    # (`bounded_update`). The published solver reaches the same minimum by quadratic programs with Kronecker structure.
     terms = start.balanced()
     errors, objective = [tensor.relative_error(*terms.factors)], least_sensitivity(terms)
     limit = max(errors[0], SMALLEST_BOUND)
@@ -211,7 +213,7 @@ def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canon
     for _ in range(sweeps):
         update, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
         terms = update.balanced()
-        # `balanced` rescales the columns: the projection follows, instead of being computed again.
+        # `balanced` rescales the columns, so rescale the projection, too, instead of computing it again.
         length = update.right.norm(dim=0)
         projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
         errors.append(error_of(tensor, terms.factors, square))
@@ -233,9 +235,9 @@ def cpd_epc(
     """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1): least squares, correction, least
     squares.
 
-    `start`, `sweeps` and `seed` are as in `als`. The error is at most the first run's (or SMALLEST_BOUND). With
-    `finish` a last correction follows: at the final error, its terms are the least sensitive to rounding and the
-    easiest to train.
+    `start`, `sweeps` and `seed` are as in `als`. The error is at most the error of the first least squares, or
+    SMALLEST_BOUND. With `finish` a last correction follows: at the final error, its terms are the least sensitive to
+    rounding and the easiest to train.
     """
     terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))
     terms = als(tensor, rank, start=terms, sweeps=sweeps)
@@ -246,7 +248,7 @@ def _corrected(
     tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float
 ) -> tuple[Canonical, Tensor, float]:
     left, right, mix = terms.factors
-    # The margin is the rounding of the squared error, which grows with the terms that cancel.
+    # The margin allows for rounding of the squared error, which grows if terms cancel.
     bound = bound - _MARGIN * (tensor.square + float(terms.strength.square().sum()))
     squares = tensor.square, bound
     left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares)
@@ -260,18 +262,18 @@ def _corrected(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
-    """Returns the factor after its bounded update, unchanged if that raises the objective, and the squared error."""
+    """Returns the updated factor, or the old one if the update raises the objective, and the squared error."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
-    # Near the bound rounding decides whether `old` is feasible; the least-squares factor may then be larger.
+    # Near the bound, rounding decides whether `old` is feasible. If it is not, the new factor may be larger.
     if float((weights * (new.square() - old.square())).sum()) >= 0:
         new = old
     return new, square + float((new * (new @ normal - 2 * products)).sum())
 
 
 def column_sensitivity(one: Float[Tensor, "rows rank"], other: Float[Tensor, "columns rank"]) -> Float[Tensor, "rank"]:
-    """Returns the sensitivity per squared entry of a column of the third factor, from the two others."""
+    """Returns, from two factors, the sensitivity per squared entry of each column of the third factor."""
     return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
 
 
@@ -284,22 +286,22 @@ def bounded_update(
 ) -> Float[Tensor, "size rank"]:
     """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
 
-    The constraint is square - 2 <X, products> + <X normal, X> <= bound. One scalar eta >= 0 is unknown: X = products
-    (normal + eta diag(weights))^-1. `square`, `bound` and `weights` are squared quantities. If no X satisfies the
-    bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
-    side.
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is X = products
+    (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are squared
+    quantities. If no X satisfies the bound, returns the least-squares X. If X = 0 satisfies it, returns zero. The root
+    is approached from the feasible side.
     """
-    # In the variables X diag(weights)^(1/2) the objective is a plain norm. There normal = Q diag(e) Q^T, and with
-    # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)), and the error
-    # depends on Z through g_r = |Z_r|^2 only. With eta the error grows and the objective falls: the largest feasible
-    # eta is the minimum.
-    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # without weight a column belongs to a term of zeros
+    # In the variables X diag(weights)^(1/2) the objective is a plain norm. There normal = Q diag(e) Q^T. With
+    # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
+    # depends on Z only through g_r = |Z_r|^2. As eta rises, the error grows and the objective falls, so the minimum is
+    # at the largest feasible eta.
+    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # a column without weight belongs to a term of zeros
     values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
     significant = values > _NULL_SHARE * values[-1].clamp_min(0)
     values, vectors = values[significant], vectors[:, significant] * scale[:, None]
     rotated = products @ vectors
     energy = rotated.square().sum(0)
-    slack = bound - (square - float((energy / values).sum()))  # above the least-squares error, where eta is 0
+    slack = bound - (square - float((energy / values).sum()))  # the bound minus the least-squares error (eta = 0)
     if bound >= square or not len(values):
         return torch.zeros_like(products)
     eta = _secular_root(energy.cpu().numpy(), values.cpu().numpy(), slack) if slack > 0 else 0.0
@@ -309,14 +311,15 @@ def bounded_update(
 def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
     """Returns the largest eta found with phi(eta) <= slack, by bisection of its logarithm.
 
-    phi(eta) = sum g eta^2 / (e (e + eta)^2) is the error above the least-squares error; it increases from 0 at eta = 0.
+    phi(eta) = sum g eta^2 / (e (e + eta)^2) is how much the error exceeds the least-squares error. It increases with
+    eta, from 0 at eta = 0.
     """
 
     def phi(eta: float) -> float:
         return float((energy / values * (eta / (values + eta)) ** 2).sum())
 
-    # (e + eta)^2 >= e^2 gives a point below the root; factors of 4 find one above. The means are geometric, because eta
-    # can have any order of magnitude.
+    # (e + eta)^2 >= e^2 gives a point below the root, and factors of 4 find a point above it. The bisection uses
+    # geometric means, because eta can have any order of magnitude.
     low = (slack / float((energy / values**3).sum())) ** 0.5
     for _ in range(_STEPS):
         if phi(4 * low) > slack:

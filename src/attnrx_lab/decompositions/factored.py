@@ -8,12 +8,12 @@ import torch
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 
-# Below this relative error, too many digits of the difference of large squares cancel.
+# Below this relative error, the difference of large squares loses too many digits by cancellation.
 _RESOLVED = 1e-3
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-13
 
-# The factors of all slices, multiplied with those of the terms.
+# The factors of all slices, multiplied with the factors of the terms.
 Projection = Float[Tensor, "slices inner rank"]
 
 
@@ -21,9 +21,9 @@ Projection = Float[Tensor, "slices inner rank"]
 class FactoredTensor:
     """Slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
 
-    Computed in float64, without gradients. Slices may have different ranks: zero rows in `left` and `right` contribute
-    nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises InvalidInput for
-    empty factors and values that are not finite.
+    All operations use float64, without gradients. Slices may have different ranks, because zero rows in `left` and
+    `right` contribute nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
+    InvalidInput for empty factors and values that are not finite.
     """
 
     left: Float[Tensor, "slices inner rows"]
@@ -42,7 +42,7 @@ class FactoredTensor:
     @cached_property
     def square(self) -> float:
         """The sum of squares of all entries."""
-        # |L^T R|^2 = <L L^T, R R^T>: Grams of size inner x inner.
+        # |L^T R|^2 = <L L^T, R R^T>, from Gram matrices of size inner x inner.
         return float(((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum())
 
     @property
@@ -79,17 +79,17 @@ class FactoredTensor:
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Returns || Y - [[A, B, C]] || / || Y ||, accurate for small errors too; 0 if both are zero.
+        """Returns || Y - [[A, B, C]] || / || Y ||, accurate for small errors, too.
 
-        If only the tensor is zero, the result is infinite.
+        If both tensors are zero, the result is 0. If only Y is zero, it is infinite.
         """
-        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, each from small Grams.
+        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, each from small Gram matrices.
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
         inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
         square = self.square - 2 * inner + terms
         if square < _RESOLVED**2 * max(self.square, terms):
-            # By orthogonal reduction, so that no digits cancel: a slice of the residual is one product of
-            # [rows, inner + rank] and [inner + rank, columns], and its norm is that of the two QR factors' product.
+            # By QR, so that no digits cancel: a slice of the residual is one product of [rows, inner + rank] and
+            # [inner + rank, columns]. Its norm equals the norm of the product of their two R factors.
             rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
             columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
             small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
@@ -117,7 +117,7 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
     """Returns values of any shape in contiguous float64 without gradient.
 
     Raises:
-        InvalidInput: They are empty or not finite.
+        InvalidInput: The values are empty or not finite.
     """
     values = values.detach().to(torch.float64).contiguous()
     if values.numel() == 0 or not bool(torch.isfinite(values).all()):
@@ -126,23 +126,23 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 
 
 def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
-    """Returns products normal^-1 for a positive semidefinite matrix: a least-squares step.
+    """Returns `products` times the inverse of the positive semidefinite matrix `normal`: a least-squares step.
 
-    Uses Cholesky if it is numerically safe, otherwise the smallest solution by eigenvalues. Nothing is added to the
-    diagonal, so the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
+    It uses Cholesky if that is numerically safe, otherwise the pseudoinverse by eigenvalues. Nothing is added to the
+    diagonal, so the step is the exact minimum. The diagonal should be near one: rescale the columns first.
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()
-    # The ratio of squared pivots is a lower bound of the condition number; Cholesky alone fails only at pivots <= 0.
+    # The ratio of squared pivots is a lower bound of the condition number. Cholesky itself fails only at pivots <= 0.
     if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
         return torch.cholesky_solve(products.T, lower).T
-    # Collinear terms make the system singular: the pseudoinverse gives the solution of the smallest norm.
+    # Collinear terms make the system singular. The pseudoinverse gives the solution with the smallest norm.
     values, vectors = torch.linalg.eigh(normal)
     significant = values > _NULL * values[-1].clamp_min(0)
     return (products @ vectors[:, significant] / values[significant]) @ vectors[:, significant].T
 
 
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
-    """Returns the columns at unit length and their lengths; a zero column is unchanged and has length zero."""
+    """Returns the columns scaled to unit length, and their lengths. A zero column stays zero and has length zero."""
     length = matrix.norm(dim=0)
     return matrix / length.masked_fill(length == 0, 1), length

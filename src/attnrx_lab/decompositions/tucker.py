@@ -1,7 +1,7 @@
-"""The Tucker decomposition of a tensor, and its sum of several terms: the general block-term decomposition.
+"""The Tucker decomposition, and the general block-term decomposition, which is a sum of Tucker terms.
 
 IrrAtt's Appendix A.2 defines both and uses neither. CP SlimAtt is a Tucker decomposition whose core is diagonal in
-every slice, and BTD-(L, L, 1) a sum of terms with a diagonal core and one mix each.
+every slice. BTD-(L, L, 1) is a sum of terms, each with a diagonal core and one mix.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from attnrx_lab.decompositions.factored import FactoredTensor
 class Tucker:
     """Y = core x_1 left x_2 right x_3 mix (IrrAtt, Appendix A.2.2); the columns of the three factors are orthonormal.
 
-    Of `hosvd` the slices of the core are orthogonal to one another in every mode, and their norms descend.
+    If `hosvd` made it, the slices of the core are mutually orthogonal in every mode, and their norms descend.
     """
 
     core: Float[Tensor, "left_rank right_rank mix_rank"]
@@ -39,19 +39,19 @@ class Tucker:
 def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
     """Returns the truncated higher-order SVD (De Lathauwer, De Moor and Vandewalle, 2000).
 
-    The factor of a mode has the leading left singular vectors of the unfolding of this mode, and the core is the tensor
-    multiplied with all of them, transposed. Its squared error is at most the sum over the modes of the energy that
-    their unfoldings lose, so at most three times the least possible one.
+    The factor of each mode has the leading left singular vectors of that mode's unfolding. The core is the tensor
+    multiplied with all transposed factors. The squared error is at most the sum of the energies that the three
+    unfoldings lose. So it is at most three times the least possible squared error.
 
     Raises:
-        InvalidInput: A rank is below 1 or above its mode.
+        InvalidInput: A rank is below 1 or above the size of its mode.
     """
     if any(not 1 <= rank <= size for rank, size in zip(ranks, tensor.shape, strict=True)):
         raise InvalidInput(f"Tucker ranks {ranks} of a tensor {tensor.shape}: give 1 to the size of every mode.")
     left, right = (_unfolded(tensor, mode)[:, :rank] for mode, rank in enumerate(ranks[:2]))
     cores = tensor.project_left(left).mT @ tensor.project_right(right)  # of every slice
-    # The third unfolding has a row for every slice. Slices are products, so its singular vectors follow from the QR
-    # factors of both sides, without rows x columns numbers for each: one common basis for all slices.
+    # The third unfolding has a row for every slice. Both sides get a common orthonormal basis by QR, so its singular
+    # vectors follow from small slices; the full slices of rows x columns numbers are never formed.
     basis_left, basis_right = (torch.linalg.qr(side.flatten(0, 1).mT).Q for side in (tensor.left, tensor.right))
     slices = tensor.project_left(basis_left).mT @ tensor.project_right(basis_right)
     mix = torch.linalg.svd(slices.flatten(1), full_matrices=False).U[:, : ranks[2]]
@@ -61,13 +61,14 @@ def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
 def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"]:
     """Returns the left singular vectors of the unfolding of the first or the second mode, the strongest first.
 
-    Where the unfolding has fewer than the size of the mode, a basis of the rest follows.
+    If the unfolding has fewer of them than the size of the mode, a basis of the remaining space follows.
     """
     own, other = (tensor.left, tensor.right) if mode == 0 else (tensor.right, tensor.left)
-    # Y_h = own_h^T other_h and other_h^T = Q R: own_h^T R^T has the left singular vectors of Y_h, with fewer columns.
+    # Y_h = own_h^T other_h. With other_h^T = Q R, own_h^T R^T has the left singular vectors of Y_h, but fewer columns.
     triangles = torch.linalg.qr(other.mT, mode="r").R
     thin = (own.mT @ triangles.mT).transpose(0, 1).flatten(1)
-    # Of as many columns as there are rows, or fewer: a full SVD of the wide matrix would have its other side, too.
+    # QR reduces the wide matrix to at most as many columns as rows; a full SVD of the wide matrix would also compute
+    # its large right side.
     return torch.linalg.svd(torch.linalg.qr(thin.mT, mode="r").R.mT, full_matrices=True).U
 
 
@@ -76,11 +77,12 @@ def tucker_terms(
 ) -> tuple[Tucker, ...]:
     """Returns `count` Tucker terms of these ranks: the general block-term decomposition (IrrAtt, Appendix A.2.3).
 
-    Every term in turn is the `hosvd` of the tensor minus the other terms, and the sweep with the least error is
-    returned: a truncated HOSVD is no best approximation, so the error can rise. One term is the Tucker decomposition.
+    Each term in turn becomes the `hosvd` of the tensor minus the other terms. A truncated HOSVD is not the best
+    approximation, so the error can rise, and the sweep with the least error is returned. One term is the Tucker
+    decomposition.
 
     Raises:
-        InvalidInput: There is no term, or a rank is below 1 or above its mode.
+        InvalidInput: There is no term, or a rank is below 1 or above the size of its mode.
     """
     if count < 1:
         raise InvalidInput(f"{count} Tucker terms: give one or more.")
@@ -97,7 +99,7 @@ def tucker_terms(
 
 
 def _residual(tensor: FactoredTensor, terms: Sequence[Tucker]) -> FactoredTensor:
-    """Returns the tensor minus the terms, in factors: a term adds its columns to both sides of every slice."""
+    """Returns the tensor minus the terms, in factored form. Each term adds its columns to both sides of every slice."""
     left, right = [tensor.left], [tensor.right]
     for term in terms:
         left.append(term.left.mT.expand(len(term.mix), -1, -1))

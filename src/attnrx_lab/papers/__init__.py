@@ -1,4 +1,4 @@
-"""The tables and figures of the papers: runs from training to numbers, with the printed ones."""
+"""The tables and figures of the papers: runs from training to numbers, compared with the printed numbers."""
 
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.plan import RecipePlan

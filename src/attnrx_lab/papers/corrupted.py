@@ -36,7 +36,7 @@ class CorruptedExperiment(DerivedExperiment):
     """One model of the SPOT experiment on corrupted test images; nothing is trained on them.
 
     `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. Without
-    it the test images are corrupted here, by the same definitions.
+    it the test images are corrupted here, following the same definitions.
     """
 
     kind: ClassVar[str] = "spot-corrupted"
@@ -53,7 +53,7 @@ class CorruptedExperiment(DerivedExperiment):
         """Makes the model of the clean run, and measures it on every corruption.
 
         Raises:
-            DataError: A corruption is not in the folder; nothing is trained then.
+            DataError: The folder lacks a corruption. This is checked before anything is trained.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
         splits = self.splits()
@@ -80,7 +80,7 @@ class CorruptedExperiment(DerivedExperiment):
         return {**accuracy, "corrupted_change": {"value": whole.value, "low": whole.low, "high": whole.high}}
 
     def _read(self, comparison: Comparison, files: Mapping[str, Path], log: Log) -> dict[str, Measure]:
-        """Measures on the files of ImageNet-C: the mean over the corruptions, which have the same images."""
+        """Measures on the files of ImageNet-C, and averages over the corruptions, which have the same images."""
         accuracies, changes = [], []
         for corruption, place in files.items():
             log(f"{self.name}: {corruption}")
@@ -99,10 +99,10 @@ class CorruptedExperiment(DerivedExperiment):
 
 
 def corruption_folders(root: Path) -> dict[str, Path]:
-    """Returns the folder of every corruption in ImageNet-C, whose archives put kinds of corruptions into folders.
+    """Returns the folder of every corruption in ImageNet-C. Its archives may group them in folders by kind.
 
     Raises:
-        DataError: One of them is not there.
+        DataError: One of the folders is missing.
     """
     found: dict[str, Path] = {}
     for corruption in CORRUPTIONS:

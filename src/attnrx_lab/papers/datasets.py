@@ -1,4 +1,4 @@
-"""The datasets of a paper (SPOT, Table 6): how many images of how many classes are trained and tested on."""
+"""The datasets of a paper (SPOT, Table 6): the numbers of training images, test images and classes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
 
 @dataclass(frozen=True)
 class DatasetCounts(Experiment):
-    """One dataset as `load_data` divides it; nothing is trained. `dataset` is where it is, if not under its name.
+    """One dataset as `load_data` divides it; nothing is trained. `dataset` says where to find it, if not by its name.
 
-    Images held out for validation are counted as images to train on, as the paper has no others.
+    Images held out for validation count as training images, because the paper has no validation images.
     """
 
     kind: ClassVar[str] = "datasets"
@@ -33,13 +33,13 @@ class DatasetCounts(Experiment):
     def splits(self) -> Splits:
         if self.tiny:
             return generated_splits(self.subject, 3, TINY_CLASSES, TINY_SIDE)
-        return load_data(self.dataset or self.subject, image_size=TINY_SIDE)  # counted, and hardly decoded
+        return load_data(self.dataset or self.subject, image_size=TINY_SIDE)  # small, because images are only counted
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         splits = self.splits()
         self.claim(folder)
         others = {split.fingerprint: len(split) for split in (splits.train, splits.validation)}
-        others.pop(splits.test.fingerprint, None)  # where validation images are those of the test
+        others.pop(splits.test.fingerprint, None)  # if the validation images are the test images
         counts = {"train": sum(others.values()), "test": len(splits.test), "classes": len(splits.class_names)}
         return {
             "data": {"name": splits.name, "images": len(splits.test), "notes": list(splits.notes)},

@@ -1,4 +1,4 @@
-"""Experiments: resumable runs that measure candidates, and the numbers of finished runs, from which tables are made."""
+"""Experiments: resumable runs that measure candidates. Tables are made from the numbers of finished runs."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -23,13 +23,13 @@ from attnrx_lab.papers.processes import agreed, is_first, shared_lock
 
 SCHEMA = 1  # of settings.json and result.json
 
-# The knobs of experiments that load a pre-trained model, and of those that load data by name.
+# The knobs of experiments that load a pre-trained model, and of experiments that load data by name.
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
-PLACES = ("dataset", "transfer")  # knobs that tell where images are
-HARMLESS = ("accumulate",)  # knobs that change a result by rounding alone: neither another run, nor a deviation
+PLACES = ("dataset", "transfer")  # knobs that say where images are
+HARMLESS = ("accumulate",)  # knobs that change only rounding, so they make neither another run nor a deviation
 
-# value, low and high, the last two None without an interval; and `samples`, the values of groups of images, if any.
+# value, low and high (both None without an interval), and `samples`, the values of groups of images, if any.
 Measure = dict[str, Any]
 
 MeasureKey = tuple[str, str, str]
@@ -38,7 +38,7 @@ MeasureKey = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, its result.json with numbers by rule, kind and quantity, and its settings."""
+    """A finished run: its folder, its experiment, and its result.json with numbers by rule, kind and quantity."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -49,22 +49,22 @@ class Run:
 
 
 class Experiment(ABC):
-    """One run of a protocol, as a frozen dataclass of its settings; a subclass measures, the rest is here.
+    """One run of a protocol, as a frozen dataclass of its settings. Subclasses only implement the measuring.
 
-    `kind` names the folder of the runs, `knobs` the settings that a user may change, and `chosen` those of them that no
-    paper states.
+    `kind` names the folder of the runs. `knobs` are the settings that a user may change. `chosen` are the knobs whose
+    values no paper states.
     """
 
     kind: ClassVar[str]
     knobs: ClassVar[tuple[str, ...]]
     chosen: ClassVar[tuple[str, ...]] = ("precision", "draws", "calibration_images")
     subject: str
-    seed: int  # of every draw
+    seed: int  # for all random draws
     tiny: bool
 
     @property
     def scenario(self) -> str:
-        """Its name in the rows of a table and in `only`, one per protocol of a recipe: the model, by default."""
+        """The name of the run in the rows of a table and in `only`, by default its subject."""
         return self.subject
 
     @property
@@ -77,7 +77,7 @@ class Experiment(ABC):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is done otherwise than the paper states, whatever a user asks for; a table lists it."""
+        """The differences from the paper that do not depend on a user's settings. Tables list them."""
         return ()
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Experiment(ABC):
         """The same run on generated images or weights, in a second or two."""
 
     def trainings(self) -> tuple[Training, ...]:
-        """Returns the trainings of a run by their shapes, with nothing loaded; a tiny run's take seconds: none."""
+        """Returns the trainings of the run, from shapes only, without loading anything. A tiny run lists none."""
         return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
@@ -99,41 +99,41 @@ class Experiment(ABC):
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
-        `data` has the `name`, the number of `images` that were measured on, and `notes` for readers. Only the requested
-        stages are measured; those already in the folder are read back. It claims the folder once model and data are
-        loaded.
+        `data` has the `name` of the data, the number of test `images`, and `notes` for readers. Only the requested
+        stages are measured; stages that are already in the folder are read back. Once model and data are loaded, it
+        claims the folder.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
-        """Makes the run, continues it, or reads it back; a folder that holds another one is refused.
+        """Makes the run, continues it, or reads it back. A folder that holds another run is refused.
 
-        With `keys` it measures the stages that hold these numbers only. The result contains the stages of all calls, so
-        several tables share one run. The processes of one launch make it together (`processes`).
+        With `keys` it measures only the stages that hold these numbers. The result contains the stages of all calls, so
+        several tables share one run. The processes of one launch make the run together (`processes`).
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with shared_lock(folder):  # another launch waits here, and then reads the result of the first
+        with shared_lock(folder):  # another launch waits here, then reads the result of the first
             self.require(folder)
             stored = agreed(frozenset(read_json(result).get("stages", ())) if result.exists() else None)
             # A run without stages is complete once it has a result.
             if stored is None or not stages <= stored:
-                # The stored stages again, so that one result has all of them; their evidence is read back.
+                # Include the stored stages, whose evidence is read back, so that the result has all stages.
                 stages |= stored or frozenset()
                 numbers = self.measured(folder, log, stages)
                 if is_first():
                     write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
                 log(f"{self.name}: done, {result}")
-            agreed(None)  # the result is there
+            agreed(None)  # wait until the result is written
         return Run(folder, read_json(result), self)
 
     def seeded(self, seed: int) -> "Experiment":
         return replace(self, seed=seed)  # type: ignore[type-var]
 
     def changed(self, changes: Mapping[str, Any]) -> "Experiment":
-        """The same run with some settings changed.
+        """Returns the same run with some settings changed.
 
         Raises:
-            InvalidInput: The experiment has no such setting, or loads no weights.
+            InvalidInput: The experiment has no such setting, or `weights` are given but it loads none.
         """
         unknown_knobs = [name for name in changes if name not in self.knobs]
         if unknown_knobs:
@@ -159,7 +159,7 @@ class Experiment(ABC):
         texts = []
         for name in self.knobs:
             value, default = getattr(self, name), getattr(protocol, name)
-            # The published images are the protocol's, wherever they are.
+            # Reading the published images from another place is not a deviation.
             published = default or protocol.scenario
             if name in HARMLESS or value == default or (name in PLACES and catalogue_name(value) == published):
                 continue
@@ -174,7 +174,7 @@ class Experiment(ABC):
         """Checks that the folder is empty or holds this run.
 
         Raises:
-            CheckpointError: It holds a different run.
+            CheckpointError: The folder holds a different run.
         """
         path = folder / "settings.json"
         if not path.exists():
@@ -194,12 +194,12 @@ class Experiment(ABC):
             )
 
     def claim(self, folder: Path) -> None:
-        """Stores the settings with the first stage; called after model and data were loaded with them."""
+        """Stores the settings in the folder. Call it after model and data were loaded with these settings."""
         if is_first():
             write_json(folder / "settings.json", self._header())
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings for files, which name no folder of this machine."""
+        """Returns the settings to write to files, without folders of this machine."""
         return {name: value for name, value in without_folders(to_dict(self)).items() if name not in HARMLESS}
 
     def _header(self) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class Experiment(ABC):
 
 
 def evaluation_device() -> torch.device:
-    """Returns the device for the test images: an accelerator if there is one."""
+    """Returns the device for the test images: CUDA if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Comparison:
-    """Returns a comparison of the model with itself on the fastest device; `replace` gives it other candidates."""
+    """Returns a comparison of the model with itself on the fastest device; use `replace` to set other candidates."""
     device = evaluation_device()
     # The caller's model stays on the CPU, where candidates are made from it.
     reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
@@ -221,12 +221,12 @@ def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Compa
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:
-    """Returns the first `count` images, balanced over the classes; all if there are no more, or `count` is None."""
+    """Returns the first `count` images, balanced over the classes, or all images if there are fewer or it is None."""
     return images if count is None else images.take(min(count, len(images)))
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Reads existing evidence, or computes and saves it; every process of a launch computes it, and the first saves."""
+    """Reads existing evidence, or computes and saves it. All processes of a launch compute it; the first saves it."""
     if not agreed(path.exists()):
         evidence = make()
         if is_first():
@@ -268,10 +268,10 @@ def _measure_name(finding: Finding) -> str | None:
             return f"object_patches_{details['stage']}"
         case "accuracy":
             return "accuracy" if details["model"] == "candidate" else "original_accuracy"
-        case "fidelity" if details["other"] == "candidate":  # the masked model is measured as a candidate of its own
+        case "fidelity" if details["other"] == "candidate":  # the masked model has its own evidence as a candidate
             return f"{details['quantity']}_to_{'original' if details['base'] == 'reference' else 'masked'}"
         case "costs":
-            # The reductions of the SVDA paper's tables; other findings of the check are not in a table.
+            # The reductions in the SVDA paper's tables. No table has the other findings of this check.
             return {"parameters": "params_down", "MACs": "macs_down"}.get(details["quantity"])
         case "controls":
             better = "nearer" if details["quantity"] == "discrepancy" else "more_accurate"

@@ -1,4 +1,4 @@
-"""The fusion experiment (IrrAtt, Figures 2 and 3): which head uses which of the directions that a layer shares."""
+"""The fusion experiment (IrrAtt, Figures 2 and 3): which heads use which of a layer's shared directions."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -22,17 +22,18 @@ from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures
 from attnrx_lab.papers.irratt import METRIC
 from attnrx_lab.rules.shared import JointForm
 
-DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
+DRAWN = 10_000  # random columns, which give the chance level a standard error below half a point
 
 Mix = Float[Tensor, "heads rank"]
 
 
 @dataclass(frozen=True)
 class FusionExperiment(Experiment):
-    """The scores of every layer of a pre-trained model in `shares` of its directions, shared by all heads (CPD-EPC).
+    """Decomposes the scores of a pre-trained model, layer by layer, into directions that all heads share (CPD-EPC).
 
-    Only the weights are used. The seed draws the start: a start from the heads' own directions would give each
-    direction one owner beforehand. A model whose heads share directions already is read unchanged.
+    `shares` are the shares of a layer's directions to keep. Only the weights are used. The start is random, drawn from
+    the seed, because a start from the heads' own directions would give each direction one owner beforehand. If the
+    heads already share directions, the model is read unchanged.
     """
 
     kind: ClassVar[str] = "irratt-fusion"
@@ -47,7 +48,7 @@ class FusionExperiment(Experiment):
     tiny: bool = False
 
     def as_tiny(self) -> "FusionExperiment":
-        """The same on a tiny model with as many heads and layers, with few sweeps."""
+        """Returns the same run on a tiny model with the same number of heads and layers, with few sweeps."""
         return replace(self, tiny=True, sweeps=3)
 
     def original(self) -> nn.Module:
@@ -70,7 +71,7 @@ class FusionExperiment(Experiment):
                 ranks.append(sorted(_owners(mix).ranks))
                 best.append(sorted(water_filled))
                 rules[f"{share:g}/layer-{layer}"] = {"fusion": plain_measures({**blocks(mix, self.seed), **error})}
-            # IrrAtt, Section 4.5 and Figure 2: the ranks of every layer are sorted; those of one position are a group.
+            # IrrAtt, Section 4.5 and Figure 2: sort the ranks of every layer, then group them by position.
             for head in range(len(ranks[0])):
                 by_kind = {"fusion": [each[head] for each in ranks], "best": [each[head] for each in best]}
                 rules[f"{share:g}/head-{head + 1}"] = {
@@ -98,14 +99,14 @@ class FusionExperiment(Experiment):
             mix, error = spectrum.strength.double(), {}  # nothing was decomposed
         else:
             rank = max(1, round(share * int(spectrum.used.sum())))
-            # Every layer starts from draws of its own.
+            # Every layer starts from its own random terms.
             terms = cpd_epc(tensor, rank, start="random", sweeps=self.sweeps, seed=self.seed + layer)
             mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
         return mix, fusion_ranks(water_filled(tensor, mix.shape[1])).ranks, error
 
 
 def _owners(mix: Mix) -> Fusion:
-    # Owners depend on the fusion matrix alone; the other two factors only have to have its rank.
+    # Owners depend only on the fusion matrix; the other two factors only need the same rank.
     empty = torch.zeros(1, mix.shape[1], dtype=torch.float64)
     return fusion_ranks(Canonical(empty, empty, mix))
 
@@ -113,16 +114,15 @@ def _owners(mix: Mix) -> Fusion:
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     """Returns how close a fusion matrix is to block-diagonal once its columns are sorted by owner.
 
-    `as_fitted` is the share of its energy, in %, inside the blocks with unscaled columns, and `rescaled` the mean over
-    columns, which does not depend on their scale (IrrAtt, Figure 3 b). `by_chance` is the latter for columns of as many
-    heads drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest
-    block.
+    `as_fitted` is the share of the energy inside the blocks, in %. `rescaled` is the mean share over columns, which
+    does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for columns drawn from a
+    normal distribution, which have no blocks. `least` and `most` are the sizes of the smallest and the largest block.
 
     Raises:
         InvalidInput: The fusion matrix is zero.
     """
     fusion = _owners(mix)
-    # An owner is the largest of several entries, so its share exceeds 1 / heads in columns without structure, too.
+    # The owner is the largest of several entries, so its share exceeds 1 / heads even in columns without structure.
     chance_mix = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     energy = mix.double().square()
     if not bool(energy.sum() > 0):

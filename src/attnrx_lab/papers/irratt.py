@@ -46,12 +46,12 @@ from attnrx_lab.papers.spot import ORIGINALS, outline_for
 EMA = 0.99996
 
 METRIC = "augmented"  # the scores are decomposed with their biases
-BATCH = 50  # images at a time, for measuring and diagnosing
+BATCH = 50  # images per batch, for measuring and diagnosing
 
 NOTES = ("the query's bias is decomposed with the weights; the paper does not state its treatment",)
 
 Factors = Literal["weights", "data"]
-# The metric of the rules of values and MLP for each kind of factors.
+# The metric of the rules for values and MLP, for each kind of factors.
 FACTORS: Mapping[Factors, str] = {"weights": "weights", "data": "centered"}
 
 EQ_7 = (
@@ -59,7 +59,7 @@ EQ_7 = (
     "rows; both let every direction have one head, and its length moves into the query"
 )
 
-# The rule text of each form of Compression for a number of directions: of each head for truncatt, of all heads
+# The rule text of each form of Compression. {rank} counts the directions of each head for truncatt, and of all heads
 # together for the others.
 RULES: Mapping[str, str] = {
     "truncatt": f"uniform_rank:{{rank}},metric={METRIC}",
@@ -72,10 +72,10 @@ RULES: Mapping[str, str] = {
 class IrrattMethod:
     """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
 
-    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` the share of the value
-    dimensions, `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training`
-    marks a method whose heads divide the directions of a CP that is trained with constraints (IrrAtt, Eq. 7): without
-    training its costs are computed, and it is not measured.
+    `qk` is "full" or a form of `Compression`, and `rank` the share of its directions. `vo` is the share of the value
+    dimensions, and `mlp` the rank of both maps of the MLP as a share of the width. None means unchanged. `by_training`
+    marks a method that trains a CP with constraints, which divide its directions among the heads (IrrAtt, Eq. 7).
+    Without training, only the costs of such a method are computed.
     """
 
     name: str
@@ -90,8 +90,8 @@ class IrrattMethod:
         return self.qk != "full" or self.vo is not None or self.mlp is not None
 
     def compression(self, spec: AttentionSpec) -> Compression:
-        """The ranks for a layer of this shape."""
-        # Ranks of TruncAtt are those of a head; those of CP SlimAtt and IrrAtt are totals of a layer (Section 3.4).
+        """Returns the ranks for a layer of this shape."""
+        # TruncAtt states the rank of a head. CP SlimAtt and IrrAtt state the total of a layer (Section 3.4).
         directions = spec.original_rank if self.qk == "truncatt" else sum(spec.ranks)
         return Compression(
             self.qk if self.qk == "full" else f"{self.qk}:{_part(self.rank, directions)}",
@@ -100,7 +100,7 @@ class IrrattMethod:
         )
 
     def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors) -> Prescription:
-        """Prescribes it for a model whose layers all have one shape."""
+        """Prescribes the method for a model whose layers all have one shape."""
         ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None
@@ -109,12 +109,12 @@ class IrrattMethod:
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
     def candidate(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors = "weights") -> nn.Module:
-        """Returns the smaller model; the original itself if nothing is compressed."""
+        """Returns the smaller model, or the original itself if nothing is compressed."""
         return realize(model, self.prescription(model, diagnosis, seed, factors)) if self.changes else model
 
 
 def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
-    """Returns the costs of a method's model by its ranks; needs shapes only."""
+    """Returns the costs of a method's model, computed from its ranks; needs only shapes."""
     family = family_of(outline)
     specs = family.specs(outline)
     compression = method.compression(specs[0])
@@ -123,9 +123,9 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
+    """Returns the compression ratios in the paper's convention, in percent of the original; needs only shapes."""
     after = method_costs(outline, method)
-    norms = outer_norm_features(outline, after)  # of as many tokens
+    norms = outer_norm_features(outline, after)  # the same for both, which have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
 
 
@@ -142,14 +142,14 @@ def _part(share: float, whole: int) -> int:
 
 @dataclass(frozen=True)
 class IrrattExperiment(sources.DatasetExperiment):
-    """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
+    """One pre-trained model. Each method makes a smaller model from it, which is fine-tuned for `epochs` and measured.
 
-    Scores, values and MLP are factored by the weights, as in the paper, with the seed for the start of the scores. With
-    the `factors` "data", values and MLP keep what matters most on the first `calibration_images` of the training
-    images, which the seed divides from the validation images. Nothing is fine-tuned by default: if the data has few of
-    a model's classes, training on it would let every method gain by forgetting the others. A constrained CP is trained
-    for `epochs` before its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always the model's
-    own, also if a `tiny` one is measured.
+    As in the paper, scores, values and MLP are factored by their weights. The seed draws the start for the scores. With
+    `factors="data"`, values and MLP keep what matters most on the first `calibration_images` training images; the seed
+    divides these from the validation images. By default nothing is fine-tuned: if the data has few of a model's
+    classes, every method would gain by forgetting the other classes. A constrained CP is trained for `epochs` before
+    its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always those of the named model, even
+    if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -178,19 +178,19 @@ class IrrattExperiment(sources.DatasetExperiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self, folder: Path, log: Log) -> nn.Module:
-        """Loads the original; one that is not pre-trained is trained in a folder that all runs share."""
+        """Loads the original. If it is not pre-trained, it is trained once, in a folder that all runs share."""
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
             return self.pretrained()
-        splits = self.data_for(self._outline())  # divided by seed 0, as the original is
+        splits = self.data_for(self._outline())  # divided by seed 0, because all runs share the original
         return ORIGINALS[self.subject].trained(splits, folder.parents[1] / "originals" / self.subject, log)
 
     def _outline(self) -> nn.Module:
         return outline_for(self.model, self.subject)
 
     def splits(self, model: nn.Module) -> Splits:
-        """Loads the data at the size and on the scale of the model, or generates it."""
+        """Loads the data with the model's image size and normalization, or generates it."""
         if self.tiny:
             splits = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
         else:
@@ -198,7 +198,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:
-        """The fine-tuning of IrrAtt's Table 3: AdamW, no weight decay, a cosine from and to 1e-6, a weight mean."""
+        """Returns IrrAtt's fine-tuning (Table 3): AdamW, no weight decay, a cosine from and to 1e-6, a weight mean."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -207,7 +207,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             min_learning_rate=1e-6,
             warmup_learning_rate=1e-6,
             weight_decay=0.0,
-            # Five of the paper's sixty epochs; less of a shorter training.
+            # The paper warms up for five of sixty epochs; a shorter training warms up for less.
             warmup_epochs=min(5.0, self.epochs / 10),
             gradient_clip=self.gradient_clip,
             ema=self.ema,
@@ -272,7 +272,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         if self.factors == "data":
             notes.append(f"values and MLP keep what matters most on n = {len(calibration)} calibration images")
         for method in (method for method in self.methods if method.name in stages):
-            # Costs of the paper's shapes also in a tiny run, and of methods that cannot be made without training.
+            # Costs are of the paper's shapes, even in a tiny run, and for methods that cannot be made without training.
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if self.epochs or not method.by_training:
                 log(f"{self.name}: {method.name}")
@@ -297,13 +297,12 @@ class IrrattExperiment(sources.DatasetExperiment):
         folder: Path,
     ) -> nn.Module:
         """Trains a CP until every direction has one head (IrrAtt, Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
-        # IrrAtt, Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is
-        # trained.
+        # IrrAtt, Section 3.3: training on the task with non-negative fusion weights and at most one head per direction.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed, self.factors)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()))
         with nonnegative_fusion(joint):
             run = train(joint, splits, settings, folder / "train" / f"{method.name}-constraints")
         trained = load(run.folder)
-        # A diagnosis of the trained model, because its fusion weights decide.
+        # Diagnose the trained model, because its fusion weights decide which head owns a direction.
         owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
         return realize(trained, prescribe(owned, "qk=fusion_owner"))

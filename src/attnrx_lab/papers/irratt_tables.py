@@ -8,7 +8,7 @@ from attnrx_lab.papers.spot import ORIGINALS
 
 PAPER = "Vision Transformer with Irregular Attention"
 
-# Ranks as the paper prints them, for heads of 64 directions: 6 of them in DeiT-S, 12 in DeiT-B.
+# The paper prints ranks for heads of 64 directions. DeiT-S has 6 such heads, DeiT-B 12.
 HEAD, SMALL, BASE = 64, 6 * 64, 12 * 64
 VO = 32 / HEAD
 SMALL_MLP, BASE_MLP = 152 / SMALL, 304 / BASE
@@ -33,8 +33,8 @@ BASE_METHODS = (
     IrrattMethod("irratt-168-mlp", "irratt", 168 / BASE, VO, BASE_MLP),
 )
 
-# The fine-tuned models of the paper (1.5 to 2 days on an A100 for each row, by the paper), and a pre-trained ViT-Tiny
-# on ten classes of ImageNet, which is not fine-tuned: minutes on a CPU.
+# The paper's fine-tuned models (each row took the paper 1.5 to 2 days on an A100), and a pre-trained ViT-Tiny on ten
+# classes of ImageNet. The latter is not fine-tuned and takes minutes on a CPU.
 MODELS = {size: f"timm:{size}_patch16_224" for size in ("deit_small", "deit_base", "vit_tiny")}
 DEIT_SMALL, DEIT_BASE = (
     IrrattExperiment(name, MODELS[name], "imagenet-1k", methods, epochs=60, batch_size=batch, held_out=0.0)
@@ -49,7 +49,7 @@ VIT_TINY = IrrattExperiment(
     test_column="ilsvrc_val",
     factors="data",
 )
-# The same on a small model, which is trained here: minutes of one CPU core for every seed.
+# The same on a small model that is trained here. It takes minutes on one CPU core per seed.
 CLUTTER = IrrattExperiment(
     "cluttered_digits",
     None,
@@ -71,7 +71,7 @@ COST_COLUMNS = (
 )
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
-# Not in the paper: the distance of a model from the original, and its realized costs.
+# Columns that the paper does not have: the distance of a model from the original, and its realized costs.
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),
     Column("divergence", "KL to original (nats)", "measured", "divergence_to_original", decimals=3),
@@ -82,7 +82,7 @@ TITLES = {"full": "original", "truncatt": "TruncAtt", "cp": "CP", "irratt": "Irr
 
 
 def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tuple[Row, ...]:
-    """Returns a row for every method of an experiment, with the ranks of a model of so many directions a layer."""
+    """Returns a row for every method of an experiment. `directions` is the number of directions of a layer."""
     return tuple(
         Row(f"{title}, {label(method, directions)}", experiment.scenario, method.name) for method in experiment.methods
     )
@@ -99,7 +99,7 @@ def label(method: IrrattMethod, directions: int) -> str:
 
 
 # IrrAtt, Figures 2 and 3: the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168; ViT-Tiny at both
-# shares. Minutes on a CPU core for each model. Fine-tuned models are read from --model
+# shares. Each model takes minutes on a CPU core. For a fine-tuned model give --model
 # runs/irratt/.../train/cp-168-mlp.
 FIGURE_2, FIGURE_3 = 96 / SMALL, 168 / BASE
 FUSIONS = {
@@ -122,8 +122,8 @@ BLOCK_COLUMNS = (
 )
 
 RECIPES = {
-    # Costs are exact, but for one cell: the attention of DeiT-B with CP 168 is printed as 49.7 %, and the convention
-    # that gives all other cells gives 49.614 %.
+    # Costs are exact, except in one cell: the attention of DeiT-B with CP 168 is printed as 49.7 %. The convention that
+    # reproduces all other cells gives 49.614 % there.
     "table1": Recipe(
         "TruncAtt, CP SlimAtt and IrrAtt",
         (
@@ -142,7 +142,7 @@ RECIPES = {
         "and the warm-up for DeiT-B)",
         seeds=SEEDS,
     ),
-    # VTP, WDPruning and UVC are quoted as the paper prints them, and not measured.
+    # VTP, WDPruning and UVC are not measured; their numbers are quoted from the paper.
     "table2": Recipe(
         "IrrAtt and channel pruning, DeiT-B",
         (

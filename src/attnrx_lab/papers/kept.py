@@ -1,4 +1,4 @@
-"""The kept patches of SPOT (Figures 3 and 6): test images with the patches that every stage leaves."""
+"""The kept patches of SPOT (Figures 3 and 6): test images, with the patches that remain after every stage."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from attnrx_lab.papers.spot import DerivedExperiment, SpotExperiment, outline_fo
 
 @dataclass(frozen=True)
 class KeptPatchesExperiment(DerivedExperiment):
-    """One model of the SPOT experiment: the patches that it keeps of `shown` test images, of different classes.
+    """One model of the SPOT experiment: the patches that it keeps in `shown` test images of different classes.
 
-    The pictures are in the folder of the run, as SVG and PDF, and the numbers behind them as CSV.
+    The run's folder gets the pictures as SVG and PDF, and the numbers behind them as CSV.
     """
 
     kind: ClassVar[str] = "spot-kept"
@@ -33,7 +33,7 @@ class KeptPatchesExperiment(DerivedExperiment):
         """Makes the model, and draws its patches.
 
         Raises:
-            NotSupported: Matplotlib is not installed; nothing is trained then.
+            NotSupported: Matplotlib is not installed. This is checked before anything is trained.
         """
         required_module("matplotlib", "figures", "a figure")
         splits = self.splits()

@@ -1,4 +1,4 @@
-"""The constraint of IrrAtt's trained model (Eq. 7): shared directions with nonnegative strengths and one head each."""
+"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and each shared direction belongs to one head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,30 +18,30 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """The distance of the shared directions from having one head each: the constraint S S^T = I (IrrAtt, Eq. 7), as a
-    penalty.
+    """Penalizes shared directions that several heads use: the constraint S S^T = I (IrrAtt, Eq. 7) as a penalty.
 
-    (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
-    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
-    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
-    constraint, S >= 0, holds as well; the rule `fusion_owner` then cuts the model into irregular heads.
+    The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. It is 0 if and only if one head uses
+    the direction, and heads - 1 if all use it alike. The loss is the mean over the directions of all layers. Its weight
+    grows linearly over the run, from 0 to its full value, so that heads first learn what they need. With
+    `nonnegative_fusion` the other half of the constraint, S >= 0, holds as well. Afterwards the rule `fusion_owner`
+    cuts the model into irregular heads.
     """
 
     weight: float = 1.0
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         fusions = [form.strength for form in _shared_forms(context.model)]
-        # A mean over all directions, not over layers: layers may share different numbers of them.
+        # A mean over all directions, not over layers, because layers may share different numbers of directions.
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
 
 
 @contextmanager
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
-    """Inside the context the fusion of a model stays on the constraint set after every step of an optimizer.
+    """Projects the fusion of a model onto the constraint set after every optimizer step inside the context.
 
-    This is projected gradient descent. A reparametrisation (e.g. by squares) would keep the fusion nonnegative too, but
-    values at zero would have no gradient.
+    This is projected gradient descent. A reparametrization (e.g. by squares) would also keep the fusion nonnegative,
+    but values at zero would have no gradient.
 
     Raises:
         NotSupported: No heads of the model share directions.
@@ -68,20 +68,20 @@ def project_fusion_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def normalize_fusion_(model: nn.Module) -> None:
-    """Moves sign and length of every column of the fusion into the query, so that the projection changes least.
+    """Moves sign and length of every fusion column into the query, so that the projection changes the fusion less.
 
     Raises:
         NotSupported: No heads of the model share directions.
     """
     for form in _shared_forms(model):
         fusion = form.strength
-        # The sign of the largest value, because the projection sets the values of the other sign to zero.
+        # Take the sign of the largest value, because the projection sets values of the other sign to zero.
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
         factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
         form.query.weight.mul_(factor[:, None])
         if form.query.bias is not None:
             form.query.bias.mul_(factor)
-        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays one
+        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays zero
 
 
 def _shared_forms(model: nn.Module) -> list[SharedForm]:

@@ -1,6 +1,7 @@
 """What a recipe will do, before anything runs: its trainings, their operations, and the time on one H100.
 
-Only shapes and published numbers of images are read: no data, no weights, and no folder but to see what is done.
+It needs only shapes and published numbers of images, no data and no weights. Folders are read only to see which runs
+are done.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from attnrx_lab.cluttered_digits import CLUTTERED, canvases
 if TYPE_CHECKING:
     from attnrx_lab.papers.experiment import Experiment
 
-# The training images of the published datasets, by their name in the catalogue.
+# The number of training images of the published datasets, by their names in the catalogue.
 TRAINING_IMAGES = {
     "imagenet-1k": 1_281_167,
     "fashion_mnist": 60_000,
@@ -26,25 +27,25 @@ TRAINING_IMAGES = {
     "eurosat": 21_600,
     "imagenette": 9_469,
 }
-# Operations a second of an H100 (SXM) without sparsity, by its data sheet, and the share of them that is assumed.
+# Operations per second of an H100 (SXM) without sparsity, from its data sheet. Plans assume that SHARE of them is used.
 PEAK = {"bf16": 989e12, "fp32": 67e12}
 SHARE = 0.3
-# A step takes no less, because launching its kernels does not: six trainings of svda/table1 at once took 46 ms a step
-# each on an H200 (`benchmarks/svda_settings.py --jobs 6 --limit 365`, 45 epochs, 2026-11-29).
+# The shortest step in seconds, because launching its kernels takes this long: six trainings of svda/table1 at once took
+# 46 ms a step each on an H200 (`benchmarks/svda_settings.py --jobs 6 --limit 365`, 45 epochs, 2026-11-29).
 LEAST_STEP = 0.008
 ASSUMED = (
     f"the time assumes {SHARE:.0%} of an H100's {PEAK['bf16'] / 1e12:.0f} TFLOP/s in bfloat16 "
     f"({PEAK['fp32'] / 1e12:.0f} in float32), at least {1000 * LEAST_STEP:g} ms a step, and data that are never waited "
     "for; measuring is not counted"
 )
-BACKWARD = 3  # a step costs a forward pass, and twice as much backwards
+BACKWARD = 3  # a step costs three forward passes: one forward, and twice as much backward
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training: `macs` are those of one image in a step, backward pass and teachers included.
+    """One training. `macs` counts one image in a step, including the backward pass and teachers.
 
-    `images` are those of an epoch; None where only the data can tell.
+    `images` is the number of images in an epoch, or None if only the data can tell.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Training:
 
     @property
     def operations(self) -> float | None:
-        """Floating-point operations, two for a MAC."""
+        """Floating-point operations, two per MAC."""
         return None if self.images is None else 2.0 * self.macs * self.epochs * self.images
 
     @property
@@ -73,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a recipe with its trainings; `done` if the folder has a result of it."""
+    """One run of a recipe with its trainings. It is `done` if the folder has its result."""
 
     name: str
     place: str
@@ -91,12 +92,12 @@ class RecipePlan:
 
     @property
     def trainings(self) -> tuple[Training, ...]:
-        """The trainings that are still to be made; what several runs share is made once."""
+        """The trainings that are still to be made. A training that several runs share is listed once."""
         return tuple(dict.fromkeys(each for run in self.runs if not run.done for each in run.trainings))
 
     @property
     def hours(self) -> float:
-        """The time of the trainings on one H100, without those whose images are not known."""
+        """The time of the trainings on one H100, without trainings whose number of images is unknown."""
         return sum(each.hours or 0.0 for each in self.trainings)
 
     def to_records(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class RecipePlan:
         }
 
     def __str__(self) -> str:
-        """The trainings as a table, then their sum."""
+        """Returns the trainings as a table, followed by the total."""
         rows = [
             (each.name, each.epochs, _whole(each.images), each.batch_size, _whole(each.steps), *_sizes(each))
             for each in self.trainings
@@ -141,20 +142,20 @@ class RecipePlan:
 
 
 def training_images(dataset: str, held_out: float) -> int | None:
-    """Returns the published number of images to train on, without those held out; None if it is not known."""
-    if dataset == CLUTTERED:  # which has validation images of its own
+    """Returns the published number of training images minus the held-out images, or None if it is not known."""
+    if dataset == CLUTTERED:  # it has its own validation images, so none are held out
         return len(canvases("train").labels)
     images = TRAINING_IMAGES.get(catalogue_name(dataset) or "")
     return None if images is None else images - round(held_out * images)
 
 
 def fewer(images: int | None, most: int | None) -> int | None:
-    """Returns the number of images of which at most so many are used."""
+    """Returns how many images are used if there are `images` and at most `most` are used; None means unknown or all."""
     return images if most is None else min(most, most if images is None else images)
 
 
 def planned_runs(experiments: Sequence["Experiment"], folder: Path) -> tuple[PlannedRun, ...]:
-    """Returns the runs of experiments in their order, each once."""
+    """Returns the runs of the experiments, in order and without duplicates."""
     runs = (
         PlannedRun(each.name, each.place.as_posix(), each.trainings(), (folder / each.place / "result.json").exists())
         for each in experiments

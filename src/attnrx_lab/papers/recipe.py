@@ -1,4 +1,4 @@
-"""Recipes: a table of a paper as plain data, its runs, and the printed numbers."""
+"""Recipes: a table of a paper as plain data, with its runs and the printed numbers."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from attnrx.support.errors import InvalidInput
 from attnrx_lab.papers.experiment import Experiment, MeasureKey
 
-# "near 0 pp" and "≈ 0.00 pp" are in the SVDA paper, "<0.01" in SPOT's Table 7.
+# The SVDA paper prints "near 0 pp" and "≈ 0.00 pp", and SPOT's Table 7 "<0.01".
 _PRINTED = re.compile(
     r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?"
     r"(?P<number>[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.(?P<decimals>\d+))?)(?:%| pp)?"
@@ -17,9 +17,9 @@ _PRINTED = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: the results of one rule in one scenario; without a rule, the printed numbers only.
+    """One line of a table: the results of one rule in one scenario. Without a rule it has only the printed numbers.
 
-    `line` is the part of the label that rows of other scenarios share.
+    `line` is the part of the label that this row has in common with rows of other scenarios.
     """
 
     label: str
@@ -30,12 +30,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of one realization, times `factor`: papers do not all count a loss as negative.
+    """One quantity of one realization, times `factor`, because not all papers count a loss as negative.
 
-    `decimals=None` writes three significant digits. An `exact` quantity is a closed form of the paper's shapes: it does
-    not depend on training, data or seeds. `null` is the value for a candidate that equals its reference: an interval
-    that includes it cannot confirm any other number. With `against`, the `line` of another row of the scenario, it is
-    the difference from that row: paired by seed and by groups of images, over which the quantity has samples.
+    `decimals=None` writes three significant digits. An `exact` quantity follows from the paper's shapes, so it does not
+    depend on training, data or seeds. `null` is the value for a candidate that equals its reference. An interval that
+    includes `null` cannot confirm any other number. `against` is the `line` of another row of the scenario. With it the
+    column shows the difference from that row, paired by seed and by groups of images; the quantity needs samples for
+    these groups.
     """
 
     key: str
@@ -52,7 +53,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Expected:
-    """A number as the paper prints it, and the range of values that round to it; there is no other tolerance."""
+    """A number as the paper prints it, and the range of values that round to it. There is no other tolerance."""
 
     printed: str
     paper: float
@@ -61,9 +62,9 @@ class Expected:
 
     @classmethod
     def of(cls, printed: Any) -> "Expected":
-        """Parses the text in the paper, e.g. `+1.37 pp`: half a unit of its last digit to either side.
+        """Parses the text in the paper, e.g. `+1.37 pp`.
 
-        `<0.01` is the range from 0 to 0.01.
+        The range is half a unit of the last digit to either side. `<0.01` is the range from 0 to 0.01.
 
         Raises:
             InvalidInput: The text is not a printed number.
@@ -74,9 +75,9 @@ class Expected:
                 f"{printed!r} is not a printed number: give the text of the paper, e.g. '23.34%', '+1.37 pp' or "
                 "'<0.01'. Its last digit is the tolerance."
             )
-        # Half a unit of the last printed digit: as far as rounding goes, and no tolerance beyond it.
+        # Half a unit of the last printed digit allows for rounding, and for nothing else.
         paper, half = float(match["number"].replace(",", "")), 0.5 * 10.0 ** -len(match["decimals"] or "")
-        if match["sign"] == "<":  # an upper bound of something that is not negative
+        if match["sign"] == "<":  # an upper bound of a quantity that is never negative
             return cls(printed, paper, 0.0, paper)
         return cls(printed, paper, paper - half, paper + half)
 
@@ -85,10 +86,10 @@ class Expected:
 class Recipe:
     """A table of a paper: its rows, its columns, and the protocol of the runs it is made from.
 
-    A scenario may have several runs: a row is filled by those that measured its rule. `table` is its number in the
-    paper, `not_stated` lists the choices that the paper does not state, and `seeds` are the default. With
-    `states_seeds` they are the paper's own; else its numbers are taken as those of one run. `load_recipe` adds its
-    name, the paper, and the `expected` numbers by row label and column key.
+    A scenario may have several runs; a row is filled from the runs that measured its rule. `table` is the table's
+    number in the paper, `not_stated` lists the choices that the paper does not state, and `seeds` are the default
+    seeds. With `states_seeds` these are the paper's own seeds; otherwise the paper's numbers are treated as one run.
+    `load_recipe` adds the `name`, the `paper`, and the `expected` numbers by row label and column key.
     """
 
     title: str
@@ -105,7 +106,7 @@ class Recipe:
 
     @property
     def paper_runs(self) -> int:
-        """The number of runs behind each of the paper's numbers, as far as it states them."""
+        """The number of runs behind each of the paper's numbers; 1 if the paper does not state its seeds."""
         return len(self.seeds) if self.states_seeds else 1
 
     def keys(self, scenario: str) -> frozenset[MeasureKey]:

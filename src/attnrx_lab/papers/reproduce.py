@@ -1,4 +1,4 @@
-"""Makes the table of a recipe: every run it needs, trained and measured, with the paper's numbers."""
+"""Makes the table of a recipe: trains and measures the runs that it needs, and adds the paper's numbers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,31 +49,31 @@ def reproduce(
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
-    """Makes the tables of recipes, training where necessary; a table lists every difference from the paper.
+    """Makes the tables of recipes and trains what they need. A table lists every difference from the paper.
 
-    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
-    each recipe measures the numbers of its own table. Several calls may work in one folder: one that needs a run of
-    another waits for it. The processes of one launch (`torchrun`, `accelerate launch`) make each run together. A table
-    is saved as NAME.json and NAME.md in the folder.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share them, and they continue after an
+    interruption. Each recipe measures the numbers of its own table. Several calls may work in one folder: a call waits
+    for runs that another call is making. The processes of one launch (`torchrun`, `accelerate launch`) make each run
+    together. A table is saved as NAME.json and NAME.md in the folder.
 
     Args:
-        names: A recipe or several, e.g. "svda/table1".
-        only: One scenario or several (a dataset, for the tables of SVDA), in the order of their runs; each is one of
-            some of the recipes.
-        seeds: In place of the recipes' seeds.
+        names: One or several recipes, e.g. "svda/table1".
+        only: One or several scenarios (datasets, for the tables of SVDA), which run in this order. At least one of the
+            recipes must have each of them.
+        seeds: Replaces the recipes' seeds.
         tiny: Trains small models for few steps, to try the code.
         folder: The folder of runs and tables.
         log: Is called with progress messages.
-        **knobs: Settings of the protocols: each experiment lists its own; None means unchanged.
+        **knobs: Settings of the protocols; each experiment lists its own. None means unchanged.
 
     Returns:
-        The tables in the order of the names, without those that have none of the scenarios.
+        The tables in the order of the names, without tables that have none of the scenarios.
 
     Raises:
         UnknownName: There is no such recipe, or none has such a scenario.
         InvalidInput: An experiment has no such setting.
-        CheckpointError: The folder of a run holds another one.
-        TrainingInterrupted: After Ctrl-C in a training; the same call continues.
+        CheckpointError: The folder of a run holds another run.
+        TrainingInterrupted: Ctrl-C stopped a training; call again with the same arguments to continue.
     """
     recipes, requested = _requested(names, only)
     changes, tables = {knob: value for knob, value in knobs.items() if value is not None}, []
@@ -81,7 +81,7 @@ def reproduce(
         experiments, deviations = _planned(recipe, requested, seeds, tiny, changes)
         runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in experiments]
         if runs:
-            # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
+            # Exact quantities are compared with the paper unless the model was changed.
             tables.append(make_table(recipe, runs, deviations, same_shapes="model" not in changes))
             if is_first():
                 tables[-1].save(folder)
@@ -118,14 +118,14 @@ def plan_recipes(
 
 
 def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> tuple[list[Recipe], tuple[str, ...]]:
-    """Returns the recipes, and the scenarios of them that are wanted.
+    """Returns the recipes and the requested scenarios, by default all of them.
 
     Raises:
         UnknownName: There is no such recipe, or none has such a scenario.
     """
     names = (names,) if isinstance(names, str) else names
     recipes = [load_recipe(name) for name in names]
-    # A scenario may have several runs in a recipe, and several recipes.
+    # A scenario may have several runs in a recipe, and may be in several recipes.
     scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
     requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
     for scenario in requested:
@@ -137,7 +137,7 @@ def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> 
 def _planned(
     recipe: Recipe, requested: Sequence[str], seeds: Sequence[int] | None, tiny: bool, changes: Mapping[str, Any]
 ) -> tuple[list[Experiment], dict[str, list[str]]]:
-    """Returns the experiments of a table in the order of the scenarios, and by scenario what differs from the paper."""
+    """Returns the experiments of a table in the order of the scenarios, and their deviations from the paper."""
     experiments: list[Experiment] = []
     deviations: dict[str, list[str]] = {}
     drawn = tuple(dict.fromkeys(seeds or recipe.seeds))
@@ -145,10 +145,10 @@ def _planned(
         for protocol in recipe.protocol:
             for seed in drawn if protocol.scenario == scenario else ():
                 seeded = protocol.seeded(seed)
-                # Changes last, so that they also apply to a tiny run.
+                # Changes come last, so that they also apply to a tiny run.
                 experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
                 deviations.setdefault(scenario, []).extend(experiments[-1].deviations(protocol))
-        # Seeds are no knob of an experiment: the order does not matter, another set does.
+        # Seeds are not a knob of an experiment. Their order does not matter, but another set is a deviation.
         if scenario in deviations and set(drawn) != set(recipe.seeds):
             texts = [", ".join(map(str, each)) for each in (sorted(drawn), recipe.seeds)]
             deviations[scenario].append(f"{scenario}: seeds {texts[0]} instead of {texts[1]}")

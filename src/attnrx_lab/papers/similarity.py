@@ -15,7 +15,7 @@ from attnrx.vit.models import reduction_of
 class TokenSimilarity(TeacherLoss):
     """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
 
-    The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
+    The teacher must have the same patches and width. SPOT uses this loss with weight 10 for LV-ViT, and not for DeiT.
     """
 
     reads_features: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What experiments load from their settings: the shapes of a model, data, and tiny replacements of both."""
+"""What experiments load from their settings: the shapes of a model, data, and tiny replacements for both."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
@@ -14,16 +14,16 @@ from attnrx.workflows.load import load
 from attnrx_lab.papers.experiment import Experiment, first_images
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
-HELD_OUT = 0.1  # of the training images, to validate on, where a dataset has no others
-WATCHED = 10_000  # images whose accuracy a training reports where none is held out
+HELD_OUT = 0.1  # the share of training images to validate on, if a dataset has no validation images
+WATCHED = 10_000  # training images on which a training reports accuracy, if none are held out
 SIZES = {"train": 96, "validation": 32, "test": 64}
 
 
-@lru_cache(maxsize=8)  # creating one costs more than a tiny run, and many runs need the same
+@lru_cache(maxsize=8)  # creating an outline costs more than a tiny run, and many runs need the same one
 def outline_of(model: str) -> nn.Module:
     """Returns the shapes of a model without its weights if its name determines them; otherwise loads it."""
     library, colon, _ = model.partition(":")
-    # The shapes of a saved folder or a checkpoint of Hugging Face are in its files.
+    # The shapes of a saved folder or a Hugging Face checkpoint are in its files.
     if not colon or library == "hf" or Path(model).exists():
         return load(model)
     with torch.device("meta"):
@@ -31,7 +31,7 @@ def outline_of(model: str) -> nn.Module:
 
 
 def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
-    """Returns a small attnrx model with as many heads as the outline and random weights."""
+    """Returns a small attnrx model with random weights and the same number of heads as the outline."""
     heads = len(family_of(outline).attention(outline)[0].spec.heads)
     return build_model(
         "dense:cifar10",
@@ -49,11 +49,11 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 class DatasetExperiment(Experiment):
     """An experiment with one original and one dataset.
 
-    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model the original
-    is one of `spot.ORIGINALS`, which is trained first. `dataset` and the columns of labels and test rows are the
-    arguments of `load_data`. `held_out` is the share of the training images that validate, where the dataset has no
-    images for it: with 0 all are trained on, as by the papers, and the accuracy during training is over some of them.
-    `tiny` uses a tiny model and generated images.
+    `subject` is the name of the original; `model` and `weights` are the arguments of `load`. Without a model the
+    original is one of `spot.ORIGINALS`, which is trained first. `dataset`, `label_column` and `test_column` are the
+    arguments of `load_data`. `held_out` is the share of training images to validate on, if the dataset has no
+    validation images. With 0 all are trained on, as in the papers, and the accuracy during training is measured on some
+    of them. `tiny` uses a tiny model and generated images.
     """
 
     subject: str
@@ -84,16 +84,16 @@ class DatasetExperiment(Experiment):
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
-    """Returns images whose class is the position of a bright square in noise: easy to learn, and deterministic."""
+    """Returns reproducible, easily learned images whose class is the position of a bright square in noise."""
     scale, half = Normalization.half(channels), side // 2
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
         labels = torch.arange(count) % classes
-        generator = torch.Generator().manual_seed(number)  # other noise for every split
-        # Noise below 128, so that the square's 127 more do not overflow uint8.
+        generator = torch.Generator().manual_seed(number)  # each split has its own noise
+        # The noise is below 128, so adding the square's 127 does not overflow uint8.
         pixels = torch.randint(0, 128, (count, channels, side, side), generator=generator, dtype=torch.uint8)
         for picture, label in zip(pixels, labels.tolist(), strict=True):
-            row, column = divmod(label % min(classes, 4), 2)  # there are four places
+            row, column = divmod(label % min(classes, 4), 2)  # there are only four places
             picture[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 127
         parts[split] = from_tensors(f"{name}-generated/{split}", pixels, labels, scale)
     return Splits(
@@ -103,13 +103,13 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
         channels=channels,
         image_size=side,
         normalization=scale,
-        augmentation=Augmentation(padding=0, flip=False),  # either would move the square
+        augmentation=Augmentation(padding=0, flip=False),  # shifts and flips would move the square
         notes=("the images are generated; numbers measured on them do not transfer to real datasets",),
     )
 
 
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
-    """Marks the patches of the bright square in the images of `generated_splits`; `patches` are on a side."""
+    """Marks the patches of the bright square in the images of `generated_splits`; a side has `patches` patches."""
     half = patches // 2
     masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
     for number, mask in enumerate(masks):

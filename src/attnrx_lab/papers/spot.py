@@ -41,8 +41,8 @@ from attnrx_lab.papers.processes import shared_lock
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import KeepRatio, Random
 
-DEVIATION = 0.02  # of the weights of attnrx models, by default
-BATCH = 64  # images at a time, for measuring
+DEVIATION = 0.02  # the default standard deviation of initial weights in attnrx models
+BATCH = 64  # images per batch, for measuring
 
 QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (SPOT, Section 6.2.1)
 
@@ -51,8 +51,8 @@ QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (SPOT, Section 6.
 class TokenMethod:
     """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
-    The stages are one layer after each quarter of the depth, as in the paper: 4, 7, 10 of 12 layers, 5, 9, 13 of 16.
-    A method that is not `trained` is measured without fine-tuning.
+    As in the paper, a stage runs before the first layer after each quarter of the depth: layers 4, 7, 10 of 12, or 5,
+    9, 13 of 16. A method that is not `trained` is measured without fine-tuning.
     """
 
     name: str
@@ -62,14 +62,14 @@ class TokenMethod:
 
     @property
     def learned(self) -> bool:
-        policy = self.policy(4)  # of any depth: the reducer decides
+        policy = self.policy(4)  # any depth will do, because only the reducer matters
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
         """Returns the policy for a model of this depth; random patches are drawn from the seed."""
         if self.reducer is None:
             return None
-        # As text, so that the reducers and their options are those of the command line.
+        # Written as text, so that reducers and options are the same as on the command line.
         stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
         policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
         reducer = policy.reducer
@@ -92,12 +92,12 @@ def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> N
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Returns the costs for one image in the paper's convention, in closed form; needs shapes only.
+    """Returns the costs for one image in the paper's convention, in closed form; needs only shapes.
 
-    `gmacs`, which the paper prints as GFLOPS, counts every matrix product including the classifier's. `gmacs_change` is
-    their change as the paper subtracts: of numbers with one decimal. `predictors` are the costs of the predictors, with
-    a LayerNorm at five per feature. `percent` is the remaining share of the MACs, `patches_N` the patches after each
-    stage, and `tokens` the mean over the layers.
+    `gmacs`, which the paper prints as GFLOPS, counts every matrix product, including the classifier's. `gmacs_change`
+    is its change, computed as in the paper from numbers rounded to one decimal. `predictors` is the cost of the
+    predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the MACs, `patches_N` the
+    number of patches after stage N, and `tokens` the mean number of tokens over the layers.
     """
     family = family_of(outline)
     layout, depth = family.token_layout(outline), len(family.attention(outline))
@@ -111,7 +111,7 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     return {
         "gmacs": remaining / 1e9,
         "gmacs_change": round(remaining / 1e9, 1) - round(whole / 1e9, 1),
-        # The convention of the IrrAtt paper counts a LayerNorm at five per feature, which gives the printed overheads.
+        # Five MACs per feature of a LayerNorm, as in the IrrAtt paper, reproduce the printed overheads.
         "predictors": (after.predictors.macs + NORM_MACS * norms) / 1e9,
         "percent": 100 * remaining / whole,
         "tokens": fmean(tokens),
@@ -123,9 +123,9 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
 class SmallOriginal:
     """An original that is not pre-trained: a small model with a class token and its training, done once for all rows.
 
-    It is an LV-ViT without token labels: its convolutional stem learns faster than patches alone. Its matrices start
-    with a standard deviation of 1 / sqrt(inputs): the usual 0.02 is meant for wide models, and a narrow one learns
-    slower with it.
+    It is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch embedding. Its
+    matrices start with a standard deviation of 1 / sqrt(inputs). The usual 0.02 is meant for wide models, and a narrow
+    model learns more slowly with it.
     """
 
     image_size: int = 32
@@ -158,7 +158,7 @@ class SmallOriginal:
         )
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
-        """Returns the trained model, which is made in the folder if it is not there."""
+        """Returns the trained model. It is trained in the folder if it is not there yet."""
         with shared_lock(place):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
@@ -174,17 +174,17 @@ class SmallOriginal:
 
 @dataclass(frozen=True)
 class PlainOriginal(SmallOriginal):
-    """A plain ViT of timm for grey images: every token starts with the pixels of its own patch alone.
+    """A plain timm ViT for grey images: every token starts with only the pixels of its own patch.
 
-    So a model that prunes the patches of an object cannot find the object in their neighbours, as it could behind a
-    convolutional stem.
+    So a model that prunes the patches of an object cannot find the object in neighbouring patches. With a convolutional
+    stem it could.
     """
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
         scale = scale or Normalization.half(1)
         shape: dict[str, Any] = {"img_size": self.image_size, "patch_size": 4, "in_chans": 1, "mlp_ratio": 2.0}
         shape |= {"embed_dim": self.width, "depth": self.depth, "num_heads": self.heads, "num_classes": self.classes}
-        # As the images are decoded: resized without a crop.
+        # The images were resized without a crop.
         preprocessing = {"mean": scale.mean, "std": scale.std, "crop_pct": 1.0, "interpolation": "bilinear"}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -192,17 +192,17 @@ class PlainOriginal(SmallOriginal):
 
 
 SMALL = SmallOriginal()
-# Of subjects without a pre-trained model. Eight epochs on the clutter take 2 to 4 minutes of one CPU core.
+# The originals of subjects without a pre-trained model. Eight epochs on the clutter take 2 to 4 minutes on a CPU core.
 ORIGINALS: Mapping[str, SmallOriginal] = {
     "cifar10_small": SMALL,
     "cluttered_digits": PlainOriginal(40, width=32, depth=4, heads=2, epochs=8, batch_size=64, learning_rate=2e-3),
 }
-# A tiny run: four layers, so that there are three stages, on images of sixteen patches.
+# For tiny runs: four layers, which is enough for three stages, on images of sixteen patches.
 TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1)
 
 
 def outline_for(model: str | None, subject: str) -> nn.Module:
-    """Returns the shapes of a model, or without a name the subject's small original's."""
+    """Returns the shapes of a named model, or the shapes of the subject's small original if `model` is None."""
     if model is not None:
         return sources.outline_of(model)
     with torch.device("meta"):
@@ -222,11 +222,11 @@ def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "imag
 
 @dataclass(frozen=True)
 class FineTuning:
-    """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine.
+    """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine schedule.
 
-    With `task` the labels are used too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT.
-    Predictors learn at `predictor_factor` times the rate. The labels are not smoothed and the gradients not clipped, as
-    the paper states neither. `images` of the training split are used, all if None.
+    With `task` the labels are used, too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT. Predictors
+    learn at `predictor_factor` times the learning rate. By default labels are not smoothed and gradients not clipped,
+    because the paper states neither. `images` limits the number of training images; None uses all.
     """
 
     learning_rate: float = 1e-3
@@ -247,9 +247,9 @@ class SpotExperiment(sources.DatasetExperiment):
     """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
 
     A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
-    of the images and the masks in training; the images are the same for all seeds. Everything is measured on the first
-    `test_images`, paired with the original; where the patches of the objects are known, the share that remains too. The
-    costs are always the model's own, also if a `tiny` one is measured.
+    of the images and the masks in training. The images are the same for all seeds. Everything is measured on the first
+    `test_images`, paired with the original. If the patches of the objects are known, the share that remains is
+    measured, too. The costs are always those of the named model, even if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "spot"
@@ -269,7 +269,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
     @property
     def place(self) -> Path:
-        """The folder of the run among all runs; nothing but the method's name distinguishes the runs of a seed."""
+        """The folder of the run among all runs. Runs with the same seed differ only in the name of the method."""
         kind, subject, seed = super().place.parts
         return Path(kind, subject, self.method.name, seed)
 
@@ -309,15 +309,15 @@ class SpotExperiment(sources.DatasetExperiment):
             name = f"{self.subject}, the original of all rows"
             trainings.append(Training(name, made.epochs, images, made.batch_size, BACKWARD * whole, "fp32"))
         if self.method.trained:
-            # Learned reducers mask tokens in training, and keep their shapes; others leave them out.
+            # In training, learned reducers mask tokens and keep all shapes; other reducers remove the tokens.
             student = whole + 1e9 * price["predictors"] if self.method.learned else 1e9 * price["gmacs"]
             own = (fewer(images, self.tuning.images), self.batch_size, BACKWARD * student + whole)  # and the teacher
             trainings.append(Training(self.name, self.epochs, *own, self.tuning.precision))
         return tuple(trainings)
 
     def training(self, teacher: str) -> TrainingConfig:
-        """The fine-tuning, the original as the teacher; Eqs. 12 and 14 of SPOT apply to methods with sampled masks."""
-        # A teacher that was trained here is a folder with its weights.
+        """Returns the fine-tuning with the original as teacher. SPOT's Eqs. 12 and 14 apply only to sampled masks."""
+        # A teacher that was trained here is a folder, which has its own weights.
         tuning, weights = self.tuning, None if self.made else self.weights
         losses: list[Loss] = [Task(tuning.label_smoothing)] if tuning.task else []
         losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
@@ -364,11 +364,12 @@ class SpotExperiment(sources.DatasetExperiment):
         }
 
     def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original, and its source as a teacher for losses; it is trained once if necessary, on the
-        `splits`, which are loaded then if they are None.
+        """Returns the original, and its source as a teacher for losses.
+
+        If necessary it is trained once, on `splits`. If these are None, they are loaded first.
 
         Raises:
-            InvalidInput: It has no weights.
+            InvalidInput: The original has no weights.
         """
         if self.made is None:
             assert self.model is not None
@@ -378,17 +379,17 @@ class SpotExperiment(sources.DatasetExperiment):
                     "published file with --weights."
                 )
             return self.pretrained(), self.model
-        # All runs of a subject share it: runs/spot/SUBJECT/METHOD/seed-SEED -> runs/spot/originals/SUBJECT.
+        # All runs of a subject share the original: runs/spot/SUBJECT/METHOD/seed-SEED -> runs/spot/originals/SUBJECT.
         place = folder.parents[2] / "originals" / self.place.parts[1]
         return self.made.trained(splits or self.splits(), place, log), str(place)
 
     def _evidence(self, original: nn.Module, teacher: str, splits: Splits, folder: Path) -> Evidence:
-        """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
+        """Fine-tunes trained methods, and measures accuracy and fidelity against the original on the same images."""
         adapted = adapt_preprocessing(splits, original)
         candidate = copy.deepcopy(original)  # the original stays the reference
         self.method.attach_(candidate, self.seed)
         if self.method.trained:
-            # The test images are excluded: training evaluates on the validation images instead.
+            # Training must not see the test images, so it evaluates on the validation images instead.
             splits = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
             candidate = load(train(candidate, splits, self.training(teacher), folder / "train").folder)
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
@@ -403,8 +404,7 @@ class SpotExperiment(sources.DatasetExperiment):
                 digits = torch.arange(len(objects))
             else:
                 objects, digits = object_patches("test"), canvases("test").digits
-            # The images of one digit are alike, so an interval over images would be too narrow: the digits are the
-            # groups.
+            # Images of one digit are alike, so an interval over images would be too narrow. Group the images by digit.
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
             findings = [accuracy_by_group(correct, digits[index])]
             findings += [object_finding(candidate, adapted.test, objects, "object_patches", stage) for stage in STAGES]
@@ -426,10 +426,9 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """What is measured on the model of a run of the SPOT experiment, which is made or read first; nothing of this
-    model is trained here.
+    """An experiment on the model of a SPOT run. That run is made or read first; its model is not trained further.
 
-    `tuned` is the folder of a fine-tuned model that takes the place of the run's.
+    `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """
 
     tuned: str | None = None
@@ -451,7 +450,7 @@ class DerivedExperiment(SpotExperiment):
         return self.clean.trainings() if self.tuned is None else ()
 
     def models(self, folder: Path, log: Log, splits: Splits | None = None) -> tuple[nn.Module, nn.Module]:
-        """Returns the original, and the model of the run; `splits` are those of the run, if they are loaded already.
+        """Returns the original and the model of the run. Pass the run's `splits` if they are loaded already.
 
         Raises:
             InvalidInput: The `tuned` model prunes no tokens, or the original has no weights.

@@ -36,7 +36,7 @@ def untrained(method: TokenMethod) -> TokenMethod:
 
 
 def projected(features: int) -> TokenMethod:
-    """SPOT with this many token features (Figure 5)."""
+    """Returns SPOT with this many token features (Figure 5)."""
     return TokenMethod(f"spot-projected-{features}", f"spot(projected={features})")
 
 
@@ -51,26 +51,26 @@ def projections(width: int) -> tuple[Line, ...]:
 
 
 def at(method: TokenMethod, ratio: float) -> TokenMethod:
-    """The same method with another keep ratio."""
-    # The default ratio keeps the plain name, so that its runs are shared by all recipes.
+    """Returns the same method with another keep ratio."""
+    # With the default ratio the method keeps its plain name, so that all recipes share its runs.
     same = method.reducer is None or ratio == method.ratio
     return method if same else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
 
 
 def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
-    """Returns the lines for each of the subjects, ABLATED by default; those on the testbed prune at its own ratio."""
+    """Returns the lines for each subject, by default ABLATED. On the testbed, methods prune at its own ratio."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
 
-# The originals: the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of it, distilled from the logits
-# of the original alone, and a small model for a CPU. The paper trains 80 epochs on eight GPUs for each line. CIFAR-10
-# on one CPU core: 16 minutes for the original, which all recipes share, and 1.5 minutes for every line and seed. Digits
-# among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter: the digit is on 4 of 100 patches, and 12
-# remain. On one CPU core: 3 minutes for the original, and 8 to 30 seconds for every line and seed.
+# The originals are the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of ImageNet, distilled only from
+# the logits of the original, and small models for a CPU. The paper trains 80 epochs on eight GPUs for each line. On one
+# CPU core, CIFAR-10 takes 16 minutes for the original, which all recipes share, and 1.5 minutes per line and seed.
+# Digits among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter: the digit covers 4 of 100 patches,
+# and 12 patches remain. On one CPU core it takes 3 minutes for the original, and 8 to 30 seconds per line and seed.
 TESTBED, TESTBED_RATIO = "cluttered_digits", 0.5
 DEIT_TINY, DEIT_SMALL, VIT_TINY = (f"timm:{size}_patch16_224" for size in ("deit_tiny", "deit_small", "vit_tiny"))
-# Of the models that are not the paper's: its losses in few steps on a CPU, with smoothed labels and clipped gradients.
+# For models that the paper does not have: its losses, few steps on a CPU, smoothed labels and clipped gradients.
 OWN_TUNING = FineTuning(precision="fp32", label_smoothing=0.1, gradient_clip=1.0)
 IMAGENETTE: dict[str, Any] = {"label_column": "imagenet1k_label", "test_column": "ilsvrc_val"}
 SUBJECTS: Mapping[str, SpotExperiment] = {
@@ -130,7 +130,7 @@ TITLES = {
     TESTBED: "digits among clutter",
 }
 PRETRAINED = ("deit_tiny", "deit_small", "lvvit_tiny", "lvvit_small")  # the paper's
-# What the paper varies SPOT on, and the originals that a CPU can measure.
+# The original on which the paper varies SPOT, and the originals that a CPU can measure.
 ABLATED = ("deit_small", "vit_tiny", "cifar10_small", TESTBED)
 
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
@@ -140,7 +140,7 @@ GFLOPS_CHANGE = Column("gmacs_change", "Δ GFLOPS", "paper", "gmacs_change", dec
 CORRUPTED = Column("corrupted", "Top-1, corrupted", "measured", "corrupted_accuracy", "%")
 CORRUPTED_CHANGE = Column("corrupted_change", "Δ top-1, corrupted", "measured", "corrupted_change", "pp")
 PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3, exact=True)
-# Not in the paper: the distance of a model from the original, and the remaining tokens and MACs.
+# Columns that the paper does not have: the distance of a model from the original, and the remaining tokens and MACs.
 OWN_COSTS = (
     Column("percent", "MACs", "paper", "percent", "%", decimals=1),
     *(Column(f"patches_{n}", f"patches, stage {n}", "paper", f"patches_{n}", decimals=0) for n in (1, 2, 3)),
@@ -154,7 +154,7 @@ OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
     for line in ("random", "DynamicViT")
 )
-# The changes that Table 3 prints: of a soft method by SPOT's scores from the method itself.
+# Table 3 prints how much a soft method changes if it uses SPOT's scores instead of its own.
 OVER_SOFT = tuple(
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", decimals=1, against=line)
     for line in ("SPViT", "dTPS")
@@ -169,7 +169,7 @@ COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, GFLOPS_CHANGE, *OW
 def spot_recipe(
     title: str, table: str, not_stated: str, parts: Mapping[str, Iterable[Line]], columns: Sequence[Column] = COLUMNS
 ) -> Recipe:
-    """Makes a table of some lines for every subject; a line without a method has the printed numbers only."""
+    """Makes a table of some lines for every subject. A line without a method has only the printed numbers."""
     lines = [(subject, label, method) for subject, subject_lines in parts.items() for label, method in subject_lines]
     rows = (
         Row(f"{TITLES[subject]}, {label}", subject, method and method.name, label) for subject, label, method in lines
@@ -179,7 +179,7 @@ def spot_recipe(
 
 
 def on_corrupted(recipe: Recipe) -> Recipe:
-    """The same rows, measured on corrupted images."""
+    """Returns a recipe with the same rows, measured on corrupted images."""
     return replace(
         recipe,
         protocol=tuple(CorruptedExperiment.of(each) for each in recipe.protocol if isinstance(each, SpotExperiment)),
@@ -192,9 +192,9 @@ CONTROLS: tuple[Line, ...] = (
     ("class attention", CLASS_ATTENTION),
 )
 
-# SPOT, Table 1. Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
+# SPOT, Table 1. Keep ratios are 0.7. If the paper prints another budget, they come nearest to the printed GFLOPS.
 HALTING = "the halting rule of A-ViT, untrained"
-# Their training is no part of attnrx: the printed numbers alone.
+# attnrx does not have the training of these methods, so only their printed numbers are shown.
 PRINTED: Mapping[str, Line] = {name: (name, None) for name in ("A-ViT", "IA-RED2", "RL4EViT", "METR")}
 FIRST: tuple[Line, ...] = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT))
 LAST: tuple[Line, ...] = (
@@ -289,7 +289,7 @@ NOT_STATED = "what spot/table1 lists"
 
 
 def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
-    """Draws the patches that SPOT keeps of test images; the table has how many."""
+    """Draws the patches that SPOT keeps in test images. The table says how many they are."""
     methods = lines_by_subject((("SPOT", SPOT),), subjects)
     lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
     left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))
@@ -305,10 +305,11 @@ def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Rec
 
 
 RECIPES = {
-    # GFLOPS follow in closed form, but for these: LV-ViT-T at a keep ratio of 0.7 costs 2.3 (printed 2.0, which 0.5
-    # gives), LV-ViT-S 4.7 (4.5, which it costs without the predictors), DynamicViT on DeiT-S 3.0 (2.9, without its
-    # predictors), and EViT, pruning inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6 on LV-ViT-S (4.7). Every
-    # trained line learns by the same losses. LV-ViT needs its published --weights, one at a time.
+    # GFLOPS follow in closed form, with these exceptions. LV-ViT-T at a keep ratio of 0.7 costs 2.3 (printed: 2.0, the
+    # cost at 0.5). LV-ViT-S costs 4.7 (printed: 4.5, the cost without predictors). DynamicViT on DeiT-S costs 3.0
+    # (printed: 2.9, the cost without predictors). EViT costs 2.9 on DeiT-S (printed: 3.0) and 4.6 on LV-ViT-S (printed:
+    # 4.7), because as published it prunes inside a layer. All trained lines use the same losses. LV-ViT needs its
+    # published weights (--weights), one model at a time.
     "table1": spot_recipe(
         "SPOT and other reducers",
         "1",
@@ -334,8 +335,8 @@ RECIPES = {
         f"{NOT_STATED}, and which of the first two lines is without the mean",
         lines_by_subject((*MOMENTS, *CONTROLS)),
     ),
-    # Soft methods by their own scores, and by SPOT's without the mean and variance over the layers. SPViT is printed at
-    # 2.9 for DeiT-S.
+    # Soft methods with their own scores, and with SPOT's scores without mean and variance over the layers. SPViT is
+    # printed at 2.9 for DeiT-S.
     "table3": spot_recipe(
         "Soft methods with SPOT's scores",
         "3",
@@ -345,7 +346,7 @@ RECIPES = {
         ),
         (*COLUMNS, *OVER_SOFT),
     ),
-    # The trained models are those of SPOT, Table 1; GFLOPS are printed once for each.
+    # The trained models come from SPOT's Table 1; GFLOPS are printed once per model.
     "table4": Recipe(
         "SPOT transferred to other datasets",
         tuple(
@@ -364,7 +365,7 @@ RECIPES = {
         "model's own), which images of EuroSAT are tested on (a fifth of each class), and the division of DTD (the "
         "first; its validation images are trained on)",
     ),
-    # The trained models are those of SPOT, Table 1.
+    # The trained models come from SPOT's Table 1.
     "table5": on_corrupted(
         spot_recipe(
             "SPOT on corrupted images",
@@ -377,7 +378,7 @@ RECIPES = {
             (CORRUPTED, CORRUPTED_CHANGE, GFLOPS, GFLOPS_CHANGE, *OWN_COSTS),
         )
     ),
-    # Where a dataset is not found by its name, --only NAME --data FOLDER.
+    # If a dataset is not found by its name, give --only NAME --data FOLDER.
     "table6": Recipe(
         "The datasets",
         (*(Row(title, name, "images") for name, title in DATASETS.items()), Row("ImageNet-C", "imagenet-1k")),
@@ -403,15 +404,15 @@ RECIPES = {
             )
         ),
     ),
-    # The predictor with head-averaged attention costs 0.1075 by its own description (18 features), and 12 features give
-    # the printed 0.106: the text does not state which six would be left out.
+    # By the paper's description (18 features) the predictor with head-averaged attention costs 0.1075. With 12 features
+    # it costs the printed 0.106, but the paper does not state which six features would be left out.
     "table8": spot_recipe(
         "SPOT with coarser information",
         "8",
         f"{NOT_STATED}, and which features the mean over the heads leaves out",
         lines_by_subject((("SPOT", SPOT), *COARSER, *CONTROLS)),
     ),
-    # Ten minutes of one CPU core for every seed after the original.
+    # Takes ten minutes of one CPU core per seed, after the original.
     "testbed": spot_recipe(
         "Token reducers where tokens matter",
         "none; digits among clutter are not in it",
@@ -428,7 +429,7 @@ RECIPES = {
         dict.fromkeys(SUBJECTS, OVER_RATIOS),
         (ACCURACY, CHANGE, GFLOPS, *OWN_COLUMNS),
     ),
-    # Minutes on a GPU; on a CPU with a smaller --batch-size.
+    # Takes minutes on a GPU; on a CPU use a smaller --batch-size.
     "figure7": Recipe(
         "Throughput of SPOT's variants",
         tuple(

@@ -1,4 +1,4 @@
-"""The SVDA experiment: one model is trained, and measured as each rule and realization compresses it."""
+"""The SVDA experiment: trains one model, compresses it by each rule and realization, and measures the results."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -42,35 +42,35 @@ from attnrx_lab.vision_transformer import SCENARIOS, named_config
 KINDS = ("mask", "renormalized", "exact", "refit")  # `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 
-# The retention ratios, and a stronger cut of every head to a share of its directions, whatever the strengths.
+# The retention ratios, and a stronger cut: the share of directions that every head keeps, whatever the strengths.
 RHOS, RANK_SHARE = (0.85, 0.90, 0.95), 0.5
 
-# The rules of the rows by name, for a number of directions in a head.
+# The rules of the rows by name, as functions of the number of directions in a head.
 RULES: dict[str, Callable[[int], Rule]] = {
     **{f"rho-{rho:.2f}": lambda directions, rho=rho: EnergyRetention(rho) for rho in RHOS},
     f"share-{RANK_SHARE:.2f}": lambda directions: TopRank(round(RANK_SHARE * directions)),
 }
 
 CONTROLS = "controls-"  # the prefix of the evidence about controls, before the kind
-RATIO = "discrepancy_over_renormalized"  # of refit
+RATIO = "discrepancy_over_renormalized"  # refit's discrepancy divided by renormalized's
 
 # The model of a tiny run: one layer of two heads with 32 directions each, on images of four tokens.
 TINY_MODEL = {"image_size": 8, "patch_size": 4, "width": 64, "depth": 1, "heads": 2, "mlp_ratio": 1.0}
 TINY_CLASSES = 4
 
-DIAGNOSED = 512  # images of the diagnosis; the rules of this experiment use the strengths alone
+DIAGNOSED = 512  # images for the diagnosis; few, because the rules of this experiment use only the strengths
 
 
 @dataclass(frozen=True)
 class SvdaExperiment(Experiment):
     """One dataset, one seed: the training, the prescriptions, and the numbers of images.
 
-    Epochs, batch size and seeds are SVDA's for 32x32 images (Table 4); training settings that it does not state are
-    `TrainingConfig`'s, and `draws` and the numbers of images are chosen here. `strength_init` and
-    `strength_learning_rate` are the start value and the learning-rate factor of the strengths in `TrainingConfig`.
-    `train_images` limits the training images, `test_images` the images of the validation and the test split, and
-    `control_images` the test images of the controls; None means the whole split. `dataset` is where the images are, if
-    not where `load_data` finds those of the subject; they are resized and normalized as the subject's.
+    Epochs, batch size and seeds are SVDA's for 32x32 images (Table 4). Training settings that the paper does not state
+    are `TrainingConfig`'s defaults. `draws` and the numbers of images are chosen here. `strength_init` and
+    `strength_learning_rate` are the start value of the strengths and the factor on their learning rate. `train_images`
+    limits the training images, `test_images` the validation and the test images, and `control_images` the test images
+    for the controls; None means the whole split. `dataset` says where the images are, if `load_data` does not find them
+    by the subject's name. They are resized and normalized like the subject's images.
     """
 
     kind: ClassVar[str] = "svda"
@@ -106,7 +106,7 @@ class SvdaExperiment(Experiment):
         return replace(self, tiny=True, epochs=2, batch_size=16, draws=3, calibration_images=32)
 
     def splits(self) -> Splits:
-        """Loads the images of the subject, or those of `dataset` at its size and scale.
+        """Loads the images of the subject, or the images of `dataset` with the subject's size and normalization.
 
         Raises:
             DataError: `dataset` has another number of classes.
@@ -126,7 +126,7 @@ class SvdaExperiment(Experiment):
         return splits
 
     def images(self) -> Splits:
-        """Returns the images of this run: the whole dataset, or as many as its settings state."""
+        """Returns the images of this run: the whole dataset, or as many images as the settings allow."""
         splits = self.splits()
         return replace(
             splits,
@@ -142,7 +142,7 @@ class SvdaExperiment(Experiment):
         return build_model(f"svda:{self.subject}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Returns the training: SVDA's Table 4 by default, with the other defaults of this package."""
+        """Returns the training: SVDA's Table 4, and this package's defaults for what it does not state."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -151,8 +151,8 @@ class SvdaExperiment(Experiment):
             strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
-            # Steps that an interruption may lose: minutes on a CPU; seconds on a GPU, where a checkpoint takes as long
-            # as some fifty steps.
+            # An interruption may lose this many steps: minutes on a CPU, seconds on a GPU. On a GPU a checkpoint takes
+            # as long as about fifty steps.
             checkpoint_every=2000 if torch.cuda.is_available() else 100,
         )
 
@@ -165,7 +165,7 @@ class SvdaExperiment(Experiment):
         return (Training(self.name, self.epochs, images, self.batch_size, macs, self.precision),)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the pieces of evidence, RULE/KIND or RULE/controls-KIND, by their paths in the folder evidence/."""
+        """Returns the pieces of evidence, RULE/KIND or RULE/controls-KIND, which are paths in the folder evidence/."""
         if keys is None:
             parts = (*KINDS, *(f"{CONTROLS}{kind}" for kind in CONTROL_KINDS))
             return frozenset(f"{rule}/{part}" for rule in RULES for part in parts)
@@ -183,7 +183,7 @@ class SvdaExperiment(Experiment):
         model = load(trained.folder)  # as saved: on the CPU, and not compiled
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
-        # Candidates are made from the model of the comparison: the fit of strengths runs on its device.
+        # Candidates are made from the comparison's model, so that the fit of strengths runs on its device.
         calibration = first_images(splits.train, self.calibration_images)
         bench = _Bench(self, comparison.reference, diagnosis, calibration, comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
@@ -205,18 +205,18 @@ class SvdaExperiment(Experiment):
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:
     """Returns the pieces of evidence that hold one quantity of a realization."""
     if quantity == RATIO:
-        return kind, "renormalized"  # the numerator and the denominator
-    return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # the findings of the check `controls`
+        return kind, "renormalized"  # the numerator and the denominator of the ratio
+    return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # findings of the check `controls` have "_than_"
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription by `kind`: "exact" is the usual compression, the others are as in `realize`."""
+    """Realizes a prescription by `kind`. "exact" is the usual compression; the others are as in `realize`."""
     return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 
 @dataclass(frozen=True, eq=False)
 class _Bench:
-    """A trained model and what its candidates are measured with; the comparison caches the model's predictions."""
+    """A trained model, and the data to measure its candidates. The comparison caches the model's predictions."""
 
     experiment: SvdaExperiment
     model: nn.Module
@@ -225,7 +225,7 @@ class _Bench:
     comparison: Comparison
 
     def examined(self, rule: Rule, folder: Path, parts: Collection[str], log: Log) -> dict[str, Any]:
-        """Returns the measures of one rule's prescription by realization; none if the rule removes nothing.
+        """Returns the measures of one rule's prescription by realization, or none if the rule removes nothing.
 
         `parts` are the names of the pieces of evidence to measure.
         """
@@ -234,7 +234,7 @@ class _Bench:
         except NoOpPrescription as error:
             log(f"{self.experiment.name}: {error}")
             return {}
-        # The same for every realization, and stored with each: a column of a table reads one of them.
+        # The removed share is the same for every realization. It is stored with each, because a column reads only one.
         removed = plain_measures({"removed": 100 * prescription.removed_share})
         numbers: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
         for part, make in self._parts(prescription):
@@ -249,7 +249,7 @@ class _Bench:
 
     def _parts(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
         """Returns the pieces of evidence about one prescription by name, each with the function that computes it."""
-        # Realized when the first part that is not stored needs it, and cached: every realization is compared with it.
+        # Every realization is compared with the masked model. It is made at its first use, and cached.
         masked = cache(partial(self._realized, prescription, "mask"))
         for kind in KINDS:
             yield kind, partial(self._measured, prescription, kind, masked)
@@ -257,7 +257,7 @@ class _Bench:
             yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
-        """Returns accuracy, fidelity and costs of one realization; for the mask also the bounds of the theorems."""
+        """Returns accuracy, fidelity and costs of one realization, and for the mask also the bounds of the theorems."""
         candidate = masked() if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked(), prescription=prescription)
         bounds = [Bounds(images=16 if self.experiment.tiny else 256)] if kind == "mask" else []

@@ -5,8 +5,8 @@ from attnrx_lab.papers.svda import SvdaExperiment
 
 PAPER = "Prescriptive SVD-Inspired Attention via Spectral Energy Retention"
 
-# Table 4 of SVDA. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s, so about 4 hours for 80 epochs, and then
-# an hour of measuring; `--epochs 4 --control-images 2000` suits a CPU.
+# Table 4 of SVDA. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s. That makes about 4 hours for 80 epochs, followed
+# by an hour of measuring. `--epochs 4 --control-images 2000` suits a CPU.
 PROTOCOL: dict[str, SvdaExperiment] = {
     "fashion_mnist": SvdaExperiment("fashion_mnist", epochs=80, batch_size=256),
     "cifar10": SvdaExperiment("cifar10", epochs=80, batch_size=256),
@@ -29,11 +29,11 @@ def over_kinds(key: str, title: str, quantity: str, unit: str = "", kinds: tuple
     )
 
 
-# Not in the paper: the distance of each model from the original.
+# A column that the paper does not have: the distance of each model from the original.
 TO_ORIGINAL = ("{}_to_original", "{} vs original, Rel. L2", "discrepancy_to_original")
 
-# The paper counts what is lost, so a negative "Acc. change" is a gain; its Rel. L2 and agreement are between the masked
-# and the compressed (here: renormalized) model.
+# The paper counts what is lost, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked
+# model with the compressed one (here: renormalized).
 PAPER_COLUMNS = (
     Column("removed", "Dir. pruned", "renormalized", "removed", "%"),
     Column("accuracy_lost", "Acc. change (lost)", "renormalized", "accuracy_change", "pp", factor=-1.0),
@@ -45,7 +45,7 @@ PAPER_COLUMNS = (
     *over_kinds(*TO_ORIGINAL),
 )
 
-# "SVDA - control", in points of accuracy, as the paper has it; and, paired, how much nearer to the original SVDA is.
+# The paper's "SVDA - control" in points of accuracy, and how much nearer SVDA is to the original, paired by image.
 CONTROL_COLUMNS = (
     Column("over_random", "SVDA over Random", "renormalized", "more_accurate_than_random", "pp"),
     Column("over_largest", "SVDA over Largest-Σ", "renormalized", "more_accurate_than_largest", "pp"),
@@ -105,8 +105,8 @@ RECIPES = {
         not_stated="what svda/table1 lists, and the number of draws of the random control",
         states_seeds=True,
     ),
-    # After few epochs, with strengths near 1, refit is nearer to the original than the mask; once they have spread the
-    # mask is the nearest (benchmarks/realizations.py).
+    # After few epochs the strengths are near 1, and refit is nearer to the original than the mask. Once the strengths
+    # have spread, the mask is the nearest (benchmarks/realizations.py).
     "realizations": Recipe(
         "SVDA, every realization against the original",
         tuple(

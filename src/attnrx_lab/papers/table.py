@@ -1,4 +1,4 @@
-"""Tables over several seeds: mean, standard deviation and t interval, with the printed number."""
+"""Tables over several seeds: mean, standard deviation and t interval, next to the printed number."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 
 KIND, SCHEMA = "attnrx reproduced table", 3
 
-# The outcomes of comparing a cell with the paper's number.
+# The possible results of comparing a cell with the paper's number.
 AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
 MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 
-ROUNDING = 1e-9  # of float64, beside the half unit of a printed digit
+ROUNDING = 1e-9  # tolerance for float64, in addition to half a unit of the last printed digit
 
 LEGEND = (
     "In brackets the 95 % interval: over the seeds where there are several, else over the test images; of a difference "
@@ -42,10 +42,10 @@ LEGEND = (
 class Cell:
     """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
-    With one seed the interval is its own measurement's, over test images. `expected` is the paper's number, `predicted`
-    the 95 % interval in which it lies if the paper's runs are further draws of ours (None with one seed), and `verdict`
-    one of VERDICTS; None where the paper has no number. `images` is the number of test images, None where the number
-    follows from the shapes alone.
+    With one seed, the interval is the measurement's own, over test images. `expected` is the paper's number, and
+    `verdict` one of VERDICTS; both are None if the paper has no number. If the paper's runs are further draws of ours,
+    their mean lies in the 95 % interval `predicted` (None with one seed). `images` is the number of test images, or
+    None if the number follows from shapes only.
     """
 
     row: str
@@ -63,10 +63,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class ReproducedTable:
-    """A table of a paper, made again; `rows` are those that were run.
+    """A reproduced table of a paper. `rows` are the labels of the rows that were run.
 
-    `deviations` list everything that was not done as the paper states, `notes` how the data were read and runs made,
-    `samples` the seeds and the number of test images of every scenario.
+    `deviations` lists everything that was not done as the paper states. `notes` says how data were read and runs made.
+    `samples` has the seeds and the number of test images of every scenario.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class ReproducedTable:
 
     @property
     def verdicts(self) -> dict[str, int]:
-        """The number of the paper's numbers with each verdict."""
+        """How many of the paper's numbers have each verdict."""
         verdicts = [cell.verdict for cell in self.cells]
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
@@ -152,15 +152,15 @@ class ReproducedTable:
 def make_table(
     recipe: Recipe, runs: Sequence[Run], deviations: Mapping[str, Sequence[str]] | None = None, same_shapes: bool = True
 ) -> ReproducedTable:
-    """Fills a recipe's table from finished runs; rows of scenarios without runs are skipped.
+    """Fills a recipe's table from finished runs. Rows of scenarios without runs are skipped.
 
-    `deviations` lists by scenario what was not run as the paper states: its rows are then not compared with the paper,
-    but for exact quantities, as long as the runs have the `same_shapes` as the paper. The table lists them together
-    with the `differences` of the experiments, which are the same in every run.
+    `deviations` lists by scenario what was not run as the paper states. The rows of such a scenario are not compared
+    with the paper. Only exact quantities are still compared, if the runs have the `same_shapes` as the paper. The table
+    lists the deviations together with the `differences` of the experiments, which are the same in every run.
     """
     deviations = deviations or {}
     differences = [f"{run.experiment.scenario}: {each}" for run in runs for each in run.experiment.differences]
-    # A run of one scenario is enough: `only` makes a part of a table.
+    # `only` may select some scenarios; the table then has only their rows.
     rows = [row for row in recipe.rows if any(run.experiment.scenario == row.scenario for run in runs)]
     cells = []
     for row in rows:
@@ -191,7 +191,7 @@ def make_table(
 
 
 def _images(runs: Sequence[Run], scenario: str) -> int | None:
-    """Returns the number of test images of a scenario's runs; None if they were measured on none."""
+    """Returns the number of test images of a scenario's runs, or None if they use no images."""
     return next((run.record["data"].get("images") for run in runs if run.experiment.scenario == scenario), None)
 
 
@@ -202,7 +202,7 @@ def _sample_text(scenario: str, sample: Mapping[str, Any]) -> str:
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
-    """Returns the number of every seed, and their t interval; with one seed its own measurement's, if any."""
+    """Returns the value for every seed, and their t interval; for one seed the measurement's interval, if any."""
     measures = [measure for _, measure in _measures(runs, row, column)]
     values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:
@@ -223,7 +223,7 @@ def _differences(
         {seed: measure["samples"] for seed, measure in _measures(runs, each, column) if "samples" in measure}
         for each in (row, other)
     )
-    seeds = sorted(row_samples.keys() & other_samples.keys())  # paired: a seed that only one row has is left out
+    seeds = sorted(row_samples.keys() & other_samples.keys())  # differences are paired, so both rows need the seed
     if not seeds:
         return [], None
     samples = (
@@ -234,7 +234,7 @@ def _differences(
 
 
 def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, Measure]]:
-    """Returns the measure of every seed in which the rule of the row was measured."""
+    """Returns the seeds for which the row's rule was measured, each with its measure."""
     runs_of_scenario = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
     measures = (
         (run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in runs_of_scenario
@@ -245,11 +245,11 @@ def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, 
 def _cell(
     values: Sequence[float], interval: Estimate | None, row: Row, column: Column, recipe: Recipe, at_protocol: bool
 ) -> Cell:
-    """Averages the seeds, and predicts the 95 % interval for the mean of the paper's seeds, drawn as ours were."""
+    """Averages the seeds, and predicts the 95 % interval for the paper's mean if its seeds were drawn like ours."""
     mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None
     low, high = (None, None) if interval is None else (interval.low, interval.high)
-    # A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m) times
-    # as wide.
+    # The mean of m further seeds has the variance s^2 (1/n + 1/m) about the mean of n seeds. So its interval is the t
+    # interval, sqrt(1 + n/m) times as wide.
     wider = (1 + len(values) / recipe.paper_runs) ** 0.5
     predicted = None
     if interval is not None and not column.exact and len(values) > 1:
@@ -266,12 +266,12 @@ def _cell(
 def _verdict(expected: Expected, predicted: tuple[float, float], null: float) -> str:
     """Returns how a number compares with the paper's.
 
-    It is off where no value that rounds to the printed one lies in the predicted interval. It is undecided where that
-    interval includes the null value too, and the printed number excludes it: noise is no agreement. One seed has no
-    interval: its value either rounds to the printed number, or `_cell` leaves it undecided.
+    It is off if no value that rounds to the printed number lies in the predicted interval. It is undecided if this
+    interval also includes the null value but the printed number does not, because noise is no agreement. One seed has
+    no interval: its value either rounds to the printed number, or `_cell` leaves it undecided.
     """
     low, high = predicted
-    # Two ranges that do not overlap: the predicted interval, and the values that round to the printed number.
+    # Off: the predicted interval does not overlap the range of values that round to the printed number.
     if not (low <= expected.high + ROUNDING and expected.low - ROUNDING <= high):
         return OFF
     if low <= null <= high and not expected.low <= null <= expected.high:
@@ -284,12 +284,12 @@ def _number(value: float, column: Column, unit: str = "") -> str:
 
 
 def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
-    """Returns the mean over runs and groups of images with its t interval, if both are random samples.
+    """Returns the mean over runs and groups of images with its t interval; both are treated as random samples.
 
-    The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
-    number of values; the degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), rounded down.
-    This is the analysis of several readers who read the same cases, with runs as readers. With one run the interval is
-    over the groups alone.
+    The variance of the mean times the number of values is MS(runs) + max(MS(groups) - MS(residual), 0), where MS is a
+    mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3). His analysis is for
+    several readers who read the same cases; here the runs are the readers. With one run the interval is only over the
+    groups.
     """
     values = values.double()
     # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
@@ -303,7 +303,7 @@ def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
         between_runs = groups * (of_runs - mean).square().sum() / (runs - 1)
         residual = (values - of_runs[:, None] - of_groups + mean).square().sum() / ((runs - 1) * (groups - 1))
         variance = between_runs + (between_groups - residual).clamp(min=0)
-        # Where runs are equal, only the groups vary.
+        # If the runs are equal, only the groups vary.
         degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
     half = student_quantile(degrees) * float((variance / values.numel()).sqrt())
     return Estimate(float(mean), float(mean) - half, float(mean) + half)

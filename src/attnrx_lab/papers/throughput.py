@@ -1,4 +1,4 @@
-"""The throughput experiment (SPOT, Figure 7): images per second of one architecture with several token reducers."""
+"""The throughput experiment (SPOT, Figure 7): one architecture's images per second with several token reducers."""
 
 import copy
 from collections.abc import Collection
@@ -19,10 +19,10 @@ from attnrx_lab.papers.spot import TINY, TokenMethod, token_price
 
 @dataclass(frozen=True)
 class ThroughputExperiment(Experiment):
-    """The forward passes of every method's model on one batch of noise, all models in turns.
+    """Times the forward passes of every method's model on one batch of noise, all models in turns.
 
-    The weights are random: they decide which tokens are pruned, and not how many. `faster` is the original's time over
-    a model's.
+    The weights are random, because they decide which tokens are pruned but not how many. `faster` is the original's
+    time divided by a model's time.
     """
 
     kind: ClassVar[str] = "spot-throughput"

@@ -33,9 +33,9 @@ class TransferExperiment(DerivedExperiment):
     """The original and one model of the SPOT experiment on another dataset, the `target`: each gets a new head, and
     everything else is frozen (SPOT, Section 6.2.2).
 
-    `transfer` is the folder of the target, where it is not found by its name. Its validation images are trained on, as
-    the paper has none, and `classes` is the published number of its classes. `epochs` are those of the run that makes
-    the model; heads are trained for `head_epochs`. With `tuned` the images of that run are not needed.
+    `transfer` is the target's folder, if the target is not found by its name. The target's validation images are
+    trained on, because the paper has none. `classes` is the published number of classes. The run that makes the model
+    trains for `epochs`, the heads for `head_epochs`. With `tuned` the images of that run are not needed.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -48,18 +48,18 @@ class TransferExperiment(DerivedExperiment):
 
     @property
     def scenario(self) -> str:
-        """Its name in the rows of a table: the target."""
+        """The name of the run in the rows of a table: the target."""
         return self.target
 
     def as_tiny(self) -> Self:
         return replace(super().as_tiny(), head_epochs=2)
 
     def transferred(self) -> Splits:
-        """Loads the images of the target at the size of the model, or generates them; all but the test are for
+        """Loads the images of the target at the size of the model, or generates them; all but the test images are for
         training.
 
         Raises:
-            DataError: They are not there, or have another number of classes than published.
+            DataError: The images are missing, or their number of classes is not the published one.
         """
         if self.tiny:
             splits = sources.generated_splits(self.target, 3, TINY.classes, TINY.image_size)
@@ -84,7 +84,7 @@ class TransferExperiment(DerivedExperiment):
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Trains the head of each model on its features of the target, and measures both."""
-        splits = self.transferred()  # first: without them nothing is trained
+        splits = self.transferred()  # load them first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
         self.claim(folder)
@@ -114,9 +114,9 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns the training and the validation images as one set; where there are no validation images, the first."""
+    """Returns the training and the validation images as one set, or only the former if there are no others."""
     first, second = splits.train, splits.validation
-    assert isinstance(first, LoadedImages)  # of `load_data`, as all images here
+    assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):
         return first
     count, pixels = len(first), (first.store.pixels, second.store.pixels)

@@ -24,20 +24,20 @@ CONTROLS = ("random", "largest", "uniform")
 def control_prescriptions(
     diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:
-    """Returns controls by kind: `draws` random ones, and one of each other kind.
+    """Returns controls by kind: `draws` random controls, and one control of each other kind.
 
-    A control selects new directions for every map of the layers that the prescription has a rule for. It keeps as many
-    directions of each head and map as the prescription; "uniform" keeps as many of each layer and map. Every layer
-    therefore has exactly the same MACs and parameters. The token policy is the same, and so are the removed heads if
-    another map of a layer has a rule; else as many other heads are removed.
+    A control selects new directions for every map that has a rule in the prescription. It keeps the same number of
+    directions in each head and map; "uniform" keeps the same number in each layer and map. Therefore every layer has
+    exactly the same MACs and parameters. The token policy stays the same. If maps other than the heads have a rule, the
+    removed heads stay the same, too; otherwise the same number of other heads is removed.
 
-    Where the prescription has no rule, the control prunes tokens: as many random patches are kept at every stage, with
-    the fused token where the policy adds one. Every layer then costs the same; the predictors of the policy, which
-    random selection does not need, are not counted.
+    If the prescription has no rule, the control prunes tokens. It keeps the same number of patches at every stage,
+    chosen at random, and the fused token if the policy adds one. Every layer then costs the same. The policy's
+    predictors, which random selection does not need, are not counted.
 
-    By default `kinds` are all that exist. "largest" and "uniform" do not exist for tokens, for directions that all
-    heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" does not exist
-    where it equals the prescription, as for fc1 and fc2 alone.
+    By default all `kinds` are made that exist. "largest" and "uniform" do not exist for tokens, for directions that all
+    heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" is also left out
+    if it equals the prescription, as it does if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.
@@ -50,7 +50,7 @@ def control_prescriptions(
         The controls by kind.
 
     Raises:
-        InvalidInput: Unknown kinds, or no draw, or more than 1000.
+        InvalidInput: A kind is unknown, or `draws` is not between 1 and 1000.
         NotSupported: A requested kind does not exist.
 
     Examples:
@@ -69,7 +69,7 @@ def control_prescriptions(
             if kinds is not None or kind == "random":
                 raise
             continue
-        # A control equal to the prescription would compare it with itself.
+        # Leave out a control that equals the prescription: it would be compared with itself.
         if kinds is not None or kind != "uniform" or not _same(controls[0], prescription):
             controls_by_kind[kind] = controls
     return controls_by_kind
@@ -83,7 +83,7 @@ def _of_kind(
         yield from _of_tokens(kind, prescription, draws, seed)
         return
     for draw in range(draws if kind == "random" else 1):
-        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # other maps depend on the heads that stay
+        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # the other maps depend on which heads stay
         control_of: dict[str, Callable[[Rule], Rule]] = {
             "random": partial(RandomMatched, seed=seed + draw),
             "largest": LargestMatched,
@@ -102,7 +102,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
     reducer = tokens.policy.reducer
     for draw in range(draws):
         scores = Random(seed + draw)
-        # Only the scores are random: fusing pruned patches is part of the policy, and of its costs.
+        # Only the scores are random. Fusing pruned patches is part of the policy and its costs, so it stays.
         policy = replace(
             tokens.policy, reducer=replace(reducer, scores=scores) if isinstance(reducer, Soft) else scores
         )

@@ -1,4 +1,4 @@
-"""Ranks by measured divergence of the attention at every rank of every head, and the rule that minimizes it."""
+"""Measures the divergence of the attention at every rank of every head, and allocates ranks to minimize it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +28,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DivergenceRank(TotalRank):
-    """Keeps as many directions as `total_rank`, with the ranks of heads that minimize the measured divergence.
+    """Keeps the same number of directions as `total_rank`, but gives heads the ranks that minimize the divergence.
 
-    A dynamic programme allocates the total by the readings of `measure_divergence` in the metric of the rule.
+    A dynamic program allocates the total, based on the readings of `measure_divergence` in the metric of the rule.
     """
 
     def allocated(
@@ -53,8 +53,8 @@ def measure_divergence(
 ) -> Diagnosis:
     """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
 
-    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
-    the last one is zero up to rounding. `DivergenceRank` allocates ranks by it.
+    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats.
+    The last column is zero up to rounding. `DivergenceRank` allocates ranks by this reading.
 
     Args:
         model: The model.
@@ -81,10 +81,10 @@ def measure_divergence(
     """
     require_all_tokens(model, "measure the divergence of")
     diagnosis.require(model_fingerprint(model), "the model to measure")
-    # Rank r has the first r directions in the metric, so one pass serves every rank.
+    # Rank r keeps the first r directions in the metric, so one pass serves every rank.
     rewritten_diagnosis, bases = rewritten(diagnosis, metric)
     shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
-    # The ranks of a head are 0..directions.
+    # A head can have the ranks 0 to `directions`.
     sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
 
     def observe(index: int, observation: Observation) -> None:
@@ -103,9 +103,9 @@ def measure_divergence(
 
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
-    # A head's scores at rank r + 1 are those at rank r plus one outer product: directions + 1 softmaxes, and no product
-    # of matrices per rank.
+    """Returns the divergence at every rank on one batch, adding one direction after another to the scores."""
+    # The step from rank r to r + 1 adds one outer product to a head's scores. That takes directions + 1 softmaxes, but
+    # no matrix product per rank.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
     left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
     strength = layer.spectrum.strength.to(observation.query.device, dtype)
@@ -128,9 +128,10 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
     """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
 
-    A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far; the losses need not be
-    monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
-    with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
+    This is a multiple-choice knapsack problem. Dynamic programming over the rank spent so far solves it exactly. The
+    losses need not be monotone, but must be additive, such as nats of KL divergence. `loss` has one column per rank,
+    from 0 to the number of directions. Of several optimal allocations, the one with larger ranks in the first units is
+    returned.
 
     `multiple`, `minimum` and the errors are as in `water_fill`.
 
@@ -148,15 +149,15 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
     """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
-    # best[b] is the smallest loss of the units so far with b steps in total; every unit replaces it by the minimum over
-    # its steps t of best[b - t] + loss[t]. The choices of the units are stored, and read backwards from best[budget].
+    # best[b] is the smallest loss of the units so far with b steps in total. Each unit replaces it by the minimum of
+    # best[b - t] + loss[t] over its steps t. The choices are stored, and read backwards from best[budget].
     widest = loss.shape[1] - 1
     best = np.full(budget + 1, np.inf)
     best[0] = 0.0
     best_steps = []
     for unit_loss in loss:
-        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the
-        # first of equal values, torch's may return any of them.
+        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the first
+        # of equal values; torch's may return any of them.
         padded = np.concatenate([np.full(widest, np.inf), best])
         sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + unit_loss
         best_steps.append(sums.argmin(1))

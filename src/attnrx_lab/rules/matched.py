@@ -1,4 +1,4 @@
-"""Controls of a rule: as many directions of every head or layer, selected by another criterion."""
+"""Controls for a rule: the same number of directions in every head or layer, selected by another criterion."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from attnrx.vit.spec import Spectrum
 
 @dataclass(frozen=True)
 class RandomMatched(Rule):
-    """Keeps as many directions of each head as `rule` does, drawn at random.
+    """Keeps the same number of directions of each head as `rule` does, but draws them at random.
 
     A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
-    where `rule` changes them.
+    if `rule` changes them.
 
-    If all heads share their directions, the model's are permuted, so that the total number and the number used by each
-    head are the same. A rule that creates shared directions is matched by as many directions of random heads, in the
-    same form.
+    If all heads share their directions, the choice of `rule` is permuted. So the total number of directions, and the
+    number that each head uses, stay the same. If `rule` creates shared directions, the control shares the same number
+    of the heads' own directions, drawn at random, in the same form.
     """
 
     rule: Rule
@@ -34,7 +34,7 @@ class RandomMatched(Rule):
         if matched.is_shared:
             return self._shared(spectrum, matched, layer)
         if spectrum.shared:
-            # One permutation for all heads: the layer keeps as many directions, and every head uses as many of them.
+            # One permutation for all heads, so the layer and every head keep their numbers of directions.
             order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
             return keep_only(spectrum, matched.keep[:, order], notes)
         scores = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
@@ -43,11 +43,11 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws as many of the heads' own directions as `matched` shares; each is used by its original head only."""
+        """Draws the number of directions that `matched` shares, from all heads. Only its own head uses a direction."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
-        # A basis row selects one row of the stacked heads; with fewer rows than `rank`, the last ones stay zero.
+        # A basis row selects one row of the stacked heads. If there are fewer than `rank` rows, the last stay zero.
         rows = torch.zeros(1, rank, heads * directions, dtype=torch.float64)
         rows[0, torch.arange(len(sample)), sample] = 1.0
         strength = torch.zeros(heads, rank, dtype=torch.float64)
@@ -55,7 +55,7 @@ class RandomMatched(Rule):
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
         if matched.basis is None or matched.basis.blocks is None:
             return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
-        # In blocks the strengths are part of the rows: head h uses block h alone, with strength 1. Zero rows belong to
+        # In blocks the strengths are part of the rows: head h uses only block h, with strength 1. Zero rows belong to
         # the last block.
         owner = torch.full((rank,), heads - 1)
         owner[: len(sample)] = sample // directions
@@ -64,14 +64,14 @@ class RandomMatched(Rule):
         return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
-        # Not Python's hash, which differs between processes; seven bytes are always a valid seed of torch.
+        # Not Python's hash, which differs between processes. Seven bytes are always a valid torch seed.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class LargestMatched(Rule):
-    """Removes as many directions of each head as `rule` does, the strongest first.
+    """Removes the same number of directions of each head as `rule` does, but the strongest first.
 
     If the spectrum ranks directions correctly, this degrades the model more than `rule`. Strengths do not change. Needs
     learned strengths.
@@ -91,11 +91,11 @@ class LargestMatched(Rule):
 
 @dataclass(frozen=True)
 class UniformMatched(Rule):
-    """Keeps as many directions of the layer as `rule` does: the strongest of each head, the same number in all.
+    """Keeps the same number of directions of the layer as `rule` does, but the same number in all heads.
 
-    A remainder goes to the heads whose next direction is strongest; the part of a head without further directions goes
-    to the others. The control measures the benefit of choosing a rank per head. Strengths do not change. Needs learned
-    strengths.
+    Each head keeps its strongest directions. A remainder goes to the heads whose next direction is strongest. If a head
+    has too few directions, its part goes to the others. The control measures the benefit of choosing a rank per head.
+    Strengths do not change. Needs learned strengths.
 
     Raises:
         NotSupported: By `decide`, if heads share directions.
@@ -106,7 +106,7 @@ class UniformMatched(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum, matched = _own_directions(self, self.rule, diagnosis, layer)
         strength = spectrum.strength.abs()
-        # Distributed in rounds: each head's strongest first, and within a round the strongest head first.
+        # Directions are given out in rounds: each head's strongest first, and within a round the strongest head first.
         rounds = rank_positions(strength, spectrum.used)
         candidates = sorted(
             (rounds[head, direction].item(), -strength[head, direction].item(), head)

@@ -1,4 +1,4 @@
-"""Rules about directions that all heads share: CP SlimAtt, and irregular attention from its fusion matrix (IrrAtt)."""
+"""Rules for directions that all heads share: CP SlimAtt, and irregular attention from its fusion matrix (IrrAtt)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ NOISE = 1e-12
 
 
 def rank_among(value: int | float, total: int) -> int:
-    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
+    """Returns the rank that `value` specifies: an integer is the rank, a float a share of `total`, at least one."""
     return value if isinstance(value, int) else max(1, round(value * total))
 
 
 @dataclass(frozen=True)
 class JointMoments(Diagnostic):
     """Returns query_joint_gram and key_joint_covariance [heads, directions, heads * directions]: the query_gram and
-    key_covariance of all heads together, for directions that heads are to share in the metric "centered".
+    key_covariance of all heads together. Rules for shared directions need them in the metric "centered".
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -44,20 +44,19 @@ class JointMoments(Diagnostic):
 def _joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
-    """Returns the second moment of every image's rows, all heads side by side, mean over tokens."""
-    # All heads are one head of `heads * directions` features; the rows of its moment are then split by head again.
+    """Returns the second moment of every image's rows, with all heads side by side, as a mean over tokens."""
+    # Treat all heads as one head of `heads * directions` features, then split the rows of its moment by head again.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
 
 class JointForm:
-    """Y[:, :, h] = query_h^T key_h in a metric, as a tensor of three modes; `basis` expresses factors in rows of the
-    heads.
+    """The tensor Y[:, :, h] = query_h^T key_h of a layer in a metric. `basis` expresses factors in rows of the heads.
 
-    In the metrics "weights" and "augmented" the first two modes are the features of a token (the query with a trailing
-    1 for its bias). In "centered" they are the roots of the second moments of all heads' queries and centred keys
-    together, so that the squared norm of the tensor is the mean square of the centred scores for independent queries
-    and keys.
+    In the metrics "weights" and "augmented" the first two modes are the features of a token; "augmented" adds a 1 for
+    the query bias. In "centered" the modes come from the roots of two second moments: of all heads' queries, and of all
+    heads' centred keys. The squared norm of the tensor is then the mean square of the centred scores, for independent
+    queries and keys.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
@@ -78,7 +77,7 @@ class JointForm:
                 _rooted(layer.reading(name)) for name in ("query_joint_gram", "key_joint_covariance")
             )
         else:
-            # Query rows carry the strengths. The key bias is left out, because it cancels in the softmax.
+            # The query rows include the strengths. The key bias is left out, because it cancels in the softmax.
             query = spectrum.query if metric == AUGMENTED else spectrum.query[..., :-1]
             self.query, self.key = spectrum.strength[..., None] * query.double(), spectrum.key[..., :-1].double()
         self.tensor = FactoredTensor(self.query, self.key)
@@ -86,34 +85,34 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Returns the combinations of all heads' rows, concatenated by head, that give these factors."""
+        """Returns the linear combinations of all heads' rows, concatenated by head, that give these factors."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Returns the symmetric root of a joint moment, rows by head: products of its rows are the moment."""
+    """Returns the symmetric root of a joint moment, with rows by head. The products of its rows are the moment."""
     square = gram.double().flatten(0, 1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.mT).reshape(gram.shape)
 
 
 def _combination(rows: Float[Tensor, "heads directions features"], factor: Tensor) -> Float[Tensor, "1 rank stacked"]:
-    # Least-squares factors lie in the span of the rows (`left_products`), which may depend on one another.
+    # Least-squares factors lie in the span of the rows (`left_products`). The rows may be linearly dependent.
     stacked = rows.flatten(0, 1)
     return (torch.linalg.pinv(stacked.mT, rtol=NOISE) @ factor).mT[None].contiguous()
 
 
 @dataclass(frozen=True)
 class SharedRank(Rule):
-    """Rewrites a layer's scores in `rank` directions that all heads share (Eqs. 3 and 4), an integer or a share of
-    them.
+    """Rewrites a layer's scores in `rank` directions that all heads share (IrrAtt, Eqs. 3 and 4).
 
-    `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
-    that bounds the size of the terms (CPD-EPC), or "literal" for block terms (BTD-(L, L, 1), whose directions form
-    blocks with one strength pattern each), as IrrAtt's Algorithms 1 to 3 are printed. Block terms are realized in the
-    mixed form (IrrAtt), the others in the shared one (CP SlimAtt), whose iterations start from water-filling and from
-    random terms, drawn from `seed`, and keep the smaller error. `joint` is the metric (JOINT_METRICS), of which
-    "centered" needs the diagnostic `JointMoments`. No direction is removed afterwards.
+    `rank` is an integer, or a share of all directions of the layer. `form` is the decomposition of the query-key
+    tensor. "cp" uses alternating least squares. "epc" adds the correction that bounds the size of the terms (CPD-EPC).
+    Both start from water-filling and from random terms, drawn from `seed`, and keep the smaller error; their result is
+    realized in the shared form (CP SlimAtt). "literal" gives block terms as IrrAtt prints its Algorithms 1 to 3: in a
+    BTD-(L, L, 1) the directions form blocks with one strength pattern each. Block terms are realized in the mixed form
+    (IrrAtt). `joint` is the metric (JOINT_METRICS); "centered" needs the diagnostic `JointMoments`. No direction is
+    removed afterwards.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -142,7 +141,7 @@ class SharedRank(Rule):
         if self.form == "cp":
             return als(tensor, rank, sweeps=self.sweeps, seed=self.seed), None
         if self.form == "epc":
-            # finish: the terms become weights of the model, which are rounded and trained.
+            # With `finish`, because the terms become weights of the model, which are rounded and trained.
             return cpd_epc(tensor, rank, sweeps=self.sweeps, finish=True, seed=self.seed), None
         terms = block_terms(tensor, rank, sweeps=self.sweeps, seed=self.seed)
         return terms.canonical, terms.ranks
@@ -150,12 +149,12 @@ class SharedRank(Rule):
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Keeps as many directions of every head as the fusion matrix of a CP SlimAtt of `rank` terms assigns to it.
+    """Keeps in every head the number of directions that the fusion matrix of a CP SlimAtt assigns to it.
 
-    CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (IrrAtt, Algorithm 1),
-    and each head keeps that number of the strongest of its own directions. These are block terms with the identity as
-    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `sweeps` and `seed` are the
-    decomposition's (see `shared_rank`). The metric is "augmented", the default, or "weights".
+    CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
+    (IrrAtt, Algorithm 1). Each head then keeps this number of its own strongest directions, at most all of them. The
+    result is block terms with the identity as fusion, so no fusion layer is needed. `sweeps` and `seed` are settings of
+    the decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}
@@ -169,7 +168,7 @@ class FusionRank(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
-        # The tensor gives the ranks only; the kept directions are the strongest of every head's own in the metric.
+        # The tensor gives only the ranks. Every head keeps the strongest of its own directions in the metric.
         tensor = JointForm(diagnosis.layers[layer], self.metric or AUGMENTED).tensor
         fusion = fusion_ranks(cpd_epc(tensor, total, sweeps=self.sweeps, seed=self.seed))
         outside = float(fusion.off_block.mean())
@@ -186,8 +185,8 @@ class FusionOwner(Rule):
     """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
     Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
-    is exact where every column of the fusion matrix has one nonzero value, as training under the paper's
-    constraint (Eq. 7) produces. The directions themselves do not change.
+    is exact if every column of the fusion matrix has one nonzero value. Training under the paper's constraint (Eq. 7)
+    gives such columns. The directions themselves do not change.
 
     Raises:
         NotSupported: By `decide`, for a layer whose heads share no directions.
@@ -204,11 +203,11 @@ class FusionOwner(Rule):
                 f"{'shared' if spectrum.shared else 'their own'} directions; use fusion_rank, total_rank or "
                 "uniform_rank."
             )
-        # Shared directions have one owner: [features, directions].
+        # Each shared direction gets one owner. The factors are [features, directions].
         left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
         fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))
         keep = fusion.owner == torch.arange(heads)[:, None]
-        # The clamp gives a head without any direction the share 0.
+        # The clamp gives a head without directions the share 0.
         outside = (keep * fusion.off_block).sum(-1) / keep.sum(-1).clamp_min(1)
         notes = [f"owns those, {100 * share:.1f} % of whose energy lies in other heads" for share in outside.tolist()]
         return keep_only(spectrum, keep, notes)

@@ -1,4 +1,4 @@
-"""Rules of one layer that few need: by the median, soft thresholds, caps, contributions, and uniform attention."""
+"""Rarely needed rules for single layers: by the median, soft thresholds, caps, contributions, and uniform attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from attnrx.support.arguments import POSITIVE, Kind
 class MedianThreshold(Rule):
     """Keeps the directions whose |strength| is above `factor` times the median of its head (Gavish and Donoho, 2014).
 
-    For a square matrix of low rank plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold of the least asymptotic mean squared error. No knob has to be tuned. A head whose spectrum decays slowly
-    keeps no direction. Needs learned strengths, or a `metric`.
+    For a square low-rank matrix plus white noise of unknown level, 2.858 times the median singular value is the
+    threshold with the least asymptotic mean squared error. So no setting has to be tuned. A head whose spectrum decays
+    slowly keeps no direction. Needs learned strengths, or a `metric`.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
@@ -28,7 +28,7 @@ class MedianThreshold(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         strength = spectrum.strength.double().abs()
-        # Not `median`, which takes the lower of two middle values; NaN on the padding, which must not count.
+        # Not `median`, which takes the lower of two middle values. NaN marks the padding, which must not count.
         median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
         reasons = [f"above {self.factor:g} times the median {value:.3g}" for value in median.flatten().tolist()]
         return keep_only(spectrum, strength > self.factor * median, reasons)
@@ -36,11 +36,10 @@ class MedianThreshold(Rule):
 
 @dataclass(frozen=True)
 class Shrinkage(Rule):
-    """Subtracts `amount` from every |strength| (soft threshold); removes directions that reach zero; a head may keep
-    none.
+    """Subtracts `amount` from every |strength| (soft threshold), and removes directions that reach zero.
 
-    No masked score changes by more than amount * scale (SVDA, Theorem 1), as with Threshold, but strengths change
-    continuously. Needs learned strengths.
+    A head may keep no direction. No masked score changes by more than amount * scale (SVDA, Theorem 1). `Threshold` has
+    the same bound, but here strengths change continuously. Needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -60,7 +59,7 @@ class Shrinkage(Rule):
 class NormClip(Rule):
     """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
 
-    The limit is absolute, like the bound that it gives: the Lipschitz constant from queries and keys to the scores
+    The limit is absolute, and so is the bound that it gives: the Lipschitz constant from queries and keys to the scores
     (SVDA, Proposition 4) becomes at most limit * scale. Needs learned strengths.
     """
 
@@ -80,10 +79,10 @@ class NormClip(Rule):
 class ContributionEnergy(Rule):
     """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
 
-    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in the
+    The contribution of a direction is strength^2 * query_moment * key_moment, the mean square of its term in the
     scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
-    and extremes are as in EnergyRetention. Works for every form, dense included. There is no bound on the error: terms
-    of different directions may cancel.
+    and extremes are handled as in `EnergyRetention`. The rule works for every form, including dense. The error has no
+    bound, because terms of different directions may cancel.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -95,18 +94,18 @@ class ContributionEnergy(Rule):
         query, key = (diagnosis.layers[layer].reading(f"{side}_moment").double() for side in ("query", "key"))
         amount = spectrum.strength.double().square() * query * key * spectrum.used
         keep = fewest_holding(self.rho, amount, spectrum.used)
-        # The clamp gives a head without any contribution the share 0.
+        # The clamp gives a head without contribution the share 0.
         shares = (amount * keep).sum(-1) / amount.sum(-1).clamp_min(torch.finfo(amount.dtype).tiny)
         return keep_only(spectrum, keep, [f"{100 * share:.1f} % of the contribution" for share in shares.tolist()])
 
 
 @dataclass(frozen=True)
 class UniformHeads(Rule):
-    """Removes all directions from heads of at most this `selectivity`; the heads are kept and output the mean value.
+    """Removes all directions from heads with at most this `selectivity`. The heads stay, and output the mean value.
 
-    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality the rows
-    of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm, which bounds the
-    error on those images. Works for every form, dense included.
+    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality, the
+    rows of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm. This bounds
+    the error on those images. The rule works for every form, including dense.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

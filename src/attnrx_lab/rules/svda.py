@@ -14,7 +14,7 @@ from attnrx.support.arguments import POSITIVE, Kind
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.maps import HEADS
 
-ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
+ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, but its ceiling must not be 11
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class TopRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties are resolved by index.
+    """Keeps the `rank` strongest directions of each head, or all if a head has fewer; the index resolves ties.
 
-    Of all sets of that size it minimizes the bound of SVDA's Theorem 1 on the masked scores. Needs learned strengths.
+    Of all sets of this size, it minimizes the bound of SVDA's Theorem 1 on the masked scores. Needs learned strengths.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class TopRank(Rule):
 
 @dataclass(frozen=True)
 class EffectiveRank(Rule):
-    """Keeps the strongest directions of each head, as many as its effective rank (SVDA, Eq. 24), rounded up.
+    """Keeps the strongest directions of each head; their number is its effective rank (SVDA, Eq. 24), rounded up.
 
     A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
     learned strengths.
@@ -68,11 +68,11 @@ class RemoveHeads(Rule):
     """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output; for the map
     "heads".
 
-    Equal spectra alone are not sufficient (Proposition 5 requires equal projections too), so both similarities must
+    Equal spectra are not sufficient, because Proposition 5 also requires equal projections. So both similarities must
     reach their thresholds. Pairs are processed by descending similarity. Of each pair the head with less strength is
-    removed, unless another head was removed in its favour; such a head is kept for good, so a layer never loses its
-    last head. Removal differs from rank 0: the head's output is gone, and the sum of the pair's outputs is about halved
-    until fine-tuning; with `metric=centered` the output projection is refitted instead.
+    removed, unless another head was already removed because of it. A head that replaces another is kept for good, so a
+    layer never loses its last head. Removing a head differs from rank 0: the head's output is gone, so the sum of the
+    pair's outputs is about halved until fine-tuning. With `metric=centered` the output projection is refitted instead.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)
@@ -82,7 +82,7 @@ class RemoveHeads(Rule):
     output: float = 0.95
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        # For "heads" a layer is one unit whose directions are its heads (`decide_heads`): strength is [1, heads].
+        # For "heads" a layer is one unit whose directions are its heads (`decide_heads`), so strength is [1, heads].
         spectrum = diagnosis.layers[layer].spectrum
         spectral, output = (
             diagnosis.layers[layer].reading(name).double() for name in ("spectral_redundancy", "output_similarity")
@@ -90,7 +90,7 @@ class RemoveHeads(Rule):
         repeats = (spectral >= self.spectral) & (output >= self.output)
         twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
         keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)
-        # The numbers of the heads in the original model, from 1.
+        # The heads' numbers in the original model, counted from 1.
         names = [int(head) + 1 for head in diagnosis.layers[layer].reading("heads")[0].tolist()]
         pairs = [
             f"head {names[head]} repeats head {names[other]}, which stays: similarity {spectral[head, other]:.3f} of "
@@ -101,13 +101,13 @@ class RemoveHeads(Rule):
 
 
 def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
-    """Returns every removed head with the kept head that it duplicates; of equal strengths the first head stays."""
+    """Returns every removed head with the kept head that it repeats. If strengths are equal, the first head stays."""
     # -1 marks pairs that do not repeat each other.
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}
     for pair in sorted(pairs, key=lambda pair: -similarity[pair].item()):
         weaker, stronger = sorted(pair, key=lambda head: (total[head].item(), -head))
-        if weaker in twin.values():  # it is already kept in place of another head
+        if weaker in twin.values():  # this head already replaces another head
             weaker, stronger = stronger, weaker
         if not {weaker, stronger} & twin.keys() and weaker not in twin.values():
             twin[weaker] = stronger

@@ -31,7 +31,7 @@ from attnrx_lab.tokens.scores import HeadSelector
 
 @dataclass(frozen=True)
 class Soft(Reducer):
-    """Uses the relevance of `scores`, any selecting reducer, with its statistics and its predictor."""
+    """A reducer that ranks patches with `scores`, any selecting reducer, and its statistics and predictor."""
 
     scores: Selecting
 
@@ -43,7 +43,7 @@ class Soft(Reducer):
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
         super().__post_init__()
-        # What the scores need is measured and trained.
+        # This reducer needs whatever its scores need.
         for name in ("needs", "every_layer", "learned", "one_predictor"):
             object.__setattr__(self, name, getattr(self.scores, name))
 
@@ -65,7 +65,7 @@ class Soft(Reducer):
 
     @abstractmethod
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Returns the tokens of a training step, where `keep` was sampled from the scores."""
+        """Returns the tokens of a training step, in which `keep` was sampled from the scores."""
 
     def add_layer(self, before: Any, observed: Float[Tensor, "batch *sizes"]) -> LayerStatistic:
         return self.scores.add_layer(before, observed)
@@ -76,13 +76,13 @@ class Soft(Reducer):
 
 @dataclass(frozen=True)
 class EViT(Soft):
-    """Keeps the patches of the highest class attention, and one fused token for all others (Liang et al., 2022).
+    """Keeps the patches with the highest class attention, and one fused token for all others (Liang et al., 2022).
 
-    The fused token is added to the `count` kept patches; later stages treat it as a patch. It is the mean of the
-    others, weighted by their class attention, so that it has the size of a patch in a model that was not trained with
-    it. As published it is the plain sum of class attention times patch: `normalized=false`. As published tokens are
-    pruned between the attention and the MLP of a layer; here, as with every reducer, before the next layer. Other
-    `scores` can replace class attention.
+    The fused token is added to the `count` kept patches, and later stages treat it as a patch. It is the mean of the
+    other patches, weighted by their class attention. So it has the magnitude of a patch, as a model needs that was not
+    trained with it. The paper uses the plain sum of class attention times patch (`normalized=false`). The paper prunes
+    between the attention and the MLP of a layer; here every reducer runs before the next layer. Other `scores` can
+    replace class attention.
     """
 
     name: ClassVar[str] = "evit"
@@ -98,19 +98,19 @@ class EViT(Soft):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         relevance = self.scores.relevance(state, predictor)
         kept = best(relevance, state.present_mask, count)
-        # Only patches that this stage prunes are fused: neither kept ones nor those pruned by an earlier stage.
+        # Only patches that this stage prunes are fused, neither kept patches nor patches that an earlier stage pruned.
         weights = self.scores.weights(relevance).masked_fill(state.present_mask == 0, 0.0).scatter(1, kept, 0.0)
-        # The fused token follows the `count` kept ones; it represents all others.
+        # The fused token follows the `count` kept patches, and represents all others.
         fused_index = torch.full_like(state.patch_indices, count)
         destinations = destinations_of(kept, fused_index) if state.tracked else None
         tokens, fused_token = gathered_rows(state.patches, kept), _fused(state.patches, weights, self.normalized)
         return Reduction(kept, tokens, fused_token, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Overwrites the first pruned patch by the fused token."""
+        """Overwrites the first pruned patch with the fused token."""
         pruned_mask = state.present_mask * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
-        # There is a pruned patch to overwrite: `sampled_keep` prunes one where a reducer has an extra token.
+        # There is always a pruned patch to overwrite: `sampled_keep` prunes at least one if a reducer adds a token.
         index = pruned_mask.detach().argmax(1, keepdim=True)
         patches = state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token)
         return SampledTokens(keep, patches, index)
@@ -118,11 +118,10 @@ class EViT(Soft):
 
 @dataclass(frozen=True)
 class SPViT(EViT):
-    """Keeps the patches of the highest scores and fuses the others, weighted by their probability of keep (Kong et al.,
-    2022).
+    """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
-    `scores` is the paper's selector, or SPOT's predictor as in SPOT's Table 3, or any selecting reducer. The paper also
-    searches the layers of the stages by latency; here they are the policy's.
+    `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
+    searches for the layers of the stages by latency; here the policy states them.
     """
 
     name: ClassVar[str] = "spvit"
@@ -131,12 +130,12 @@ class SPViT(EViT):
 
 @dataclass(frozen=True)
 class DTPS(Soft):
-    """Keeps the patches of the highest scores, and fuses every other one into the most similar kept one (Wei et al.,
-    2023).
+    """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
-    Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and of those matched to it,
-    weighted by exp(c); its own weight is exp(1). Attention counts it once. `scores` is DynamicViT's predictor (dTPS),
-    class attention (eTPS, but before a layer instead of inside it), SPOT's, or any selecting reducer.
+    Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and the patches matched to it,
+    weighted by exp(c); its own weight is exp(1). In attention it counts as one token. `scores` is DynamicViT's
+    predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or any
+    selecting reducer.
     """
 
     scores: Selecting = field(default=DynamicViT())
@@ -147,7 +146,7 @@ class DTPS(Soft):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         kept = best(self.scores.relevance(state, predictor), state.present_mask, count)
-        # 1 for the patches that this stage prunes; 0 for kept ones and for those pruned by an earlier stage.
+        # 1 for patches that this stage prunes; 0 for kept patches and patches that an earlier stage pruned.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         cosines = unit @ gathered_rows(unit, kept).transpose(1, 2)  # [batch, patches, hosts]
@@ -156,20 +155,20 @@ class DTPS(Soft):
         return Reduction(kept, tokens, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Fuses every pruned patch into the most similar kept one; every patch keeps its index."""
+        """Fuses every pruned patch into the most similar kept patch. Every patch keeps its index."""
         unit = nn.functional.normalize(state.patches, dim=-1)
-        # All patches are in the table of hosts, so that shapes do not depend on the sample; pruned ones are masked.
+        # The hosts are all patches, with pruned patches masked, so that shapes do not depend on the sample.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
-        # The choice of the host has no gradient; the sample has one, by the weight 1 - keep of a fused patch.
+        # The choice of the host has no gradient. The sample has one, through the weight 1 - keep of a fused patch.
         return SampledTokens(keep, _squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
 
 
 def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
-    """Returns the weighted mean or sum of the patches, one token per image; zeros where all weights are zero."""
+    """Returns the weighted mean or sum of the patches, one token per image; zeros if all weights are zero."""
     if not normalized:
         return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)
-    # float16 has no 1e-12.
+    # float16 cannot represent 1e-12.
     shares = weights / total.clamp_min(1e-12 if total.dtype.itemsize > 2 else 1e-6)
     return (shares[:, None] @ patches.to(shares.dtype)).to(patches.dtype)
 
@@ -182,7 +181,7 @@ def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tens
     similarity, host = cosines.max(-1)
     # Under autocast the products have a lower precision than the patches, and scatter_add needs one dtype.
     weights = similarity.to(patches.dtype).exp() * pruned_mask
-    # A kept patch has the similarity 1 to itself, so the weight e.
+    # A kept patch has similarity 1 to itself, so its weight is e.
     total = torch.full_like(hosts[..., 0], math.e).scatter_add(1, host, weights)
     weighted_sum = (hosts * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
     return weighted_sum / total[..., None]

@@ -1,4 +1,4 @@
-"""The loss of learned reducers that holds the shares of kept patches at the policy's (SPOT, DynamicViT)."""
+"""The loss that holds learned reducers to the policy's shares of kept patches (SPOT, DynamicViT)."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class KeepRatio(Loss):
                 "KeepRatio needs a learned token reducer (spot, dynamicvit) in training, and the run of the step in "
                 "its context (recording_tokens); attach a policy or omit the loss."
             )
-        # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
+        # Masked tokens stay in place, so the mean over all patches is the kept share: [images, stages].
         shares = torch.stack([keep.mean(1) for keep in run.sampled.values()], dim=1)
         kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.sampled])
         return (shares - kept).square().mean()

@@ -1,4 +1,4 @@
-"""Reducers with a learned predictor of the patches to keep, and what is sampled in training; DynamicViT."""
+"""Reducers with a learned predictor of the patches to keep, how they sample in training, and DynamicViT."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,16 +19,16 @@ class Predicting(Selecting):
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
-        # Log-probabilities of almost certain patches round to 0, and their order would be that of the index.
+        """Returns the log-odds of keep, which order patches like log-probabilities but do not saturate near zero."""
+        # Log-probabilities of almost certain patches round to 0, which would leave their order to the index.
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        """Returns the log-probabilities of keep and drop for every patch, by which the reducer is trained."""
+        """Returns the log-probabilities of keep and drop for every patch. Training uses these."""
         return predictor(state)
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Returns the probability of keep."""
+        """Returns the probability that each patch is kept."""
         return relevance.sigmoid()
 
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
@@ -37,7 +37,7 @@ class Predicting(Selecting):
     def sampled_mask(
         self, state: TokenState, predictor: nn.Module, prunes_one: bool = False
     ) -> tuple[PerPatch, KeepDrop]:
-        """Returns a mask that is sampled from the scores (`sampled_keep`), and the scores."""
+        """Returns a mask sampled from the scores (`sampled_keep`), and the scores."""
         scores = self.keep_scores(state, predictor)
         return sampled_keep(scores, state.sizes[:, state.prefix :], prunes_one), scores
 
@@ -50,9 +50,10 @@ def odds(scores: KeepDrop) -> PerPatch:
 def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = False) -> PerPatch:
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
-    Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
-    is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
-    overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
+    Pruned patches stay pruned. If the sample prunes all patches of an image, the patch with the highest score is kept.
+    Otherwise low keep ratios would lead to means over no patches, and NaN. If the sample keeps all patches and
+    `prunes_one` is set, the patch with the lowest score is pruned. Reducers that overwrite a pruned patch with a new
+    token need this.
     """
     # In half precision the Gumbel noise can be infinite.
     sample = nn.functional.gumbel_softmax(scores.float(), hard=True, dim=-1)[..., 0]
@@ -81,9 +82,9 @@ class TokenFeatures(nn.Module):
     ) -> Float[Tensor, "batch patches projected"]:
         features = nn.functional.gelu(self.project(self.norm(patches)))
         pooled_width = features.shape[-1] // 2
-        # Of an odd number of features the local part has one more, so that a single feature is a local one.
+        # If the number of features is odd, the local part has one more, so a single feature is local.
         local, pooled = features.split([features.shape[-1] - pooled_width, pooled_width], dim=-1)
-        # Masked and sampled patches stay in place, so the mean counts the remaining ones: [batch, 1, pooled].
+        # Masked and sampled patches stay in place, so the mean counts only remaining patches: [batch, 1, pooled].
         mean = (pooled * present_mask[..., None]).sum(1, keepdim=True) / present_mask.sum(1)[:, None, None]
         return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
@@ -124,9 +125,9 @@ class DynamicViTPredictor(nn.Module):
 class DynamicViT(Predicting):
     """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021).
 
-    In training the gradient of a dropped patch's mask is not exactly the paper's: in the masked softmax, the score of a
-    dropped key is clamped to the largest score of the kept ones (`sized_softmax`), which changes no output and bounds
-    this gradient.
+    In training, the gradient of a dropped patch's mask differs from the paper's. In the masked softmax, the score of a
+    dropped key is clamped to the largest score of the kept keys (`sized_softmax`). This bounds the gradient and changes
+    no output.
     """
 
     name: ClassVar[str] = "dynamicvit"

@@ -1,4 +1,4 @@
-"""PiToMe: merges tokens that are similar to many others, and protects isolated ones."""
+"""PiToMe: merges tokens that are similar to many others, and protects isolated tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,16 +13,16 @@ from attnrx.vit.tokens.reducer import Shape, TokenState, stable_order
 
 @dataclass(frozen=True)
 class PiToMe(Merging):
-    """Merges the tokens of the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
+    """Merges the tokens with the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
 
-    The energy of a patch is the mean over all patches of f(c), c the cosine of their mean keys over the heads: f(c) = c
-    above the margin, alpha (exp(c - margin) - 1) below. It is large for patches in large groups of similar ones, such
-    as background. The 2 k patches of the highest energy, sorted by it, alternately form the two sets, of which k
-    patches are merged; all others are protected. The margin decreases with depth: `margin` (1 - l / L), for the layer l
-    (counted from 0) of L whose keys are compared.
+    The energy of a patch is the mean of f(c) over all patches, where c is the cosine between their keys, averaged over
+    the heads. f(c) is c above the margin, and alpha (exp(c - margin) - 1) below. The energy is large for patches in
+    large groups of similar patches, such as background. To merge k patches, the 2 k patches with the highest energy are
+    sorted by energy and go alternately to two sets. All other patches are protected. The margin decreases with depth:
+    it is `margin` (1 - l / L) for the layer l (counted from 0) of L whose keys are compared.
 
-    As published a share is merged in every layer, between attention and MLP; here it is before a layer, and where more
-    than half must be merged, more rounds follow. Energies count every token once, regardless of its size.
+    The paper merges a share in every layer, between attention and MLP. Here tokens are merged before a layer, in
+    several rounds if more than half must be merged. Energies count every token once, regardless of its size.
     """
 
     name: ClassVar[str] = "pitome"
@@ -35,19 +35,19 @@ class PiToMe(Merging):
             raise InvalidInput(f"{self}: give a margin from 0 to 1 and an alpha that is finite and not negative.")
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing all pairs of patches, and the two sets, in every round."""
+        """Returns the MACs of comparing all pairs of patches and of comparing the two sets, in every round."""
         total = 0
         while patches > count:
-            # The two sets have equal sizes, so a round merges at most every second patch.
+            # The two sets have equal sizes, so a round merges at most half of the patches.
             merged = min(patches // 2, patches - count)
             total += (patches**2 + merged**2) * shape.directions
             patches -= merged
         return total
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Indices, Indices]:
-        """Sorts the patches by energy, and divides the first ones alternately into the two sets."""
+        """Sorts the patches by energy, and divides the first patches alternately into the two sets."""
         keys = features["keys"]
-        # state.layer counts from 1, and the compared keys are those of the layer before it.
+        # state.layer counts from 1, and the compared keys come from the layer before it.
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
         order = stable_order(energy)[:, : 2 * min(most, keys.shape[1] // 2)]
@@ -58,6 +58,6 @@ class PiToMe(Merging):
 def energy_scores(
     cosines: Float[Tensor, "batch patches others"], margin: float, alpha: float
 ) -> Float[Tensor, "batch patches"]:
-    """Returns the energy of every patch; the cosine with itself adds the same constant to all."""
+    """Returns the energy of every patch. The cosine with itself adds the same constant to all patches."""
     below = alpha * ((cosines - margin).exp() - 1)
     return torch.where(cosines >= margin, cosines, below).mean(-1)

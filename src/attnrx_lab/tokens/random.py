@@ -20,9 +20,10 @@ class Random(Selecting):
     """Keeps random patches.
 
     The score of a patch is a hash of the seed, the pixels of its image and its index. It does not depend on batch,
-    threads or device, and an exported model computes it too. It is the same at every stage: the best m of the best n in
-    one random order are m of those n, drawn at random. Identical images keep the same patches. Images that differ, even
-    by rounding to another precision or by augmentation, keep other patches.
+    threads or device, and an exported model computes it, too. All stages use the same scores. A later stage still draws
+    at random, because the best m of the best n patches in a random order are a random choice of m of them. Identical
+    images keep the same patches. Images that differ, even by augmentation or by rounding to another precision, keep
+    other patches.
     """
 
     seed: int = 0
@@ -36,7 +37,7 @@ class Random(Selecting):
         return image_keys(images)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns a score in [0, 1) for every patch, including tokens added by an earlier stage."""
+        """Returns a score in [0, 1) for every patch, including tokens that an earlier stage added."""
         keys = state.image_keys
         assert keys is not None
         image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
@@ -47,22 +48,22 @@ class Random(Selecting):
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
     """Returns a 32-bit hash of every image: sums over columns, rows and channels with hashed weights.
 
-    Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
+    Integer sums do not depend on the order of summation, so the hash does not either. Pixels are converted to float32.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
-    # Every axis hashes a range of numbers of its own, 0x10001 of them.
+    # Every axis hashes its own range of 0x10001 numbers.
     for axis in range(images.ndim - 1):
         indices = torch.arange(numbers.shape[-1], device=images.device)
         weights = scrambled(indices + (axis + 1) * 0x10001) | 1
-        # 31 bits each: sums in ONNX Runtime do not wrap around. In place, which takes a third of the time.
+        # 31 bits each, because sums in ONNX Runtime do not wrap around. In-place operations take a third of the time.
         numbers = scrambled(numbers.mul_(weights).bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).sum(-1))
     return numbers
 
 
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Returns a hash of the lower 32 bits in the lower 32 bits: the finalizer of MurmurHash3.
+    """Hashes the lower 32 bits, and returns the hash in the lower 32 bits: the finalizer of MurmurHash3.
 
-    Higher bits are undefined, because products wrap around. A runtime without 64-bit integers therefore gives the same
+    Higher bits are undefined, because products wrap around. Therefore a runtime without 64-bit integers gives the same
     result.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))

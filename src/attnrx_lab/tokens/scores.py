@@ -1,5 +1,5 @@
-"""Reducers that keep the patches of the highest scores: SPOT's heuristic, Evo-ViT's, ATS, A-ViT's, and SPViT's learned
-selector.
+"""Reducers that keep the patches with the highest scores: SPOT's heuristic, Evo-ViT, ATS, A-ViT's rule, and SPViT's
+learned selector.
 """
 
 import math
@@ -18,7 +18,7 @@ from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, T
 
 @dataclass(frozen=True)
 class TokenScores(LayerStatistic):
-    """A score of every token, accumulated over the layers."""
+    """A score for every token, accumulated over the layers."""
 
     scores: Float[Tensor, "batch tokens"]
 
@@ -38,9 +38,10 @@ def scores_of(state: TokenState) -> PerPatch:
 
 @dataclass(frozen=True)
 class AttentionAverage(Selecting):
-    """Keeps the patches of the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
+    """Keeps the patches with the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
-    Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
+    It computes only one row of every attention map, and stores one number per patch. That is the sum over the layers,
+    which orders patches like the mean.
     """
 
     needs, every_layer = ("class_attention",), "class_attention"
@@ -51,22 +52,22 @@ class AttentionAverage(Selecting):
     def accumulate(
         self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens"]:
-        """Adds the scores of one layer to the earlier layers'; None at the first layer."""
+        """Adds the scores of one layer to the scores of the earlier layers, which are None at the first layer."""
         return scores if before is None else before + scores
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
+        # A token that an earlier stage fused starts at 0, so it counts only the layers since that stage.
         return scores_of(state)
 
 
 @dataclass(frozen=True)
 class EvoViT(AttentionAverage):
-    """Keeps the patches of the highest global class attention (Xu et al., AAAI 2022).
+    """Keeps the patches with the highest global class attention (Xu et al., AAAI 2022).
 
-    The class attention of every layer, averaged over the heads, is blended into the previous layers' with the weight 1
-    - `alpha`: G of the first layer is its own, then G = alpha G + (1 - alpha) A. In the paper the patches that are not
-    selected remain as placeholders, updated by one representative token; here they are pruned, and
-    `evit(scores=evo_vit)` keeps one fused token for them.
+    Let A be the class attention of a layer, averaged over the heads. The global class attention starts as G = A of the
+    first layer. Each further layer updates it to G = `alpha` G + (1 - `alpha`) A. In the paper, patches that are not
+    selected remain as placeholders, updated by one representative token. Here they are pruned; `evit(scores=evo_vit)`
+    keeps one fused token for them.
     """
 
     name: ClassVar[str] = "evo_vit"
@@ -87,36 +88,36 @@ class EvoViT(AttentionAverage):
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
 
-    The significance of a patch is the class attention to it times the norm of its value, scaled to a sum of 1 in every
+    The significance of a patch is its class attention times the norm of its value. It is scaled to a sum of 1 in every
     head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects
-    the patches: one of large significance is hit more than once, patches of small significance share a point. As
-    published the number of patches differs between images, because each patch is kept once however often it is hit.
-    Here it is fixed: K is the number to keep, and the patches of the highest significance replace repeated hits. As
-    published patches are removed within the attention of a layer; here it is before the next layer.
+    the patches. A patch with large significance is hit more than once; patches with small significance share a point.
+    In the paper the number of patches differs between images, because each patch is kept once however often it is hit.
+    Here K patches are kept, and the patches with the highest significance replace repeated hits. The paper removes
+    patches within the attention of a layer; here they are removed before the next layer.
     """
 
     needs = ("class_attention", "value_norms")
 
     def significance(self, state: TokenState) -> PerPatch:
-        """Returns the distribution that is sampled from; 0 for pruned patches."""
+        """Returns the distribution to sample from; 0 for pruned patches."""
         assert state.class_attention is not None
         assert state.value_norms is not None
         scores = (state.class_attention * state.value_norms)[:, :, state.prefix :] * state.present_mask[:, None]
         totals = scores.sum(2, keepdim=True)
-        # A head whose values are all zero has no part in the sum; it would be divided by zero.
+        # A head whose values are all zero adds nothing to the sum; the 1 avoids a division by zero.
         scores = (scores / torch.where(totals > 0, totals, 1.0)).sum(1)
-        # Where all are 0 (all values are zero), the remaining patches are equally significant.
+        # If the values of all heads are zero, the remaining patches are equally significant.
         scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.present_mask)
         return scores / scores.sum(1, keepdim=True)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Samples `count` points, and keeps as many patches."""
+        """Samples `count` points, and keeps `count` patches."""
         significance = self.significance(state)
-        # The points up to a share s of the distribution are floor(K s + 1/2): a patch is hit if there are more of them
+        # Up to a share s of the distribution there are floor(K s + 1/2) points. A patch is hit if this number is larger
         # at its end than at its beginning.
         ends = (count * significance.cumsum(1) + 0.5).floor()
         hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
-        # A significance is at most 1, so 2 puts every hit before every other patch.
+        # A significance is at most 1, so adding 2 puts every hit before every other patch.
         return reduced_to_best(state, significance + 2 * hit, count)
 
 
@@ -124,11 +125,11 @@ class ATS(Reducer):
 class HaltingScores(Selecting):
     """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with A-ViT's
-    ponder loss and prior makes x a halting score; without it x has no such meaning, and results are not A-ViT's. In
-    A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens differs between
-    images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose layers A-ViT
-    averages with halting probabilities, does not halt here.
+    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. Training with
+    A-ViT's ponder loss and prior gives x this meaning. Without such training x means nothing, and the results are not
+    A-ViT's. In A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
+    differs between images. Here the policy sets the numbers, and only the order follows A-ViT. A-ViT averages the class
+    token over the layers with halting probabilities; here the class token does not halt.
     """
 
     # The values of the paper.
@@ -155,11 +156,11 @@ class HaltingScores(Selecting):
         return TokenScores(scores if before is None else before.scores + scores)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        return -scores_of(state)  # the patch of the largest sum is the first to halt
+        return -scores_of(state)  # the patch with the largest sum is the first to halt
 
     def weights(self, relevance: PerPatch) -> PerPatch:
         """Returns the remainder 1 - sum of the halting scores, at least 0."""
-        # `relevance` is minus the sum. The clamp: under a policy's numbers a patch may stay beyond a sum of 1.
+        # `relevance` is minus the sum. A policy may keep a patch beyond a sum of 1, hence the clamp.
         return (1 + relevance).clamp(min=0)
 
 
@@ -167,10 +168,10 @@ class HaltingScores(Selecting):
 class HeadSelector(Predicting):
     """Keeps the patches that a learned predictor of several heads selects: SPViT's selector (Kong et al., ECCV 2022).
 
-    The width is divided among the heads. Every head has local and global features of its share and scores it; a branch
-    weights the heads of every patch by the mean of each share, and the score is the weighted mean of the heads'
-    probabilities. Chosen here: the perceptrons of features and scores are DynamicViT's, shared by the heads; the
-    branch's has two linear maps.
+    The width is divided among the heads. Every head computes local and global features from its share of the width, and
+    scores each patch. A branch weights the heads of every patch by the mean of each share. The final score is the
+    weighted mean of the heads' probabilities. Two choices are ours: the perceptrons for features and scores are
+    DynamicViT's and shared by the heads, and the branch's perceptron has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
@@ -182,7 +183,7 @@ class HeadSelector(Predicting):
 
 
 class HeadSelectorPredictor(nn.Module):
-    """The log-probabilities of keep and drop, a weighted mean over the heads."""
+    """Predicts the log-probabilities of keep and drop as a weighted mean over the heads."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -198,7 +199,7 @@ class HeadSelectorPredictor(nn.Module):
 
     def forward(self, state: TokenState) -> KeepDrop:
         shares = state.patches.unflatten(2, (self.heads, -1))  # [batch, patches, heads, share]
-        # The heads become images of one batch [batch * heads, patches, share], because they share one predictor.
+        # The heads share one predictor, so they become images of one batch [batch * heads, patches, share].
         present_mask = state.present_mask.repeat_interleave(self.heads, dim=0)
         scores = self.scores(self.features(shares.transpose(1, 2).flatten(0, 1), present_mask))
         return head_mean(scores.unflatten(0, (-1, self.heads)), self.head_weights(shares.mean(-1)))
@@ -208,6 +209,6 @@ def head_mean(
     scores: Float[Tensor, "batch heads patches 2"], log_weights: Float[Tensor, "batch patches heads"]
 ) -> KeepDrop:
     """Returns the logarithm of the weighted mean of the heads' probabilities."""
-    # In logarithms, so that small probabilities do not underflow; the second term normalizes the weights.
+    # In logarithms, so that small probabilities do not underflow. The second term normalizes the weights.
     weights = log_weights.transpose(1, 2)[..., None]
     return torch.logsumexp(scores + weights, dim=1) - torch.logsumexp(weights, dim=1)

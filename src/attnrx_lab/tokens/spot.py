@@ -13,16 +13,16 @@ from attnrx.vit.tokens import LayerStatistic, Shape, TokenState
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
-SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
+SCALARS = 6  # per patch, head and map: SPOT, Eqs. 3 to 9
 
 
 @dataclass
 class MapMoments(LayerStatistic):
-    """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
+    """The elementwise mean of the attention maps over the layers so far, and their variance if it is collected.
 
-    Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
-    Attention lies in [0, 1], so the sums of squares are accurate enough for a predictor: in float32 a deviation of a
-    hundredth of a map's values is resolved to three digits.
+    Memory does not grow with the number of layers, because only sums of the maps and, for the variance, of their
+    squares are stored. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In float32, a
+    deviation of a hundredth of a map's values is accurate to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -35,7 +35,7 @@ class MapMoments(LayerStatistic):
         return cls(attention, attention * attention if variance else None)
 
     def add_layer(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Returns the moments with one more layer; without gradients the sums are updated in place."""
+        """Returns the moments with one more layer. Without gradients the sums are updated in place."""
         squares = self.squares
         if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
             total = self.total + attention
@@ -46,13 +46,13 @@ class MapMoments(LayerStatistic):
         return MapMoments(total, squares, self.count + 1)
 
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "MapMoments":
-        """Returns the moments between the kept tokens, and so many new ones after them, whose sums are zero."""
+        """Returns the moments between the kept tokens, followed by `num_new` new tokens whose sums are zero."""
         moments = self._map(lambda sums: _between(sums, kept))
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
         """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
-        # Not in place: the sums may be in an autograd graph, or share memory with the map of the first layer.
+        # Not in place, because the sums may be in an autograd graph, or share memory with the first layer's map.
         mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
         pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
         return self._map(lambda sums: sums * pair_mask)
@@ -67,18 +67,18 @@ class MapMoments(LayerStatistic):
 
     @property
     def variance(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The variance over the layers (the mean of the squared deviations), where it was collected."""
+        """The variance over the layers (the mean of the squared deviations), if it was collected."""
         assert self.squares is not None
         if self.count == 1:  # exactly 0, without rounding
             return torch.zeros_like(self.squares)
-        # E x^2 - (E x)^2; of almost equal maps rounding can make it negative.
+        # E x^2 - (E x)^2. If the maps are almost equal, rounding can make it negative.
         mean_square = self.squares / self.count
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
 
 def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the rows and columns of some tokens."""
-    # Rows first: the columns are then gathered from the smaller [batch, heads, kept, keys].
+    """Returns the rows and columns of the kept tokens."""
+    # Rows first, so that the columns are gathered from the smaller [batch, heads, kept, keys].
     batch, heads, queries, keys = maps.shape
     # index_select copies whole rows; gather copies element by element.
     first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
@@ -91,14 +91,15 @@ class Spot(Predicting):
     """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics (SPOT, Section
     3.2).
 
-    For every head and patch, six scalars (SPOT, Eqs. 3 to 9) of the attention of the previous layer, of its `mean` over
-    all previous layers, and of its `variance` over them; in addition `projected` token features (None: as many as the
-    width, 0: none), half local, half global. `head_averaged` uses the scalars of the mean over the heads; with `shared`
-    all stages share one predictor. Changed one at a time, the switches are the ablations of Table 2, Figure 5 and Table
-    8. With `standardized`, which is not the paper's, every attention feature has mean 0 and variance 1 over the
-    patches of an image: raw ones are 10 to 10^5 times smaller than token features.
+    The attention features are six scalars per head and patch (SPOT, Eqs. 3 to 9). They are taken from the attention of
+    the previous layer, from its `mean` over all previous layers, and from its `variance` over them. `projected` is the
+    number of additional token features, half local and half global (None: the width, 0: none). With `head_averaged` the
+    scalars come from the mean over the heads. With `shared` all stages share one predictor. Changed one at a time,
+    these settings are the ablations of Table 2, Figure 5 and Table 8. `standardized`, which the paper does not have,
+    gives every attention feature mean 0 and variance 1 over the patches of an image. Raw attention features are 10 to
+    10^5 times smaller than token features.
 
-    In training the gradient of a dropped patch's mask is bounded, as `DynamicViT` states.
+    In training, the gradient of a dropped patch's mask is bounded as in `DynamicViT`.
     """
 
     mean: bool = True
@@ -135,7 +136,7 @@ class Spot(Predicting):
 
 
 class SpotPredictor(nn.Module):
-    """The log-probabilities of keep and drop from token and attention features (SPOT, Eq. 10)."""
+    """Predicts the log-probabilities of keep and drop from token and attention features (SPOT, Eq. 10)."""
 
     def __init__(self, spot: Spot, shape: Shape):
         super().__init__()
@@ -162,7 +163,7 @@ class SpotPredictor(nn.Module):
             maps.append(moments.variance)
         if self.spot.head_averaged:
             maps = [table.mean(1, keepdim=True) for table in maps]
-        # All maps are concatenated as heads of one: few large operations instead of many small ones.
+        # All maps are concatenated as heads of one map, for few large operations instead of many small ones.
         present_mask = None if state.unmasked else state.present_mask
         return attention_features(torch.cat(maps, dim=1), state.prefix, present_mask, self.spot.standardized)
 
@@ -175,21 +176,21 @@ def attention_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns the six scalars of every patch and head: SPOT, Eqs. 3 and 4, then 5 to 8, over the remaining patches.
 
-    The attention from and to the class token; mean and variance of the attention to the patches, and of that received
-    from them. Heads are concatenated.
+    They are the attention from and to the class token, the mean and variance of the attention to the patches, and the
+    mean and variance of the attention from the patches. Heads are concatenated.
     """
     inner = attention[:, :, prefix:, prefix:]  # between patches; the rows no longer sum to 1
     rows = columns = inner
     count: Tensor | int = inner.shape[-1]
     if present_mask is not None:
-        # Rows are summed over remaining keys, columns over remaining queries.
+        # Rows are summed over the remaining keys, columns over the remaining queries.
         rows, columns = inner * present_mask[:, None, None, :], inner * present_mask[:, None, :, None]
         count = present_mask.sum(1)[:, None, None]
-    row_squares = rows * inner  # the mask is 0 or 1, so this is the masked square
+    row_squares = rows * inner  # the mask is 0 or 1, so this equals the square of the masked rows
     column_squares = row_squares if present_mask is None else columns * inner
     sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
-    # Mean of squares minus square of the mean: saves one pass over a map, compared with squared deviations.
+    # The mean of squares minus the square of the mean takes one pass over a map less than squared deviations.
     row_variance = (row_square - row_mean.square()).clamp(min=0)
     column_variance = (column_square - column_mean.square()).clamp(min=0)
     with_class = attention[:, :, 0, prefix:], attention[:, :, prefix:, 0]
@@ -210,7 +211,8 @@ def standardized_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns features of mean 0 and variance 1 over the remaining patches of every image.
 
-    A feature whose deviation is a rounding error of numbers of these `sizes` becomes 0. The deviation has no gradient.
+    A feature becomes 0 if its deviation is only a rounding error of numbers of these `sizes`. No gradient flows through
+    the deviation.
     """
     precision = 100 * torch.finfo(features.dtype).eps
     exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20
@@ -219,5 +221,5 @@ def standardized_features(
     centred = exact - (exact * mask).sum(1, keepdim=True) / count
     deviation = ((centred.detach() * mask).square().sum(1, keepdim=True) / count.detach()).sqrt()
     varies = deviation > precision * (sizes.detach().abs() * mask).sum(1, keepdim=True) / count.detach()
-    # Those of pruned patches can be arbitrarily large.
+    # Features of pruned patches can be arbitrarily large, so mask them.
     return (centred / torch.where(varies, deviation, 1.0) * varies * mask).to(features.dtype)

@@ -1,4 +1,4 @@
-"""Zero-TPrune: prunes by page rank on the attention graph and by similarity, without training."""
+"""Zero-TPrune: prunes by PageRank on the attention graph and by similarity, without training."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,20 @@ from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, Token
 class ZeroTPrune(Reducer):
     """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
 
-    Importance: the attention of the previous layer is a graph; `iterations` steps of page rank on it, starting from
-    uniform scores, give every token a score in every head. Heads whose scores vary too little or too much are excluded
-    (variance over the patches, of scores scaled to a mean of 1, below `least` or above `most`; if all heads are
-    excluded, all count), and the others are combined by their quadratic mean, which emphasizes patches that some heads
-    find informative. A stage first ranks the patches to divide them into a less important half and the rest. Of the
-    half, those most similar to one of the rest are pruned (cosine of the mean keys over the heads): the share `similar`
-    of all pruned patches, at most the half. It then ranks the remaining patches once more, and prunes the least
-    important.
+    To compute importance, the attention of the previous layer is treated as a graph. `iterations` steps of PageRank,
+    starting from uniform scores, give every token a score in every head. Heads whose scores vary too little or too much
+    are excluded: scores are scaled to a mean of 1, and their variance over the patches must lie between `least` and
+    `most`. If this excludes all heads, all count. The other heads are combined by their quadratic mean, which
+    emphasizes patches that some heads find informative.
 
-    The steps are the paper's I'-S-I; the scale of the variance, the share `similar` and one number of iterations for
-    all stages (the paper uses fewer in deeper layers) are ours. The class token is treated like other tokens.
+    A stage first ranks the patches, and divides them into a less important half and the rest. From the less important
+    half it prunes the patches that are most similar to a patch of the rest, by the cosine of their keys, averaged over
+    the heads. These make up the share `similar` of all pruned patches, at most the whole half. Then the stage ranks the
+    remaining patches once more, and prunes the least important.
+
+    The steps follow the paper's I'-S-I. The scale of the variance and the share `similar` are ours, and so is one
+    number of iterations for all stages; the paper uses fewer in deeper layers. The class token is treated like other
+    tokens.
     """
 
     iterations: int = 30
@@ -48,20 +51,20 @@ class ZeroTPrune(Reducer):
         prefix: int,
     ) -> PerPatch:
         """Returns the importance of the patches, over the tokens of `present_mask` (1 if present, else 0)."""
-        # Tokens before the patches take part in the page rank, and not in the statistics of a head.
+        # Tokens before the patches take part in PageRank, but not in the statistics of a head.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
-        # Variances are compared with the limits at a mean score of 1, whatever the number of patches.
+        # Scale scores to a mean of 1, so that the limits of the variance do not depend on the number of patches.
         scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         head_mask = ((variance >= self.least) & (variance <= self.most)).to(scores.dtype)
-        # With every head excluded, all count.
+        # If every head is excluded, all count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
         return ((scores.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the less important half with the rest, where similarity prunes any."""
+        """Returns the MACs of comparing the less important half with the rest, if similarity prunes any patch."""
         half = patches // 2
         return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
 
@@ -74,13 +77,13 @@ class ZeroTPrune(Reducer):
         num_present = state.num_present
         num_similar = self._num_similar(num_present, count)
         present_mask = (state.sizes > 0).to(state.attention.dtype)
-        if num_similar:  # I' and S: a rank to divide the patches, and the removal of similar ones
+        if num_similar:  # I' and S: rank and divide the patches, then remove similar patches
             first = self.importance(state.attention, present_mask, state.prefix)
             pruned = redundant(
                 state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
             )
             present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
-        # I: once more, without the attention of the removed patches.
+        # I: rank once more, without the attention of the removed patches.
         importance = self.importance(state.attention, present_mask, state.prefix)
         kept = best(importance, present_mask[:, state.prefix :], count)
         return Reduction(kept, gathered_rows(state.patches, kept))
@@ -89,12 +92,12 @@ class ZeroTPrune(Reducer):
 def page_rank(
     attention: Float[Tensor, "batch heads tokens tokens"], present_mask: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
-    """Returns the page rank of every remaining token after some iterations; edges are weighted by attention.
+    """Returns the PageRank of every remaining token after some iterations. Edges are weighted by attention.
 
-    Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
+    Attention to pruned tokens is set to zero, and every row is rescaled to a sum of 1. Scores sum to 1.
     """
     steps = attention * present_mask[:, None, None, :]
-    # A query that attends to pruned tokens only has a row of zeros, which stays zero.
+    # A query that attends only to pruned tokens has a row of zeros, which stays zero.
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
     scores = (present_mask / present_mask.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
@@ -110,11 +113,12 @@ def redundant(
     num_present: int,
     count: int,
 ) -> Int[Tensor, "batch pruned"]:
-    """Returns the `count` patches of the less important half of the `num_present` ones that are most similar to one of
-    the rest.
+    """Returns the `count` patches of the less important half that are most similar to a patch of the other half.
+
+    The halves divide the `num_present` present patches.
     """
     order = stable_order(importance.masked_fill(present_mask == 0, float("-inf")))
-    # The odd patch is in the more important half; patches that are not there come last and are in none.
+    # An odd patch goes to the more important half. Pruned patches come last and belong to neither half.
     high, low = order[:, : num_present - num_present // 2], order[:, num_present - num_present // 2 : num_present]
     unit = nn.functional.normalize(keys, dim=-1)
     similarity = (gathered_rows(unit, low) @ gathered_rows(unit, high).transpose(1, 2)).amax(-1)
