@@ -168,7 +168,7 @@ class LibraryModels(ABC):
         if tables and self.size_argument:
             path, tokens, own = tables[0]
             patches: Any = model.get_submodule(self.parts(model).patches)
-        # Subtract the tokens before the patches, if these have positions.
+            # Subtract the tokens before the patches, if these have positions.
             count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
             side = math.isqrt(max(count, 0))
             if not count or side * side != count:

@@ -136,7 +136,7 @@ def map_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
-        """Replaces a parameter that the module itself owns by a value of any shape."""
+    """Replaces a parameter that the module itself owns by a value of any shape."""
     owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
 
 

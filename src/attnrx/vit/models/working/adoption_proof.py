@@ -341,7 +341,7 @@ def describe_part(module: nn.Module) -> dict[str, Any] | None:
         # The argument `bias` states whether there is one.
         arguments[name] = value is not None if name == "bias" else list(value) if isinstance(value, tuple) else value
     described = {"layer": type(module).__name__, "arguments": arguments}
-        # An option that is not an attribute of its layer would be lost.
+    # An option that is not an attribute of its layer would be lost.
     return described if repr(build_part(described)) == repr(module) else None
 
 
