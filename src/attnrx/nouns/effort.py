@@ -60,6 +60,7 @@ LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {l
 # measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model of more than
 # HUGE (a ViT-L has 6e10) it plans on half of the images, measures sensitivities in half of the layers, and diagnoses on
 # a quarter. Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
+LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A quick call verifies on as many images as take VERIFICATION_MACS multiply-accumulates in the original, but on at
 # least MIN_VERIFICATION_IMAGES: for example on 4,800 with a ViT-Tiny, and on 340 with a ViT-B.
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 6e12, 256
@@ -81,6 +82,7 @@ FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 # has at least MIN_TIMED_IMAGES images (FEWEST_TIMED_IMAGES of large models), and as many as take TIMED_MACS
 # multiply-accumulates, because below that calls of operations dominate. Files do not run in chunks, so their part has
 # as many images as take TIMED_FILE_MACS.
+MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # Rounds before the ones that are counted.
 WARMUP = 2
 
