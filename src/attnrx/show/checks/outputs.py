@@ -252,7 +252,7 @@ class Fidelity(Check):
         least_agreement: float | None = None,
         most_divergence: float | None = None,
     ) -> tuple[Finding, ...]:
-        """Compares the model of the role `other` with the one of the role `base`; a quantity without limit is reported."""
+        """Compares the models of the roles `other` and `base`; a quantity without a limit is reported."""
         predictions, seed = comparison.predictions, comparison.seed
         n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
         kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])

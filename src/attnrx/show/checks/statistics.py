@@ -216,13 +216,13 @@ def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, 
 
 
 def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
-    """Returns the expected calibration error with an interval that covers the population's, in bins as well.
+    """Returns the expected calibration error in bins, with an interval that covers the population's error.
 
-    The error is a sum of magnitudes, which noise increases: on few images a calibrated model has an error well above
-    zero, and resamples have a higher one still, so that percentiles of it may exclude the value itself. The error
-    differs from the population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality),
-    whose quantile is the distance to the lower end. The upper end is as far above the value as the low resamples are
-    below their mean; the bias is not subtracted from it. Contains the value; conservative.
+    The error is a sum of magnitudes, which noise increases. On few images a calibrated model has an error well above
+    zero, and resamples have a higher one still, so percentiles may exclude the value itself. The error differs from the
+    population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality). The quantile of
+    this sum is the distance to the lower end. The upper end is as far above the value as the low resamples are below
+    their mean; the bias is not subtracted from it. Contains the value; conservative.
     """
     value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
     distances = calibration_error(resampled_gaps - mean_gaps)
