@@ -22,7 +22,7 @@ from attnrx.vit.maps import FITS
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
+__all__ = ["COMMANDS"]  # has attnrx's own commands once this module is imported
 
 Part = TypeVar("Part")
 
@@ -93,7 +93,7 @@ def is_target(finding: "rx.Finding", quantity: str) -> bool:
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a claim that fails as a line; a prediction that is not the target is no limit of the user's."""
+    """Returns a failed claim as a line; a prediction of the plan that is not the user's target is called so."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -133,7 +133,7 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
     fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    # Those that are one number, a flag or a choice.
+    # Settings that are one number, a flag or a choice.
     plain = [name for name, kind in fields.items() if kind != "TEXT" and not getattr(kind, "several", False)]
     options.add_arguments(knobs, "TrainingConfig", *plain)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -167,7 +167,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
         model = _reducing(model, policy, config, log)
     trained = rx.train(model, splits, config, arguments.out, log=log)
     accuracy = trained.record["accuracy"]
-    best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
+    best = accuracy["best_epoch"]  # None if the validation images have no labels of the model
     names = ("test", "validation, last epoch", "validation, best epoch" + ("" if best is None else f" ({best})"))
     shares = (accuracy[name] for name in ("test", "validation", "best_validation"))
     rows = [(name, "-" if each is None else f"{100 * each:.2f} %") for name, each in zip(names, shares, strict=True)]
@@ -596,7 +596,7 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read: of an absolute one the name, without folders of this machine."""
+    """Returns a path for a page that others read: an absolute path becomes its name, without folders of this machine."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
@@ -604,7 +604,7 @@ def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
     """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
-    # A file that is named must exist; those of the candidate are optional.
+    # A file that is named must exist; the candidate's files are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
     return None if given is None else load(given)
