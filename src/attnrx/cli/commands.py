@@ -152,7 +152,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
     settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
-    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
+    # Otherwise TrainingConfig's default losses are used, with label smoothing.
     if arguments.losses or shared or arguments.no_task:
         settings["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
     config = rx.TrainingConfig(**settings)
@@ -596,7 +596,7 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read: an absolute path becomes its name, without folders of this machine."""
+    """Returns a path for a page that others read; an absolute path becomes its name, without this machine's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # of the flush, e.g. a full disk; those of commands are handled before
+    except OSError as error:  # raised by the flush, e.g. for a full disk; errors of commands are handled before
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _report_error([], error, f"the results cannot be printed: {error.strerror or error}.", BAD_INPUT)
 

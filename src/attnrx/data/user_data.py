@@ -72,7 +72,7 @@ FORMAT_OF_INPUTS = Kind(
     lambda value: value is None or (hasattr(value, "image_in") and not isinstance(value, type)),
 )
 
-# Images per batch of data without batches of their own.
+# Images per batch, for data that have no batches.
 BATCH = 32
 CANDIDATES = 1_000_000  # the most rows that a sampler is asked for
 MAX_LISTED = 2**24  # the most rows of a dataset whose labels are read to choose a few rows of all classes
@@ -214,7 +214,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
     name = type(dataset).__name__
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
-    # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
+    # A class of loaders with its own iteration may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
     if length is None or loader.batch_sampler is None or has_own_iteration:
         return _IterableData(name, loader, reading)
@@ -394,7 +394,7 @@ class IndexedImages(ImageSet):
             batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
-        # The rows stand for the labels, of which only those of the sampled images are read.
+        # The rows stand for the labels, because only the labels of the sampled images are read.
         return digest(self.name, torch.tensor(self.rows), contents)
 
     def at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
@@ -475,7 +475,7 @@ class IndexedImages(ImageSet):
         """Returns the labels of the rows, if there are few and the dataset lists them, as torchvision's datasets do."""
         if len(self) > MAX_LISTED:  # need not fit into memory
             return None
-        # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
+        # They only balance the classes in `take`; a batch has the labels of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()

@@ -148,7 +148,7 @@ class Format(ABC):
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:
-        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype that it lacks."""
+        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype that it cannot have."""
         if path.suffix != self.suffix:
             renamed = path.with_suffix(self.suffix).name
             raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {renamed}.")
@@ -232,14 +232,14 @@ class Program(Format):
         return "eager"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        # In memory first: on a full disk torch's own writer of files ends the process.
+        # Written to memory first: on a full disk torch's own writer of files ends the process.
         content = BytesIO()
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
-        # Without guards: `Exported` validates shapes.
+        # Guards are off, because `Exported` validates shapes.
         return _returning_all(open_program(path).module(check_guards=False))
 
 

@@ -27,7 +27,7 @@ ONNX_OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{fi
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
 batch = session.get_inputs()[0].shape[0]
 batch = batch if isinstance(batch, int) else 1"""
-OLDEST_OPSET = 18  # of torch's exporter
+OLDEST_OPSET = 18  # the oldest of torch's exporter
 ATTENTION_OPSET = 23  # the first one that has attention in one operation
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
@@ -193,7 +193,7 @@ def forget_shapes_of_weights(model: Any) -> None:
 
 
 def use_flat_attention(model: Any) -> None:
-    """Makes every Attention operation take and return [batch, tokens, heads * features], where its graph allows.
+    """Makes every Attention operation take and return [batch, tokens, heads * features], if its graph allows it.
 
     torch writes it with the heads as a separate axis, between a reshape and a transposition of every operand. The
     operation itself can divide the features into heads (operator set 23), without copies. Masks get an entry for every

@@ -37,7 +37,7 @@ LAYER = kinds.record(
         "norms": kinds.one_of(*NORMS),
         "shared": kinds.FLAG,
         "readings": kinds.JSON_OBJECT,  # for human readers; `load` reads the tensors
-        # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
+        # Both maps, or no map if the MLP is not read; null for a map that is not one matrix.
         "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
     {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
@@ -225,7 +225,7 @@ def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
-    # Only short readings: the JSON file is read by people, and the tensors have all of them.
+    # Only short readings, because people read the JSON file; the tensors have all readings.
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     return {
         "heads": list(spectrum.heads),

@@ -108,7 +108,7 @@ class PlanSettings:
     and at `pruned_shares` of the patches, in every `layer_stride`-th layer, and interpolated in between. The search
     measures `trials` plans on `trial_images`; each of them is the best predicted of some `variations`. A plan that is
     far worse than the best one on the first batch is measured on that batch only. The best `finalists` are measured on
-    all images, of which `shrink` takes `num_images`. With `bfloat16` these plans have products in bfloat16 if the
+    all images; `shrink` takes `num_images` for this. With `bfloat16` these plans have products in bfloat16 if the
     device is faster with them. Sensitivities and predictions use the model's own precision.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
@@ -273,7 +273,7 @@ class Effort:
     Attributes:
         name: "quick", "normal" or "thorough".
         settings: How plans are searched and timed.
-        fitted_images: The images that weights are fitted to; those that the plan is chosen on are among them.
+        fitted_images: The images that weights are fitted to; they include the images that the plan is chosen on.
         repair: The repair of a realized plan; None for no repair.
         distill_epochs: The epochs of the distillation that follows; 0 for no distillation.
         most_distilled: The most MACs per image of a model that is distilled.

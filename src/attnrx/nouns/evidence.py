@@ -310,7 +310,7 @@ class Evidence(Displayed):
 
 # Some numbers of a file determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
 ROUNDED = 0.01
-# Quantities that must be at least, or at most, their limit. Other checks are judged by rules of their own.
+# Quantities that must be at least, or at most, their limit. Other checks have their own rules.
 AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}
 AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
 CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # candidate minus reference of these

@@ -35,7 +35,7 @@ FORMATS = ("svg", "pdf", "csv")
 COLUMNS = ("panel", "series", "x", "y", "low", "high")
 # Panels in a row; inches of one panel, of a figure of one panel, and of one cell of a grid.
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
-PICTURE = (1.5, 1.7)  # of one picture with its title
+PICTURE = (1.5, 1.7)  # inches of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
 MOST_LABELS = 12  # series that have a legend
 # Text stays text: it can be searched, and conferences ask for fonts that are embedded as such.

@@ -47,7 +47,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     try:
         with _DetachedCopies():
             return copy.deepcopy(model, memo)
-    except Exception as error:  # objects of any class are copied, by code of their own
+    except Exception as error:  # objects of any class are copied by their own code
         raise NotSupported(
             f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
             "Delete this attribute first, and set it again on the result."

@@ -26,7 +26,7 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
         return importlib.import_module(module)
     except ImportError as error:
         library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
-        # The original error is shown: an installed library may lack a library of its own.
+        # The original error is shown, because an installed library may lack a library that it needs.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
 
 

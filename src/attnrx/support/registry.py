@@ -24,7 +24,7 @@ def text_name(thing: Any) -> str:
     """Returns the name of a thing: its own `name`, else its class's, `total_rank` of `TotalRank`."""
     if not isinstance(thing, type):
         return str(thing.name)
-    own = vars(thing).get("name")  # a subclass has a name of its own
+    own = vars(thing).get("name")  # a subclass has its own name
     return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", thing.__name__).lower()
 
 

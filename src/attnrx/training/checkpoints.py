@@ -29,7 +29,7 @@ from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_lik
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 KIND, SCHEMA = "attnrx training state", 1
-# The settings are compared with those of the run, field by field (`require_same_run`).
+# The settings are compared with the run's, field by field (`require_same_run`).
 IDENTITY = kinds.record({"weights": kinds.ANY_TEXT}, open=True)
 HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch
 STATE = kinds.record(

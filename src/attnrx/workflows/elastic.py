@@ -108,7 +108,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    # From the largest model to the smallest, by shares falling and speeds rising.
+    # From the largest model to the smallest: shares fall, and speeds rise.
     ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)
@@ -140,7 +140,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             # An interrupted call continues with the next size.
             for name, target in missing.items():
                 result = run.result(target)
-                if isinstance(result, TargetMet):  # by the original, which is a size itself
+                if isinstance(result, TargetMet):  # the original meets the target, and is a size itself
                     log(f"{name}: {result.reason}")
                     unneeded[name] = result
                     continue

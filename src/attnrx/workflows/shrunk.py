@@ -242,7 +242,7 @@ class Shrunk:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
         tokens = None
         if self.samples is not None and reduction_of(self.model) is not None:
-            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+            with suppress(InvalidInput):  # patches that do not form a grid cannot be drawn
                 tokens = sample_tokens(self.model, *self.samples)
         return ReportContent(
             title,

@@ -194,7 +194,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
-    with scratch_folder() as folder:  # for the file of the reference
+    with scratch_folder() as folder:  # for the reference's file
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, folder, notes))
         # One comparison for all checks: the outputs of the models are computed once.

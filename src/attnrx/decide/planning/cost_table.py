@@ -39,7 +39,7 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
-        # Not strict: a model whose MLPs are not pairs of linear maps has none here.
+        # `strict` is off, because a model whose MLPs are not pairs of linear maps has none here.
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
@@ -242,7 +242,7 @@ def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
 
 def _factor(measured: float, predicted: float) -> float:
     """Returns the factor between a measured and a predicted saving; 1 if no saving is predicted."""
-    # Not negative: noise must not make a saving a cost.
+    # It is not negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
 

@@ -203,7 +203,7 @@ def measured_cost_table(
     mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
     # The last block is only timed without compression; its share of a block's time is assumed for all levels.
     last = timer.last() / attention[0, 0]
-    # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
+    # The tables of all layers; the last layer may be cheaper (last-layer class-token shortcut).
     tables = [
         np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
         for part in (attention, mlp)
@@ -243,7 +243,7 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
     Below the last known level the line through the last two is continued.
     """
-    # Not by level number: `space.levels` need not be evenly spaced.
+    # By share and not by level number, because `space.levels` need not be evenly spaced.
     complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
@@ -387,7 +387,7 @@ class _Timer:
     def steps(self, counts: np.ndarray) -> np.ndarray:
         """Returns factors [counts] that turn straight lines between the grid's times into times of the unchanged block.
 
-        A factor is 1 where the block is not timed.
+        A factor is 1 if the block is not timed at that number of tokens.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -405,7 +405,7 @@ class _Timer:
         return np.where((counts < fine[0]) | (counts == counts[-1]), 1.0, factors)
 
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
-        """Returns the times of all these layers together, the last of which may be `shortened`."""
+        """Returns the times of all these layers together; the last one may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
         runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
@@ -562,7 +562,7 @@ class PlanTimer:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
             if form is None:
-                # In a process of their own, like whole models: these were slower in a process that had timed blocks.
+                # Timed in their own process, like whole models: these were slower in a process that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself

@@ -209,9 +209,9 @@ class Planner:
         self.log, self.details = settings.log, details(settings.log)
         self.reference, self.images = reference or space.model, images
         self.timer = PlanTimer(space, settings, images, baseline)
-        self.trials: tuple[Trial, ...] = ()  # of the last search
+        self.trials: tuple[Trial, ...] = ()  # the trials of the last search
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
-        self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
+        self._outputs: dict[Choices, list[Tensor]] = {}  # the outputs of plans, per batch, on the first images
         self._realized: dict[Choices, nn.Module] = {}  # only of the last plan, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
 
@@ -505,7 +505,7 @@ class Planner:
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
-        # By choices, because several trials may have one plan.
+        # Stored by choices, because several trials may have the same plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.answers

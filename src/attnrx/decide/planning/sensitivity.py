@@ -80,7 +80,7 @@ class Answers:
         """Computes the original's outputs; images may have no labels.
 
         Raises:
-            DataError: There are no images, a label fits no head, or an embedding is zero.
+            DataError: There are no images, a label does not fit a head, or an embedding is zero.
         """
         weight, kind = next(model.parameters()), output_kind_of(model)
         has_labels = images.has_labels and kind.has_decisions

@@ -149,7 +149,7 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # For maps too, whose divergence is smaller with it (docs/results/dense.md).
+                    # Also used for maps, whose divergence is smaller with it (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
                     step = max(1, min(STEP, layout.patches // 4))
@@ -238,7 +238,7 @@ class Space(Displayed):
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns those `levels` that are available; if none is, the middle available level; if there is none, ()."""
+        """Returns the available ones of these `levels`; if there is none, the middle available level, if any."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
@@ -289,7 +289,7 @@ class Space(Displayed):
     ) -> Prescription:
         tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
-        # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
+        # The metric of the data, and not of the weights, sorts directions by their effect on the scores.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
@@ -360,7 +360,7 @@ class Space(Displayed):
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits the number of patches pruned at every stage to half of its input patches."""
-        # From the first stage on: patches pruned by one stage are missing at the later ones.
+        # Begins with the first stage: patches pruned by one stage are missing at the later ones.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))

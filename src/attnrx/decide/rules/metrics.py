@@ -1,4 +1,4 @@
-"""Metrics in which the directions of a head are optimal, also for rotary attention, and spectra rewritten in them.
+"""Metrics in which the directions of a head are optimal, including rotary attention, and spectra rewritten in them.
 
 In rotary attention a pair of rows is rotated by an angle that depends on the token's position. Only maps that commute
 with the rotation preserve its scores, so a pair is kept or removed as a whole. Many frequencies hardly rotate over the
@@ -116,7 +116,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     spectrum, balanced = layer.spectrum, directions_in(metric, layer)
     if isinstance(balanced, RotaryDirections):
         return _rotary_layer(layer, balanced)
-    # Balanced directions are sorted by strength, so those of a head with fewer rows are its first ones.
+    # Balanced directions are sorted by strength, so a head with fewer rows uses its first ones.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
         spectrum,

@@ -177,7 +177,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         of_kept = replace(diagnosis, layers=kept)
     scores, spectra = _decide_scores(of_kept, stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
-    # For every map a list over the layers; transposed below.
+    # A list over the layers for every map; transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
     # Removed heads change vo even without a rule for vo: the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
@@ -192,7 +192,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         )
         for decisions in zip(*decisions_by_map.values(), strict=True)
     )
-    # Decisions about units exist only in layers where some are removed.
+    # Decisions about units exist only in layers from which some are removed.
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
     is_smaller = drops or units or depth is not None
@@ -417,7 +417,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters.
+    """Returns the rank of one map of every MLP; None if two factors would not have fewer parameters.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.

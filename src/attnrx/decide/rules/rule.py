@@ -168,7 +168,7 @@ def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes:
     """Returns a decision that keeps these directions at their strengths.
 
     `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
-    combined by strength alone.
+    combined only by strength.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)

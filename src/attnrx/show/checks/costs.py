@@ -133,7 +133,7 @@ def described_speed(
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
-        record["runtime"] = runtime  # of a file; else the version of torch is recorded
+        record["runtime"] = runtime  # for a file; else the version of torch is recorded
     if gained_by is not None:
         record["gained_by"] = gained_by
 

@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One measured amount with its conditions, its 95 % interval and its factors as text, empty where there is none."""
+    """One measured amount with its conditions, its 95 % interval and its factors as text; empty if there is none."""
 
     amount: str
     conditions: str = ""

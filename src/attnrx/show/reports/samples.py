@@ -324,7 +324,7 @@ def patch_picture(
     groups: Int[Tensor, "rows columns"] | None = None,
     fills: Mapping[int, str] | None = None,
 ) -> str:
-    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+    """Draws the image with the id `shown`; its patches form a grid, and patches that are not `left` are covered.
 
     Patches with the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one
     for this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains
