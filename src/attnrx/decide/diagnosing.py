@@ -46,7 +46,7 @@ def diagnose(
 
     Args:
         model: The model, without token pruning or merging.
-        data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale raise a
+        data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
             ScaleWarning, which is recorded in `about["notes"]`.
         diagnostics: The diagnostics.
         moments: Whether to measure the moments of values and MLP for models with norms, too. Rules for vo, fc1 and fc2
@@ -179,7 +179,7 @@ class _MlpWatch:
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
-        # The weights are copied: directions are computed when they are read, and the model may be trained until then.
+        # The weights are copied: directions are computed when they are read, and the model may be trained by then.
         weight = linear.weight.detach().cpu().clone()
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.

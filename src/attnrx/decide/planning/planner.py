@@ -373,7 +373,7 @@ class Planner:
         # A correction never asks for more than plans can save. If the target itself does, `Frontier.at` refuses it.
         least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
-        # The baseline is the model without attnrx. Its kernels and its files may be faster.
+        # The baseline is the model without attnrx; attnrx's kernels and files may be faster.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)

@@ -174,7 +174,7 @@ class UniformCosts:
 
     @classmethod
     def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
-        """Returns the costs for latency, after it timed the unchanged model and a model of a middle width."""
+        """Returns the costs for latency, after timing the unchanged model and a model of a middle width."""
         exact, heads = cls(space, "latency"), space.stock.heads
         plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
         middle = next(filter(exact.holds, plans))

@@ -147,9 +147,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own directions.
     Without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the
     rule of "hidden" in one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no reading, because
-    tokens are
-    selected for every image at run time. The prescription records the rules with their metrics, and all information of
-    the diagnosis about its model and data.
+    tokens are selected for every image at run time. The prescription records the rules with their metrics, and all
+    information of the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
     Without `refit` the decisions about values and hidden units have no weights, so they cannot be realized.

@@ -101,9 +101,9 @@ def speed_findings(
 ) -> tuple[Finding, ...]:
     """Times the candidate beside the baseline, and returns its speed as a finding of a check, then the speed's factors.
 
-    There are factors if the unchanged model is timed, too, in the runtime of the candidate. It is not if it is the
-    baseline itself, or if a file has no file of the unchanged model beside it. `limit` is the least speed. `promise`
-    has the details of a speed that a plan promised.
+    There are factors if the unchanged model is timed, too, in the runtime of the candidate. It is not timed if it
+    is the baseline itself, or if a file has no file of the unchanged model beside it. `limit` is the least speed.
+    `promise` has the details of a speed that a plan promised.
     """
     begin("measuring speed")
     model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS

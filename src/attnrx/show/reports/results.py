@@ -371,8 +371,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
     the same runtime and precision. `accuracy` is the accuracy in its evidence, in %. Both are None if they were not
     measured: model.onnx has no accuracy, because it has the model's logits. `unchanged` states that nothing was
-        removed.
-    `problem` says why the evidence of a file cannot be read; such a file has no numbers.
+    removed. `problem` says why the evidence of a file cannot be read; such a file has no numbers.
     """
     folder = Path(folder)
     main, judged = folder / "evidence.json", None  # the file that the evidence of the folder is about
