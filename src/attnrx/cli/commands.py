@@ -429,7 +429,7 @@ def _verify_options(parser: Parser) -> None:
     _verify_options,
 )
 def verify(arguments: Namespace, log: Log) -> Outcome:
-    # Before the models are loaded, so that a typing error is reported at once.
+    # The checks are parsed before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
         raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
@@ -456,7 +456,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
         evidence.save(arguments.out)
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
-    # By way of JSON text, which has null for NaN.
+    # The detour over JSON text replaces NaN with null.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
@@ -508,7 +508,7 @@ def _export_options(parser: Parser) -> None:
 )
 def export(arguments: Namespace, log: Log) -> Outcome:
     form = rx.exporting.parse_format(arguments.to)
-    # A runtime for the CPU is compared with the model on the CPU.
+    # A file for a CPU runtime is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
     model = options.model_argument(arguments.model, device, arguments.weights, arguments.trust)
     splits = None if arguments.data is None else options.splits_argument(model, arguments, log)
@@ -578,13 +578,13 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
     evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
-    # Evidence of another model would be wrong without any sign of it.
+    # Evidence of another model would be wrong, and no reader could notice.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
         title=f"attnrx: {_public(name or arguments.out)}",
-        # Fields of the evidence have precedence, because they are about its numbers.
+        # The fields of the evidence take precedence, because they describe its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
         diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
@@ -596,14 +596,14 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read; an absolute path becomes its name, without this machine's folders."""
+    """Returns a path for a page that others read; an absolute path is cut to its name, to hide the user's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
+    """Loads the given file, or else `name` from the candidate's folder. Returns None if there is no such file."""
     # A file that is named must exist; the candidate's files are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
@@ -647,7 +647,7 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> tuple[dict[str, Any], str]:
-    """Returns the costs of two models, with savings in percent of the first: the record, and the table."""
+    """Returns the record and the table of two models' costs, with savings in percent of the first model's."""
     record: dict[str, Any] = {
         name: {"params": each.params, "macs": each.macs}
         for name, each in (("original", original), ("compressed", smaller))

@@ -261,9 +261,9 @@ def device(text: str) -> str:
 def option(
     group: argparse._ActionsContainer, name: str, value: Any, help: str, default: Any = None, **more: Any
 ) -> None:
-    """Adds an option to a parser or a group of it, with its default in brackets after the help.
+    """Adds an option to a parser or one of its groups. The help ends with the default in brackets.
 
-    `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text.
+    `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text option.
     """
     if value is bool:
         more["action"] = "store_true"
@@ -272,9 +272,9 @@ def option(
     elif isinstance(value, str):
         more["metavar"] = value
     else:
-        # A given placeholder replaces the one of the type; with None argparse derives one from the option.
+        # A given placeholder replaces the type's. If it is None, argparse derives one from the option.
         more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
-    # The help states every default; one that depends on other options is None here and described in the text.
+    # The help states every default. A default that depends on other options is None here; the text describes it.
     if default is not None:
         # An option without help text only shows its default.
         more["default"], help = default, f"{help} ({default})".strip()
@@ -282,10 +282,10 @@ def option(
 
 
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
-    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with its help and defaults.
+    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help and defaults.
 
-    `names` have the types of the signature. `values` give other types, or the placeholder of a number. Options that are
-    not given are None, so that every default is stated once, in the function (`given_arguments`).
+    `names` keep the types of the signature. `values` sets other types, or the placeholder of a number. Options that the
+    user omits are None, so that only the function states the defaults (see `given_arguments`).
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
@@ -295,14 +295,14 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
             value = parameter.value
         elif isinstance(value, str) and isinstance(parameter.value, Number):
             value = replace(parameter.value, metavar=value)
-        # The text states a default that is not a plain value, or depends on something.
+        # If the default is not a plain value, or depends on something, the text states it.
         states_default = parameter.help.endswith(")") or any(parameter.default is each for each in (None, False, ()))
         help = parameter.help if states_default else f"{parameter.help} ({parameter.default})"
         option(group, f"--{name.replace('_', '-')}", value, help)
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns the options of `add_arguments` for this function that were given, and flags."""
+    """Returns the options of this function (see `add_arguments`) that the user gave, and its flags."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -372,7 +372,7 @@ def splits_argument(
 ) -> "rx.data.Splits":
     """Loads the dataset with the preprocessing of the model, and logs how it was read.
 
-    With `distinct` an image that is in several splits is used once.
+    With `distinct`, an image in several splits is used only once.
 
     Raises:
         InvalidInput: The class map is not a JSON object.
@@ -411,7 +411,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks the dataset, columns, the class map, formats and the folder of a result before a model is loaded.
+    """Checks the dataset, columns, class map, formats and result folder before a model is loaded.
 
     Raises:
         InvalidInput: The class map is not a JSON object.
@@ -442,12 +442,12 @@ def add_running(parser: Parser, batch_size: int) -> None:
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses, preceded by the default task loss if `task` and no text contains one.
+    """Returns the losses; the default task loss comes first if `task` is true and no text contains a task loss.
 
-    `shared` are default knobs for every loss that has them: the teacher and its weights.
+    `shared` has default knobs for all losses that accept them: the teacher and its weights.
 
     Raises:
-        InvalidInput: The task is given and excluded, no loss uses a given knob, or there is no loss.
+        InvalidInput: A task loss is given although `task` is false, no loss uses a shared knob, or there is no loss.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
@@ -466,6 +466,6 @@ def parse_losses(
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
-    """Adds --out, required without a default: a folder, or a file of this kind. See `main.require_out`."""
+    """Adds --out, a folder or a file of this `kind`, required if it has no default. See `main.require_out`."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind

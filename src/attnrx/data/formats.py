@@ -430,7 +430,7 @@ def _wrong_column(kind: str, column: "pa.ChunkedArray", source: str, needed: str
 
 
 def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.ChunkedArray":
-    """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
+    """Returns the column of encoded images. Threads decode them later; see `LoadedImages`."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)
@@ -442,11 +442,11 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
 
 
 def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of every split of a table: the table's own split, or by its column `split`."""
+    """Returns the rows of every split in a table: the split `name`, or else the splits in the column `split`."""
     has_column = not name and "split" in table.column_names
     split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
     values = np.asarray(split_of_row, dtype=object)
-    # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
+    # A table without rows has no values to group by. It counts as a split, so that an error can name it.
     names = dict.fromkeys(split_of_row) or (name or "train",)
     found = {str(split): np.flatnonzero(values == split) for split in names}
     for split in [split for split in found if columns.test_column is not None and _is_test(split)]:
@@ -463,7 +463,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns some rows of a column of bytes or of {bytes, path}; either of these two may be missing."""
+    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} with one possibly missing."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()
@@ -485,9 +485,9 @@ def _stored_rows(
 def _labels(
     tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
-    """Returns every split's labels as numbers of one list of classes, and the names of the classes.
+    """Returns the labels of every split as class numbers, and the class names, which all splits share.
 
-    Labels are words, or numbers that are named by the schema (`class_names`).
+    Labels are words, or numbers whose names are in the schema (`class_names`).
     """
     values = {name: _label_values(table.column(label_column), source) for name, table in tables.items()}
     are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}

@@ -487,13 +487,13 @@ class IndexedImages(ImageSet):
         column = next((key for key in LABEL_KEYS if key in names), None)
         if column is None:
             return None
-        # Without the user's transform, which may not take a single column.
+        # The user's transform is left out, because it may not accept a single column.
         plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
         return _as_labels(list(plain[column]), self.rows)
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Returns a batch with the row of every image; they are unknown if the collate function drops items."""
+    """Adds the row of every image to a batch, unless the collate function dropped items: then rows are unknown."""
     return replace(batch, index=torch.tensor(rows)) if len(batch) == len(rows) else batch
 
 
@@ -509,14 +509,14 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
         labels = np.asarray(found.cpu() if isinstance(found, Tensor) else found)[np.asarray(rows)]
     except (TypeError, ValueError, IndexError):  # nested lists, or fewer labels than rows
         return None
-    # Negative numbers stand for missing labels, which are not classes.
+    # Negative numbers mean missing labels.
     usable = labels.ndim == 1 and labels.dtype.kind in "iub" and labels.min(initial=0) >= 0
     return torch.from_numpy(labels.astype(np.int64)) if usable else None
 
 
 @dataclass(frozen=True, eq=False)
 class _IterableData:
-    """An iterable of batches, or of single items; a list has its items in memory and yields each once."""
+    """An iterable of batches or single items. A list has its items in memory and yields each once."""
 
     name: str
     source: Iterable[Any]
@@ -534,14 +534,14 @@ class _IterableData:
         """Reads the images once, at most `limit`, each image once."""
         batches = self._batches()
         first = [*islice(batches, 1)]
-        # A length counts batches or items, so it only shows that there is an end.
+        # The length may count batches or items, so it only shows that the data ends.
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
             chain(first, batches),
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
-            # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
+            # A sampler, or workers with the same items, may yield an image twice. A list has what its user put in.
             distinct=not self.is_list,
         )
         if not self.is_list and len(first[0]) <= MAX_READ_TWICE:
@@ -557,7 +557,7 @@ class _IterableData:
         first = next(parts, None)
         if first is None:
             return
-        # The first item decides between batches and single items, and is then put back.
+        # The first item shows whether these are batches or single items. It is then put back.
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))
