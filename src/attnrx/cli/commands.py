@@ -22,7 +22,7 @@ from attnrx.vit.maps import FITS
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
+__all__ = ["COMMANDS"]  # has attnrx's own commands once this module is imported
 
 Part = TypeVar("Part")
 
@@ -93,7 +93,7 @@ def is_target(finding: "rx.Finding", quantity: str) -> bool:
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a claim that fails as a line; a prediction that is not the target is no limit of the user's."""
+    """Returns a failed claim as a line; a prediction of the plan that is not the user's target is called so."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -133,7 +133,7 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
     fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    # Those that are one number, a flag or a choice.
+    # Settings that are one number, a flag or a choice.
     plain = [name for name, kind in fields.items() if kind != "TEXT" and not getattr(kind, "several", False)]
     options.add_arguments(knobs, "TrainingConfig", *plain)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -152,7 +152,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
     settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
-    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
+    # Otherwise TrainingConfig's default losses are used, with label smoothing.
     if arguments.losses or shared or arguments.no_task:
         settings["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
     config = rx.TrainingConfig(**settings)
@@ -167,7 +167,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
         model = _reducing(model, policy, config, log)
     trained = rx.train(model, splits, config, arguments.out, log=log)
     accuracy = trained.record["accuracy"]
-    best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
+    best = accuracy["best_epoch"]  # None if the validation images have no labels of the model
     names = ("test", "validation, last epoch", "validation, best epoch" + ("" if best is None else f" ({best})"))
     shares = (accuracy[name] for name in ("test", "validation", "best_validation"))
     rows = [(name, "-" if each is None else f"{100 * each:.2f} %") for name, each in zip(names, shares, strict=True)]
@@ -429,7 +429,7 @@ def _verify_options(parser: Parser) -> None:
     _verify_options,
 )
 def verify(arguments: Namespace, log: Log) -> Outcome:
-    # Before the models are loaded, so that a typing error is reported at once.
+    # The checks are parsed before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
         raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
@@ -456,7 +456,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
         evidence.save(arguments.out)
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
-    # By way of JSON text, which has null for NaN.
+    # The detour over JSON text replaces NaN with null.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
@@ -508,7 +508,7 @@ def _export_options(parser: Parser) -> None:
 )
 def export(arguments: Namespace, log: Log) -> Outcome:
     form = rx.exporting.parse_format(arguments.to)
-    # A runtime for the CPU is compared with the model on the CPU.
+    # A file for a CPU runtime is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
     model = options.model_argument(arguments.model, device, arguments.weights, arguments.trust)
     splits = None if arguments.data is None else options.splits_argument(model, arguments, log)
@@ -578,13 +578,13 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
     evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
-    # Evidence of another model would be wrong without any sign of it.
+    # Evidence of another model would be wrong, and no reader could notice.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
         title=f"attnrx: {_public(name or arguments.out)}",
-        # Fields of the evidence have precedence, because they are about its numbers.
+        # The fields of the evidence take precedence, because they describe its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
         diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
@@ -596,15 +596,15 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read: of an absolute one the name, without folders of this machine."""
+    """Returns a path for a page that others read; an absolute path is cut to its name, to hide the user's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
-    # A file that is named must exist; those of the candidate are optional.
+    """Loads the given file, or else `name` from the candidate's folder. Returns None if there is no such file."""
+    # A file that is named must exist; the candidate's files are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
     return None if given is None else load(given)
@@ -647,7 +647,7 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> tuple[dict[str, Any], str]:
-    """Returns the costs of two models, with savings in percent of the first: the record, and the table."""
+    """Returns the record and the table of two models' costs, with savings in percent of the first model's."""
     record: dict[str, Any] = {
         name: {"params": each.params, "macs": each.macs}
         for name, each in (("original", original), ("compressed", smaller))

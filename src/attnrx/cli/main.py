@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             code = _guarded(words)
-        # Here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
+        # Flushed here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
             from torch import distributed
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()
         return code
-    # Also what comes before or after the command, e.g. while its results are printed.
+    # Includes interrupts before or after the command, e.g. while its results are printed.
     except KeyboardInterrupt as stop:
         message = str(stop) or "interrupted; every file that was written is whole."
         return _report_error(words, stop, message, stop.code if isinstance(stop, _Terminated) else INTERRUPTED)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # of the flush, e.g. a full disk; those of commands are handled before
+    except OSError as error:  # raised by the flush, e.g. for a full disk; errors of commands are handled before
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _report_error([], error, f"the results cannot be printed: {error.strerror or error}.", BAD_INPUT)
 
@@ -101,7 +101,7 @@ def _open_streams() -> None:
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            # Also so that no file gets the number of the stream, to which libraries print.
+            # Otherwise a file could get the number of the stream, to which libraries print.
             setattr(sys, name, Path(os.devnull).open(mode))
         elif hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -109,7 +109,7 @@ def _open_streams() -> None:
 
 @wraps(say)
 def log(line: str) -> None:
-    """Prints a progress message to stderr, in the process of rank 0 only."""
+    """Prints a progress message to stderr, only in the process of rank 0."""
     if _is_first_process():
         say(line)
 
@@ -166,7 +166,7 @@ def _run(words: list[str]) -> int:
         warnings.showwarning = show_warning
         try:
             outcome = command.run(arguments, log)
-        except SystemExit as stop:  # its code is not that of the command
+        except SystemExit as stop:  # its code is not the command's
             raise UserCodeError(f"code of a model or of data ended the process (SystemExit: {stop}).") from stop
     if _is_first_process():
         # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
@@ -175,7 +175,7 @@ def _run(words: list[str]) -> int:
 
 
 def require_environment() -> None:
-    """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
+    """Raises InvalidInput if the process numbers of a launcher, the flags or the cache folder are not valid."""
     given = {name: os.environ[name] for name in PROCESS_VARIABLES if name in os.environ}
     are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in given.values())
     if not are_numbers or 0 < int(given.get("RANK", 0)) >= int(given.get("WORLD_SIZE", 0)):

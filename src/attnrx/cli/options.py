@@ -1,10 +1,10 @@
 """What a command is made of: its parser, its outcome, its options, and the models and data that their values name.
 
-`option` adds one option, `add_arguments` a public function's, `add_*` what commands share. A type maps the text of an
-option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the name of the
-option. The parameters of functions are read from the source, because importing a function imports torch, which takes
-seconds and --help does not need. The range of a value comes from the function (`support.arguments.Kind`), which is
-imported when a value is given.
+`option` adds one option, `add_arguments` the options of a public function, `add_*` what commands share. A type maps the
+text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the
+name of the option. The parameters of functions are read from the source, because importing a function imports torch,
+which takes seconds and --help does not need. The range of a value comes from the function (`support.arguments.Kind`),
+which is imported when a value is given.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with a hint for unknown options."""
-        # By argparse's message, because no exception of it holds the option.
+        # Read from argparse's message, because none of its exceptions holds the option.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
         hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             for text in texts_of(getattr(namespace, action.dest, None)):
                 if not text.strip():
                     raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
-                # Python reads bytes of the command line that are not UTF-8 as surrogates, which are no text.
+                # Python reads bytes of the command line that are not UTF-8 as surrogates, which are not text.
                 if re.search("[\0\ud800-\udfff]", text):
                     raise InvalidInput(
                         f"{option} {text!r} has characters that are not UTF-8 text, or a null character."
@@ -137,13 +137,13 @@ class Number:
     kind: Callable[[Any], Any] = lambda kinds: kinds.ANY
     metavar: str = "N"
     several: bool = False
-    unit: str = ""  # which may follow
+    unit: str = ""  # may follow the number
 
     def __call__(self, text: str) -> Any:
         from attnrx.support import arguments  # imports torch
 
         kind, parts = self.kind(arguments), text.split(",") if self.several else [text.removesuffix(self.unit)]
-        # Not by int() and float() alone, which read the digits of other scripts too, 1_000 and nan.
+        # int() and float() are not enough: they also read the digits of other scripts, 1_000 and nan.
         form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
         unread = [part for part in parts if len(part) > LONGEST_NUMBER or not re.fullmatch(form, part)]
         value, problem = text, f"{text[:60]!r}"
@@ -152,7 +152,7 @@ class Number:
         else:
             numbers = tuple(int(part) if self.read is int else share(part) for part in parts)
             value = numbers if self.several else numbers[0]
-        # A text may be of the kind too: the batch "dynamic" of an exported file.
+        # A text may be allowed, too: the batch "dynamic" of an exported file.
         if not kind.accepts(value) or (value is text and kind is arguments.ANY):
             expected = (kind.expected or noun).removesuffix(", or None") + ", with commas between them" * self.several
             raise ArgumentTypeError(f"{problem}: give {expected}")
@@ -194,7 +194,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Returns the definition of a name in a module, or in the one that it is imported from."""
     path = Path(rx.__file__).parent.joinpath(*module.split(".")[1:])
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    # Also those under `if TYPE_CHECKING:`, where a module has the names that it imports on first use.
+    # Includes definitions under `if TYPE_CHECKING:`, where a module has the names that it imports on first use.
     for node in [each for part in tree.body for each in (part.body if isinstance(part, ast.If) else [part])]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
@@ -261,9 +261,9 @@ def device(text: str) -> str:
 def option(
     group: argparse._ActionsContainer, name: str, value: Any, help: str, default: Any = None, **more: Any
 ) -> None:
-    """Adds an option to a parser or a group of it, with its default in brackets after the help.
+    """Adds an option to a parser or one of its groups. The help ends with the default in brackets.
 
-    `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text.
+    `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text option.
     """
     if value is bool:
         more["action"] = "store_true"
@@ -272,20 +272,20 @@ def option(
     elif isinstance(value, str):
         more["metavar"] = value
     else:
-        # A placeholder that is given replaces that of the type; with None argparse derives one from the option.
+        # A given placeholder replaces the type's. If it is None, argparse derives one from the option.
         more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
-    # The help states every default; one that depends on other options is None here and described in the text.
+    # The help states every default. A default that depends on other options is None here; the text describes it.
     if default is not None:
-        # An option without help text shows its default alone.
+        # An option without help text only shows its default.
         more["default"], help = default, f"{help} ({default})".strip()
     group.add_argument(name, help=help.replace("%", "%%"), **more)  # argparse formats it with %
 
 
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
-    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with its help and defaults.
+    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help and defaults.
 
-    `names` have the types of the signature; `values` give others, or for a number its placeholder. Options that are not
-    given are None, so that every default is stated once, in the function (`given_arguments`).
+    `names` keep the types of the signature. `values` sets other types, or the placeholder of a number. Options that the
+    user omits are None, so that only the function states the defaults (see `given_arguments`).
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
@@ -295,14 +295,14 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
             value = parameter.value
         elif isinstance(value, str) and isinstance(parameter.value, Number):
             value = replace(parameter.value, metavar=value)
-        # The text states a default that is not a plain value, or depends on something.
+        # If the default is not a plain value, or depends on something, the text states it.
         states_default = parameter.help.endswith(")") or any(parameter.default is each for each in (None, False, ()))
         help = parameter.help if states_default else f"{parameter.help} ({parameter.default})"
         option(group, f"--{name.replace('_', '-')}", value, help)
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns the options of `add_arguments` for this function that were given, and flags."""
+    """Returns the options of this function (see `add_arguments`) that the user gave, and its flags."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -370,11 +370,12 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
 def splits_argument(
     model: "nn.Module", arguments: Namespace, log: Log | None = None, distinct: bool = False
 ) -> "rx.data.Splits":
-    """Loads the dataset with the preprocessing of the model, and logs how it was read; `distinct` uses an image of
-    several splits once.
+    """Loads the dataset with the preprocessing of the model, and logs how it was read.
+
+    With `distinct`, an image in several splits is used only once.
 
     Raises:
-        InvalidInput: The class map is no JSON object.
+        InvalidInput: The class map is not a JSON object.
     """
     path = arguments.label_map
     splits = rx.adapt_preprocessing(load_splits(arguments), model, None if path is None else _label_map(path))
@@ -410,10 +411,10 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks the dataset, columns, the class map, formats and the folder of a result before a model is loaded.
+    """Checks the dataset, columns, class map, formats and result folder before a model is loaded.
 
     Raises:
-        InvalidInput: The class map is no JSON object.
+        InvalidInput: The class map is not a JSON object.
     """
     data, to = (getattr(arguments, name, None) for name in ("data", "to"))
     if data is None and to is None:
@@ -441,12 +442,12 @@ def add_running(parser: Parser, batch_size: int) -> None:
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses, preceded by the default task loss if `task` and no text contains one.
+    """Returns the losses; the default task loss comes first if `task` is true and no text contains a task loss.
 
-    `shared` are default knobs for every loss that has them: the teacher and its weights.
+    `shared` has default knobs for all losses that accept them: the teacher and its weights.
 
     Raises:
-        InvalidInput: The task is given and excluded, no loss uses a given knob, or there is no loss.
+        InvalidInput: A task loss is given although `task` is false, no loss uses a shared knob, or there is no loss.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
@@ -465,6 +466,6 @@ def parse_losses(
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
-    """Adds --out, required without a default: a folder, or a file of this kind. See `main.require_out`."""
+    """Adds --out, a folder or a file of this `kind`, required if it has no default. See `main.require_out`."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind

@@ -1,8 +1,8 @@
 """Images that were read once from their source and are the same in every pass.
 
 A user's data may give other images at every reading: random crops, samplers with replacement, iterables that shuffle.
-What compares two models, or divides images into those to plan on and those to verify on, needs the same ones each time.
-So every source is read in one pass into an `ImageStore`, and everything afterwards reads that store.
+To compare two models, or to divide images into a part to plan on and a part to verify on, the same images are needed
+each time. So every source is read in one pass into an `ImageStore`, and everything afterwards reads that store.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
 MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
-MAX_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer
-MAX_UNCOUNTED = 10_000  # of an iterable without a length, which may be endless
+MAX_IMAGES = 50_000  # the size of ImageNet's validation set; a call that needs fewer reads fewer
+MAX_UNCOUNTED = 10_000  # the most images of an iterable without a length, which may be endless
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
 ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would not repeat
@@ -35,10 +35,10 @@ ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would
 
 @contextmanager
 def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards,
-    with other `generators`, e.g. that of a sampler.
+    """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
 
-    Random transforms of a user's dataset draw from these, so one reading can be repeated and leaves no trace.
+    Other `generators`, e.g. a sampler's, are only restored. Random transforms of a user's dataset draw from the global
+    generators, so one reading can be repeated and leaves no trace.
     """
     own = [(generator, generator.get_state()) for generator in generators]
     with restored_random_states():
@@ -76,7 +76,7 @@ class ImageStore(Displayed):
 
     @property
     def labels(self) -> Int[Tensor, "stored"] | None:
-        """The labels, by which `take` goes round the classes; None if an image has none, or not one class."""
+        """The labels, by which `take` goes round the classes; None if an image has no label, or more than one."""
         return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
@@ -204,10 +204,10 @@ def _flat(codes: Tensor) -> Tensor:
 class _Writer:
     """Collects images of one shape in memory, and beyond MEMORY bytes in a temporary file.
 
-    Images that were 8-bit pixels are stored as codes without loss, with the value of every level by channel, as it
-    occurs: resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel.
-    The levels are numbered by the normalization of the model, and their values come from the images: a pipeline that
-    rounds in another way has others.
+    Images that were 8-bit pixels are stored as codes without loss, with the value that every level has in a channel.
+    Resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel. The levels
+    are numbered by the normalization of the model, but their values come from the images, because another pipeline may
+    round in another way.
     """
 
     def __init__(self, first: ImageBatch, normalization: Normalization | None):

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
-MAX_CLASSES = 100_000  # of numbers without names; ImageNet-21k has 21,841
+MAX_CLASSES = 100_000  # the most classes whose labels are numbers without names; ImageNet-21k has 21,841
 
 
 @dataclass(frozen=True)
 class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
-    Without class names the images have no labels; those that are stored are zeros, and `remedy` is how labels can be
-    given. `keys` name the training images, by which some are held out; without keys their rows do.
+    Without class names the images have no labels: the stored ones are zeros, and `remedy` says how to give labels.
+    `keys` name the training images and decide which are held out; without keys, their rows decide.
     """
 
     splits: Mapping[str, StoredImages]
@@ -81,7 +81,7 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
             f"{root} holds no images: expected {root}/train/<class>/*.jpg or {root}/<class>/*.jpg with one of "
             f"{', '.join(sorted(IMAGES))}."
         )
-    # Images without folders of classes are those of the class "".
+    # Images without folders of classes have the class "".
     if "" in class_names and len(class_names) > 1:
         flat = ", ".join(name for name, listing in listings.items() if "" in {word for _, word in listing})
         raise DataError(
@@ -104,7 +104,7 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split, by the folders of `root` that are named like splits; without any, of train.
+    """Returns the images of every split, by the folders of `root` that are named like splits; without any, all train.
 
     Raises:
         DataError: Two folders name one split, or folders with images, which may be classes, are beside folders of
@@ -139,11 +139,12 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def class_folders(folder: Path) -> Listing:
-    """Returns the images in the folders of the classes, each with the name of its class, or where there are none the
-    images in the folder itself, each with "".
+    """Returns the images in the folders of the classes, each with the name of its class.
+
+    If there are no such folders, returns the images in the folder itself, each with "".
 
     Raises:
-        DataError: The name of a file is no text, or the classes seem to be folders further inside.
+        DataError: The name of a file is not text, or the classes seem to be folders further inside.
     """
     listing: Listing = []
     for entry in _subfolders(folder):
@@ -157,8 +158,8 @@ def class_folders(folder: Path) -> Listing:
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
     """Raises DataError if the classes seem to be folders further inside.
 
-    They are where all folders have the same folders inside, e.g. <corruption>/<severity>/<class>, where there is one
-    folder of folders, and where images are three folders deep.
+    They seem to be if all folders have the same folders inside, e.g. <corruption>/<severity>/<class>, if there is one
+    folder of folders, or if images are three folders deep.
     """
     inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
@@ -178,7 +179,7 @@ def is_image(path: Path) -> bool:
     """Whether a file is named like an image.
 
     Raises:
-        DataError: Its name is no text.
+        DataError: Its name is not text.
     """
     try:
         str(path).encode()
@@ -201,9 +202,9 @@ class Columns:
     """The names of the columns that hold the image and its label.
 
     By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has.
-    Of a table without a usual label column, the one column is used that its schema declares as classes, or whose name
+    If a table has no usual label column, attnrx uses the only column that its schema declares as classes, or whose name
     says label, class, category or target. Without such a column the images have no labels. `test_column` may name a
-    boolean column: of the test images only the rows with true are used.
+    boolean column: then only its true rows are test images.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -216,7 +217,7 @@ class Columns:
         require_fields(self)
 
     def in_table(self, features: Mapping[str, Any], source: str) -> "Columns":
-        """Returns the columns that a table of these features (types by name, as `datasets` has them) has.
+        """Returns the columns of a table with these features (types by name, as `datasets` has them).
 
         Raises:
             DataError: It lacks the image, or a column that was named, or several columns may be the label.
@@ -305,8 +306,9 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
 
 
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
-    """Maps parquet files into memory, grouped into splits by their names, or by a column `split` where the names
-    contain no split, and reads the labels.
+    """Maps parquet files into memory, and reads the labels.
+
+    The files are grouped into splits by their names or, if these contain no split, by a column `split`.
 
     Raises:
         DataError: A file is damaged or empty, or the labels of the files do not fit together.
@@ -315,8 +317,8 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     required_module("datasets", "data", "parquet files")
     tables = {}
     for name, group in _group_by_split(files, root).items():
-        # `datasets` writes a copy for the mapping into the cache folder, once. A copy for every state of the files:
-        # `datasets` looks at their times alone.
+        # `datasets` writes a copy for the mapping into the cache folder, once. Every state of the files has its own
+        # copy, because `datasets` only looks at their times.
         paths = [file.absolute() for file in group if table_rows(file)]
         if not paths:
             raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
@@ -354,7 +356,7 @@ def _no_cache(copy: Path, error: OSError) -> DataError:
 
 
 def _unwritten(error: BaseException | None) -> OSError | None:
-    """Returns the error of a disk that takes no more, if it is behind an error of a library."""
+    """Returns the error of a disk that cannot be written, if it is behind an error of a library."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             return error
@@ -428,7 +430,7 @@ def _wrong_column(kind: str, column: "pa.ChunkedArray", source: str, needed: str
 
 
 def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.ChunkedArray":
-    """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
+    """Returns the column of encoded images. Threads decode them later; see `LoadedImages`."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)
@@ -440,11 +442,11 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
 
 
 def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of every split of a table: the table's own split, or by its column `split`."""
+    """Returns the rows of every split in a table: the split `name`, or else the splits in the column `split`."""
     has_column = not name and "split" in table.column_names
     split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
     values = np.asarray(split_of_row, dtype=object)
-    # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
+    # A table without rows has no values to group by. It counts as a split, so that an error can name it.
     names = dict.fromkeys(split_of_row) or (name or "train",)
     found = {str(split): np.flatnonzero(values == split) for split in names}
     for split in [split for split in found if columns.test_column is not None and _is_test(split)]:
@@ -461,7 +463,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns some rows of a column of bytes or of {bytes, path}, of which either may be missing."""
+    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} with one possibly missing."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()
@@ -483,9 +485,9 @@ def _stored_rows(
 def _labels(
     tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
-    """Returns every split's labels as numbers of one list of classes, and the names of the classes.
+    """Returns the labels of every split as class numbers, and the class names, which all splits share.
 
-    Labels are words, or numbers that are named by the schema (`class_names`).
+    Labels are words, or numbers whose names are in the schema (`class_names`).
     """
     values = {name: _label_values(table.column(label_column), source) for name, table in tables.items()}
     are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}

@@ -1,6 +1,6 @@
 """Sets of images: batches in an order that can be repeated exactly, and the images that attnrx itself decodes.
 
-Two laws, which the trainer's exact resume and its several processes stand on:
+The trainer's exact resume and its several processes rely on two laws:
 
     a pass that starts at step s  ==  the same pass from the beginning, without its first s steps
     N processes, side by side     ==  one process: same images, same order, same random numbers
@@ -30,19 +30,20 @@ from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
-# The class of a method that returns its own.
+# For methods that return an object of their own class.
 Images = TypeVar("Images", bound="ImageSet")
 Rows = TypeVar("Rows", bound="RowImages")
-UNLABELLED = -1  # no class number, so it cannot equal an answer
+UNLABELLED = -1  # not a class number, so it cannot equal an answer
 Box = tuple[int, int, int, int]  # top, left, height, width
-ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
+ATTEMPTS = 10  # tries at a crop that fits inside the picture, as in torchvision's RandomResizedCrop
 RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
 CHUNK = 256  # images of a step that decodes a whole set
 AHEAD = 2  # batches that are being decoded while the model works on another
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
-# Of several keys that an item or columns that a table has, the first in these lists is used. transformers' processors
-# and collators return "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
+# If an item has several of these keys, or a table several of these columns, the first in the list is used.
+# transformers' processors and collators return "pixel_values" and "labels"; "img" and "fine_label" are CIFAR's columns
+# on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 LABEL_WORDS = frozenset({"label", "labels", "class", "classes", "category", "categories", "target", "targets", "y"})
@@ -64,7 +65,8 @@ def _words(name: str) -> list[str]:
 class Batch:
     """Images on the model's scale, their labels, and `index`: the row of each in its source, for paired comparisons.
 
-    A label is a class number, one 0 or 1 per label of a model of several labels, or for a user's metric any tensor.
+    A label is a class number. For a model of several labels it has a 0 or 1 per label; for a user's metric it is any
+    tensor.
     """
 
     images: Float[Tensor, "batch channels height width"]
@@ -182,8 +184,8 @@ class Pass:
         """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
 
         A shuffled pass drops the last incomplete batch. A share without images (at the end of an ordered pass) is
-        skipped. Shares are contiguous, in the order of the processes; only the last batch of an ordered pass has no
-        equal ones.
+        skipped. Shares are contiguous, in the order of the processes. They are equal, except in the last batch of an
+        ordered pass.
 
         Raises:
             DataError: There are no whole batches to shuffle, or the pass starts after its end.
@@ -198,7 +200,7 @@ class Pass:
             raise DataError(
                 f"a pass cannot start at step {self.start}: it has {steps} steps of {self.batch_size} images."
             )
-        # Drawn as a whole whatever `start` is, so that a resumed pass continues the same order.
+        # The whole order is drawn, whatever `start` is, so that a resumed pass continues the same order.
         order = torch.arange(count)
         if self.seed is not None:
             order = torch.randperm(count, generator=generator(self.seed, ORDER))
@@ -219,8 +221,8 @@ class Pass:
 class ImageSet(ABC):
     """One split. It is never consumed: every call of `batches` begins a new pass.
 
-    `notes` are what evidence has to state about the reading of the images, and `problem` is why their labels cannot be
-    compared with a model's answers, though they have some. A set that `can_augment` has no transforms of its own.
+    `notes` are what evidence has to state about the reading of the images. `problem` is why their labels, if they have
+    some, cannot be compared with a model's answers. A set that `can_augment` has no transforms of its own.
     """
 
     notes: tuple[str, ...] = ()
@@ -229,12 +231,12 @@ class ImageSet(ABC):
 
     @property
     def has_labels(self) -> bool:
-        """Whether every image has a label; where not, `Batch.labels` are -1."""
+        """Whether every image has a label; if not, `Batch.labels` are -1."""
         return True
 
     @property
     def label_problem(self) -> str | None:
-        """The reason why the labels cannot be compared with a model's answers; None where they can."""
+        """The reason why the labels cannot be compared with a model's answers; None if they can."""
         return self.problem if self.problem is not None or self.has_labels else NO_LABELS
 
     @abstractmethod
@@ -251,10 +253,10 @@ class ImageSet(ABC):
 
     @abstractmethod
     def _labels(self) -> Int[Tensor, "images"] | None:
-        """Returns the labels where they are known before the images are read; None elsewhere."""
+        """Returns the labels if they are known before the images are read, else None."""
 
     def take(self: Images, count: int) -> Images:
-        """Returns `count` images: going round the classes where the labels are known beforehand, else evenly spread.
+        """Returns `count` images: going round the classes if the labels are known beforehand, else evenly spread.
 
         Raises:
             DataError: The set holds fewer images, or `count` is below 1.
@@ -272,8 +274,10 @@ class ImageSet(ABC):
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
-        """Returns the images with a check that labels are below `num_classes`, where the labels are a user's; named
-        datasets are checked on loading. On the CPU, because on a GPU a label out of range ends the process.
+        """Returns the images with a check that a user's labels are below `num_classes`.
+
+        Named datasets are checked on loading. The check is on the CPU, because on a GPU a label out of range ends the
+        process.
         """
         return self
 
@@ -350,7 +354,7 @@ def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
 
 
 def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | None = None, name: str = "data") -> None:
-    """Raises DataError for an image without a label, or with one that is no class of a model of `num_classes`."""
+    """Raises DataError for an image without a label, or with a label that is not below `num_classes`."""
     # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
     wrong = labels < 0 if num_classes is None else (labels < 0) | (labels >= num_classes)
     missing = int(wrong[..., None].flatten(1).any(1).sum())
@@ -365,14 +369,14 @@ def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | N
 
 
 def require_labels(images: ImageSet) -> None:
-    """Raises DataError for images without labels, or with labels of other classes, with their `label_problem`."""
+    """Raises DataError with the `label_problem` of images without labels, or with labels of other classes."""
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-    """Returns how many images of its own class are before each one in this order of the images."""
-    # Sorting puts the classes one after the other; the turn of an image is its position minus that of its class.
+    """Returns for each image how many images of its class are before it in this order of the images."""
+    # Sorting puts the classes one after the other; the turn of an image is its position minus its class's position.
     by_class = order[labels[order].argsort(stable=True)]  # classes together, each in the given order
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes
@@ -395,7 +399,7 @@ def hold_out(
 ) -> Bool[Tensor, "images"]:
     """Marks `share` of every class: the images with the lowest hash of seed and key, the same on every machine.
 
-    At least one image of a class that has two, never the last one of a class.
+    At least one image is marked of a class that has two, and never the last one of a class.
     """
     # A hash instead of a random permutation: an image stays on its side when others are added or removed.
     # 7 bytes, so that a hash fits into a signed int64
@@ -412,7 +416,7 @@ class StoredImages(Displayed):
     """The encoded images of one split in storage order: what every storage format is read into.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `pixels` are there for images that are given decoded.
+    its file and row, for messages. `pixels` are the images if they are given decoded.
     """
 
     labels: Int[Tensor, "stored"]
@@ -427,7 +431,7 @@ class StoredImages(Displayed):
     def picture(
         self, position: int, channels: int | None, alpha: str = "drop"
     ) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
+        """Decodes one image to grey (1 channel), RGB (3) or, with None, to whichever of the two it is.
 
         Raises:
             DataError: The image cannot be decoded; the message contains `where(position)`.
@@ -448,9 +452,9 @@ class StoredImages(Displayed):
 class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
-    `photos`: whether training crops parts of the pictures, which are then never held decoded. `numbers` are the head's
-    class of every class of the dataset, -1 for no label; without them the dataset's labels are used. `problem` is the
-    reason why they fit no head.
+    `photos` states whether training crops parts of the pictures, which are then never held decoded. `numbers` has the
+    head's class for every class of the dataset, -1 for no label; without it the dataset's labels are used. `problem` is
+    the reason why the labels do not fit a head.
     """
 
     store: StoredImages
@@ -472,7 +476,7 @@ class LoadedImages(Displayed, RowImages):
         return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
 
     def relabelled(self, numbers: Int[Tensor, "classes"]) -> "LoadedImages":
-        """Returns the same images with labels of a head: its class of every class of the dataset, -1 for no label."""
+        """Returns the same images with a head's labels: its class for every class of the dataset, -1 for no label."""
         return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
@@ -557,8 +561,8 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        # Augmented as bytes, which is a quarter of the memory of float32, and before normalization, so that borders are
-        # black.
+        # Augmented as bytes, which take a quarter of the memory of float32, and before normalization, so that borders
+        # are black.
         if draws is not None and order.augmentation is not None:
             images = order.augmentation.apply(images, draws)
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]

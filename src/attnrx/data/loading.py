@@ -21,19 +21,19 @@ from attnrx.support.registry import Registry
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
-GUESSED_FROM = 16  # pictures of a dataset without a known geometry
+GUESSED_FROM = 16  # how many pictures the geometry of an unknown dataset is guessed from
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
-TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
+TEST_SHARE = 0.2  # the share that is held out of a dataset that has neither test nor validation images
 
 
 @dataclass(frozen=True)
 class DatasetCard:
     """The properties of a named dataset.
 
-    The normalization is the published statistic of the training images, at their own size and without borders; of a
-    dataset without one it is ImageNet's. `flip` and `shift` tell whether the augmentation mirrors images, and crops
-    them from a padded image. `open` returns the images of a dataset that needs no file, and `publisher` has the files
-    of one that is on no hub.
+    The normalization is the published statistic of the training images, at their own size and without borders, or else
+    ImageNet's. `flip` and `shift` tell whether the augmentation mirrors images, and crops them from a padded image.
+    `open` returns the images of a dataset that needs no file. `publisher` has the files of a dataset that is not on a
+    hub.
     """
 
     geometry: ImageGeometry
@@ -58,8 +58,8 @@ def open_digits() -> Opened:
 def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
-    """Returns grey images in memory, which messages call by a name with {} for the number of the image."""
-    # As PGM files, so that these images take the same way as all others: a header, then the pixels.
+    """Returns grey images in memory; messages call them by a name, with {} for the number of the image."""
+    # PGM files, a header and then the pixels, so that these images are read like all others.
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
     return StoredImages(
         labels, torch.arange(len(labels)), lambda at: header + images[at].numpy().tobytes(), name.format
@@ -164,8 +164,8 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     """Finds the dataset, and checks what can be checked without reading images or labels.
 
     Raises:
-        DataError: There is nothing at the path, or no format that attnrx reads; or a file is damaged, or lacks a column
-            that was named.
+        DataError: There is nothing at the path, or attnrx does not read its format; or a file is damaged, or lacks a
+            column that was named.
         NotSupported: The library that reads the format is not installed.
     """
     requested = str(name_or_path)
@@ -173,9 +173,9 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
     names = _spellings()
-    # A Path names files, also if it is spelt like a dataset. Other spellings are usual names of folders.
+    # A Path names files, even if it is spelt like a dataset. Other spellings are usual names of folders.
     known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
-    # A name that nothing fetches stands for a folder of this name first.
+    # The name of a dataset that cannot be fetched first stands for a folder of this name.
     fetched = requested in DATASETS and (DATASETS[requested].hub_id or DATASETS[requested].open) is not None
     if known is not None and (fetched or not os.path.lexists(requested)):
         return _locate_known(known, columns)
@@ -233,7 +233,7 @@ def _locate_known(name: str, columns: Columns) -> DatasetLocation:
 
 
 def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
-    """Returns what opens a parquet file, or a folder: its parquet files or its images."""
+    """Returns a function that opens a parquet file, or a folder with its parquet files or images."""
     files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*/*.parquet")])
     if not files and path.is_dir():
         return partial(open_published, path)
@@ -260,19 +260,19 @@ def load_data(
 ) -> Splits:
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
-    Small images are decoded at their first use and kept in memory, others stream. A folder of images without a folder
-    for every class has no labels. Pictures are fitted as the catalogue states, or as a guess from a few of them;
-    `adapt_preprocessing` changes it to what a model states. An image that cannot be decoded is an error that names it,
-    in the first pass that needs it.
+    Small images are decoded at their first use and kept in memory; others stream. A folder of images has labels only if
+    every class has a folder. Pictures are fitted as the catalogue states, or as guessed from a few of them;
+    `adapt_preprocessing` changes this to what a model states. If an image cannot be decoded, the first pass that needs
+    it raises an error that names it.
 
     Args:
         name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
-            Face hub; `hf:owner/name` of any hub dataset; or the path of a parquet file or a folder of them, or a
-            folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the authors of CIFAR,
-            MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
+            Face hub; `hf:owner/name` for any hub dataset; or a path. The path is a parquet file or a folder of them, a
+            folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the authors of CIFAR, MNIST,
+            Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
-        validation_share: The share of each class that is held out of train where there is no validation split; with 0
+        validation_share: The share of each class that is held out of train if there is no validation split; with 0
             there are no validation images.
         seed: Decides which images are held out; nothing else is random.
         columns: The names of the columns of a table; by default the usual ones.
@@ -326,8 +326,8 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
 
     Raises:
-        DataError: Two splits have one meaning, none is of a known name, or one is empty; or labels are outside the
-            classes, or of a class that train has not.
+        DataError: Two splits have one meaning, none has a known name, or one is empty; or labels are outside the
+            classes, or of a class that train does not have.
     """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
@@ -371,11 +371,12 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
 def assign(
     opened: Opened, source: str, share: float, seed: int
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-    """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
+    """Assigns every image to train, validation or test; returns the stored split and the rows of each, and notes.
 
-    Without a test split the validation images are the test; a split that is still missing is held out of train, the
-    same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
-    moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is held out.
+    Without a test split the validation images are the test. A split that is still missing is held out of train, the
+    same share of each class. Validation is held out by `share` and `seed`, a missing test always by one seed, so that
+    it never moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is
+    held out.
 
     Raises:
         DataError: No class of train has two images, so that none can be held out.

@@ -23,7 +23,7 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
 @dataclass(frozen=True, eq=False)
 class ModelBatches:
-    """Batches of any form, of which the function `inputs` makes what the forward of a module takes.
+    """Batches of any form, and the function `inputs`, which makes of a batch what the forward of a module takes.
 
     Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS, unless
     the forward takes it.
@@ -35,7 +35,7 @@ class ModelBatches:
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
-        """Returns data with their function, split by split; the data themselves without one.
+        """Returns the data with their function, split by split; without a function, the data themselves.
 
         Raises:
             InvalidInput: The data cannot be iterated, or only once.
@@ -62,7 +62,7 @@ class ModelBatches:
         raise DataError("data is empty; give at least one batch.")
 
     def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
-        """Returns the batches as pairs of images of a model with these inputs and of labels.
+        """Returns the batches as pairs of images, into which the model's `inputs` are packed, and labels.
 
         Raises:
             InvalidInput: The model takes images.
@@ -97,8 +97,8 @@ def normalization_of(model: nn.Module) -> Normalization:
 def preprocessing_of(model: nn.Module) -> Preprocessing:
     """Returns how the model takes pictures: as its own library states it, else resized to fill its input.
 
-    Models without a statement resize photographs to 256/224 of their input before a central crop, smaller pictures to
-    their input.
+    If a model states nothing, photographs are resized to 256/224 of its input before a central crop, smaller pictures
+    to its input.
 
     Raises:
         NotSupported: No family of models matches.
@@ -116,8 +116,9 @@ def _own_geometry(shape: tuple[int, int, int], photos: bool | None = None) -> Im
 def images_for(
     model: nn.Module, data: Any, argument: str = "data", *, limit: int = MAX_IMAGES, seed: int = 0
 ) -> ImageSet:
-    """Returns the data as an image set for this model, read in one pass (see `data.image_set`). PIL images are
-    preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for the model.
+    """Returns the data as an image set for this model, read in one pass (see `data.image_set`).
+
+    PIL images are preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for it.
 
     Raises:
         InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
@@ -139,7 +140,7 @@ def images_for(
 
 
 def _require_sizes(model: nn.Module, images: ImageSet, argument: str, inputs: ModuleInputs | None) -> None:
-    """Raises InvalidInput for images of several sizes and a model that takes one, DataError for channels at the end."""
+    """Raises InvalidInput if the model cannot take images of several sizes, DataError for channels at the end."""
     if isinstance(images, FixedImages) and inputs is None:
         require_channels_first(images.store.values.shape[1:], family_of(model).input_shape(model), f"{argument} has")
     for others in images.others if isinstance(images, FixedImages) else ():
@@ -169,7 +170,7 @@ def splits_for(
 
     `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
     become the training images. A missing split raises an error only when it is used. Images are read once, at most
-    `limit` of a split; for `training` rows of a dataset are read anew in every pass, in any order.
+    `limit` of a split. For `training`, rows of a dataset are read anew in every pass, in any order.
 
     Raises:
         InvalidInput: A split has an unknown name or occurs twice, or training data can only be iterated.
@@ -201,8 +202,8 @@ def splits_for(
         # Datasets often publish no labels of a test split; the note records that both are the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
     channels, *size = family.input_shape(model)
-    # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
-    # classes, of which a configuration may name one.
+    # A model without class names has their numbers; a model of embeddings has none. One logit distinguishes two
+    # classes, and a configuration may name only one of them.
     classes = tuple(map(str, range(num_classes(model))))
     of_data = dataset_classes(*by_split.values())
     names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())
@@ -219,7 +220,7 @@ def splits_for(
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:
-    """Returns the class names of a user's dataset, a part of it or a DataLoader over it; () where it states none.
+    """Returns the class names of a user's dataset, a part of it or a DataLoader over it; () if it states none.
 
     They are its attribute `classes`, as torchvision's datasets have it, or the names of a Hugging Face dataset's label.
     """
@@ -241,9 +242,9 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     """Returns the splits with the model's preprocessing and with labels as class indices of the model.
 
     Pictures that attnrx decodes are fitted as the model's own library does it, in size, crop, interpolation and
-    channels; a model that states nothing keeps the way of the dataset, at its own size. `label_map` maps class names of
-    the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that fit no
-    head raise an error only when they are used.
+    channels. If the model states nothing, the dataset's own way is kept, at the model's size. `label_map` maps class
+    names of the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that
+    do not fit the head raise an error only when they are used.
 
     Args:
         splits: The dataset.

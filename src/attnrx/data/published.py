@@ -33,7 +33,7 @@ CORRUPTIONS = frozenset(
         *("saturate", "elastic_transform", "pixelate", "jpeg_compression"),
     )
 )
-# Files that list the images of every split, below the folder "images": of Food-101 and of the first division of DTD.
+# Files that list the images of every split, below the folder "images": for Food-101 and for the first division of DTD.
 LISTED_SPLITS = (
     {"train": "meta/train.txt", "test": "meta/test.txt"},
     {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},
@@ -84,7 +84,7 @@ def _cifar(folder: Path) -> Reader | None:
         ten = {"train": [f"data_batch_{n}{ending}" for n in range(1, 6)], "test": [f"test_batch{ending}"]}
         hundred = {"train": [f"train{ending}"], "test": [f"test{ending}"]}
         for parts, (classes, names) in zip((ten, hundred), meta.items(), strict=True):
-            # By the file of the names too: `train` and `test` are usual names.
+            # The file of the names must be there too, because `train` and `test` are usual names.
             if all((folder / file).is_file() for file in (parts["train"][0], names)):
                 files = {split: [folder / file for file in each] for split, each in parts.items()}
                 return f"{folder.name}, CIFAR-{classes}", partial(_cifar_batches, files, read, classes, folder / names)
@@ -99,7 +99,7 @@ def _cifar_batches(
 
 
 def _binary_batch(file: Path, classes: int) -> Arrays:
-    """Reads rows of label bytes (of CIFAR-100 the coarse and the fine one) and 3 x 32 x 32 bytes."""
+    """Reads rows of label bytes (for CIFAR-100 the coarse and the fine one) and 3 x 32 x 32 bytes."""
     labels = 1 if classes == 10 else 2
     content = np.frombuffer(file.read_bytes(), dtype=np.uint8)
     row = labels + 3 * CIFAR_SIDE**2
@@ -180,7 +180,7 @@ def _idx_array(file: Path, magic: int) -> np.ndarray:
 def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
     pixels, labels = (np.concatenate(each) for each in zip(*batches, strict=True))
     height, width = pixels.shape[-2:]
-    # As PGM and PPM files, so that these images take the same way as all others: a header, then the pixels.
+    # PGM and PPM files, a header and then the pixels, so that these images are read like all others.
     header = b"P%d %d %d 255\n" % (5 if pixels.ndim == 3 else 6, width, height)
 
     def content(position: int) -> bytes:
@@ -195,7 +195,7 @@ def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
 
 
 def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split by the lines `<class>/<file>` of the authors' files; {} without any."""
+    """Returns the images of every split by the lines `<class>/<file>` of the authors' files; {} if there are none."""
     for layout in LISTED_SPLITS:
         if not all((root / file).is_file() for file in layout.values()):
             continue

@@ -1,6 +1,7 @@
-"""Train, validation and test images: their labels against the classes of a head (the same numbers, a map between them,
-or a reason to refuse), and their division into disjoint images to plan and fit on, to measure predictions on, and to
-verify on.
+"""Train, validation and test images: their labels and their division.
+
+Labels are compared with the classes of a head: they are the same numbers, are mapped to it, or are refused with a
+reason. Images are divided into disjoint parts to plan and fit on, to measure predictions on, and to verify on.
 """
 
 import re
@@ -32,16 +33,18 @@ SPLITS = {  # the names of splits in datasets, in lower case
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-MOST_COMPARED = 200_000  # stored images whose bytes a command reads to find repeated ones, in seconds
+MOST_COMPARED = 200_000  # the most stored images whose bytes a command reads to find repeated ones, in seconds
 BATCH = 64  # images that are decoded at once
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
 @dataclass(frozen=True, repr=False)
 class Splits(Displayed):
-    """A dataset ready for use. `augmentation` is the one to train with, None where the dataset transforms its images
-    itself; `notes` list the decisions made on loading. `image_size` is a side in pixels, or (height, width); `geometry`
-    is how pictures get this size, None where the pixels are given.
+    """A dataset ready for use.
+
+    `augmentation` is the one to train with, or None if the dataset transforms its images itself. `notes` list the
+    decisions made on loading. `image_size` is a side in pixels, or (height, width). `geometry` is how pictures get this
+    size, or None if the pixels are given.
     """
 
     example = "attnrx.load_data('cifar10')"
@@ -64,13 +67,14 @@ class Splits(Displayed):
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Returns the same images on another scale, for a model that was trained with other statistics; images of a
-        user's dataset stay, because its own transforms decide the scale.
+        """Returns the same images on another scale, for a model that was trained with other statistics.
+
+        Images of a user's dataset stay the same, because its own transforms decide the scale.
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry) -> "Splits":
-        """Returns the same pictures with another size, other channels, whose scale is then set, or another fit."""
+        """Returns the same pictures with another size, fit or number of channels, whose scale has to be set then."""
         augmentation = self.augmentation
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
@@ -104,16 +108,17 @@ class MissingImages(ImageSet):
 
 
 def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
-    """Returns all splits, with one that raises an error where it is used in place of each that is missing."""
+    """Returns all splits; in place of a missing one, a split that raises an error when it is used."""
     return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the dataset with its labels as numbers of a head.
 
-    As many classes, or labels without names that the head has, are unchanged. A dataset whose classes are WordNet ids
-    or names of ImageNet classes is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets
-    cannot be compared with the answers: functions that need them raise DataError; the images can be used.
+    Labels are unchanged if there are as many classes, or if they have no names and the head has their numbers. A
+    dataset whose classes are WordNet ids or names of ImageNet classes is mapped to a head with the 1,000 classes of
+    ImageNet-1k. Labels of other datasets cannot be compared with the answers: functions that need them raise DataError.
+    The images can be used.
 
     Args:
         splits: The dataset.
@@ -143,7 +148,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the ImageNet-1k numbers of classes named by WordNet id or by a name that one class alone has, else None.
+    """Returns the ImageNet-1k numbers of classes named by WordNet id or by a name that only one class has, else None.
 
     Raises:
         DataError: The classes are WordNet ids and timm, which has their order, is not installed.
@@ -237,7 +242,7 @@ def three_parts(
         images if len(images) <= maximum else images.take(maximum)
         for images, maximum in zip(distinct, wanted.values(), strict=True)
     )
-    # Of the other sets as many are used as an effort needs.
+    # A note states that an effort needs fewer images of the last set than it has.
     name, images = next(reversed(sets.items()))
     if len(images) > len([first, *others][-1]) == wanted[name]:
         notes.append(f"{name}: {wanted[name]:,} of {len(images):,} images are used")
@@ -260,11 +265,11 @@ def three_parts(
 
 
 def distinct_splits(splits: Splits) -> Splits:
-    """Returns the splits without stored images that occur before in the same split, or in a later one, with notes.
+    """Returns the splits without stored images that occur before in the same split, or in a later one; adds notes.
 
     As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
-    compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
-    row, or with more than MOST_COMPARED images in all, are left as they are.
+    compared by the bytes of their files, or of their pixels if they are held decoded. Sets that cannot be read by row,
+    or with more than MOST_COMPARED images in all, are left as they are.
 
     Raises:
         DataError: No split has images.
@@ -285,7 +290,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images that are not among the others, compared by content; the set itself if all are.
+    """Returns the images that are not among the others, compared by content; the set itself if none of them is.
 
     Raises:
         DataError: All are among the others.
@@ -311,7 +316,7 @@ def read_images(images: ImageSet, normalization: Normalization | None = None, ma
     if isinstance(images, FixedImages):
         return images
     chosen = images if len(images) <= maximum else images.take(maximum)
-    name = chosen.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
+    name = chosen.fingerprint.rsplit(":", 2)[0]  # the fingerprint is name:images:hash
     found = read_once(chosen.batches(BATCH), name, normalization=normalization, total=-(-len(chosen) // BATCH))
     return replace(found, notes=(*chosen.notes, *found.notes), problem=chosen.label_problem)
 
@@ -343,8 +348,8 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
 
 
 def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
-    """Returns consecutive parts of so many images, after ordering them so that each part is of all classes."""
+    """Returns consecutive parts with these `counts` of images, ordered so that each part has all classes."""
     labels = images.store.labels
-    # A dataset may be sorted by class: without labels the order is that of the hashes, which is as good as random.
+    # A dataset may be sorted by class: without labels the hashes give the order, which is as good as random.
     order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])
     return [images.at(part) for part in order.split(list(counts))]

@@ -1,13 +1,13 @@
 """A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
 
-`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Of data with a length and an index
-(`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset) it reads rows, each
-once; a sampler states which rows there are. Other iterables it iterates once. Training reads such rows anew in every
-epoch, in any order, so that a run can be resumed exactly (`training_set`).
+`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). From data with a length and an index
+(`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset) it reads each row once;
+a sampler states which rows there are. It iterates other iterables once. Training reads such rows anew in every epoch,
+in any order, so that a run can be resumed exactly (`training_set`).
 
-An item, and a batch, is an image alone, a pair (image, label), or a mapping with an image under one of IMAGE_KEYS and a
-label under one of LABEL_KEYS. Images are float tensors on the scale that the model reads; a dataset whose images are
-PIL pictures is preprocessed as the model's library does it (`Family.preprocessing`).
+An item, or a batch, is only an image, a pair (image, label), or a mapping with an image under one of IMAGE_KEYS and a
+label under one of LABEL_KEYS. Images are float tensors on the scale that the model reads. If the images of a dataset
+are PIL pictures, they are preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
 import reprlib
@@ -47,7 +47,7 @@ from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
-MASK_KEYS = ("mask", "masks", "annotation")  # of TARGETS
+MASK_KEYS = ("mask", "masks", "annotation")  # keys of labels for TARGETS
 # Outputs without decisions are compared without labels; a metric gets the labels of any shape, as TARGETS.
 UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 
@@ -72,12 +72,12 @@ FORMAT_OF_INPUTS = Kind(
     lambda value: value is None or (hasattr(value, "image_in") and not isinstance(value, type)),
 )
 
-# Images per batch of data without batches of their own.
+# Images per batch, for data that have no batches.
 BATCH = 32
-CANDIDATES = 1_000_000  # rows that a sampler is asked for
-MAX_LISTED = 2**24  # rows of a dataset whose labels are read to choose a few rows of all classes
-MAX_ROWS = 2**31  # of a dataset to train on
-# Images that are read twice, to find data that differ between readings.
+CANDIDATES = 1_000_000  # the most rows that a sampler is asked for
+MAX_LISTED = 2**24  # the most rows of a dataset whose labels are read to choose a few rows of all classes
+MAX_ROWS = 2**31  # the most rows of a dataset to train on
+# How many images are read twice, to find data that differ between readings.
 READ_TWICE = 6
 # An iterable whose first batch is larger is not read again.
 MAX_READ_TWICE = 256
@@ -99,25 +99,25 @@ def image_set(
 
     Labels are integers; without any, the set has a `label_problem`, and functions that need labels raise DataError. If
     random transforms or samplers of the data give other images in another reading, the set is one draw, and its `notes`
-    state it.
+    say so.
 
     Args:
         data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
         preprocess: Turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
         normalization: The scale of the model, by which images that were 8-bit pixels are stored in one byte per value.
-        limit: The most images to read: of more rows, some that are evenly spread, or of all classes where the dataset
-            lists its labels.
+        limit: The most images to read. From more rows, evenly spread ones are chosen, or rows of all classes if the
+            dataset lists its labels.
         seed: The seed of the random transforms and samplers of the data.
-        outputs: What the model returns, the name of an `OutputKind`: for "multilabel" a label is a vector of 0 and 1,
-            and labels of a "regression", a "map" or "several" are not read; for "targets" they are tensors of any
+        outputs: What the model returns, the name of an `OutputKind`. For "multilabel" a label is a vector of 0 and 1.
+            Labels of a "regression", a "map" or "several" are not read. For "targets" they are tensors of any
             shape, e.g. masks, for a metric.
         inputs: How inputs of the model's own library (videos, spectrograms, padded patches) become images
             (`Family.inputs`); None for images of channels, height and width.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
-        DataError: The data is empty, or code of the user raised an error, which is the cause of this one.
+        DataError: The data is empty, or the user's code raised an error, which is the cause of this one.
     """
     if isinstance(data, ImageSet):
         return data
@@ -134,8 +134,9 @@ def image_set(
 def training_set(
     data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
 ) -> ImageSet | None:
-    """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation;
-    None for data that can only be iterated, or whose sampler states other rows than the dataset.
+    """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation.
+
+    Returns None for data that can only be iterated, or whose sampler states other rows than the dataset.
 
     Raises:
         InvalidInput: The data is of another type.
@@ -177,7 +178,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
-    # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
+    # Lists come before the check for an index, which they have too: their items are batches, or single items in order.
     if isinstance(data, list | tuple):
         return _IterableData("batches", data, reading, is_list=True)
     name, length = type(data).__name__, _length(data, argument) if hasattr(data, "__getitem__") else None
@@ -213,7 +214,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
     name = type(dataset).__name__
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
-    # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
+    # A class of loaders with its own iteration may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
     if length is None or loader.batch_sampler is None or has_own_iteration:
         return _IterableData(name, loader, reading)
@@ -239,7 +240,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
 
 @dataclass(frozen=True)
 class _ItemReader:
-    """What turns the items of a user's data into batches; `argument` names the data in messages."""
+    """The reader that turns the items of a user's data into batches; `argument` names the data in messages."""
 
     argument: str
     preprocess: Preprocess | None = None
@@ -248,7 +249,7 @@ class _ItemReader:
     unread: dict[str, None] = field(default_factory=dict)  # keys of items that may be labels, as `fields` meets them
 
     def fields(self, given: Any) -> tuple[Any, Any]:
-        """Returns the image and the label, if it has one, of an item; of a batch the images and the labels."""
+        """Returns the image of an item and its label, if it has one; for a batch, the images and the labels."""
         if isinstance(given, Batch):
             return given.images, given.labels
         if isinstance(given, list | tuple) and given:
@@ -271,10 +272,10 @@ class _ItemReader:
         return image, label
 
     def batch(self, given: Any) -> Batch:
-        """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
+        """Returns a batch from any of the accepted forms; its `index` counts from 0, and missing labels are -1."""
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
-        # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
+        # On the CPU, whatever device the user's loader puts the batch on; `_pass` moves it to the device of the pass.
         return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
 
     def _labels(self, labels: Any, count: int) -> Tensor:
@@ -358,11 +359,10 @@ class _ItemReader:
 
 @dataclass(frozen=True, eq=False)
 class IndexedImages(ImageSet):
-    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, and the DataLoader
-    that it came with.
+    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset.
 
-    `is_whole` if the rows are the dataset's, each once, and not what a sampler draws. Every image must have a label
-    below `num_classes`, if that is given.
+    `loader` is the DataLoader that the dataset came with. `is_whole` states that the rows are all of the dataset's,
+    each once, and not what a sampler draws. Every image must have a label below `num_classes`, if that is given.
     """
 
     name: str
@@ -383,7 +383,7 @@ class IndexedImages(ImageSet):
 
     @property
     def has_labels(self) -> bool:
-        # By the first image: the labels of all of them are known only after all items are read.
+        # The first image decides: the labels of all images are known only after all items are read.
         with seeded_draws(0):
             return int(self._read_rows(self.rows[:1])[0].labels[0]) != UNLABELLED
 
@@ -394,14 +394,14 @@ class IndexedImages(ImageSet):
             batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
-        # The rows stand for the labels, of which only those of the sampled images are read.
+        # The rows stand for the labels, because only the labels of the sampled images are read.
         return digest(self.name, torch.tensor(self.rows), contents)
 
     def at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
         return replace(self, rows=[self.rows[position] for position in positions.tolist()])
 
     def limited_to(self, num_classes: int) -> "IndexedImages":
-        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
+        """Returns the same images; images without a label below `num_classes` raise DataError when they are read."""
         labels = self._labels()
         if labels is not None:  # known before the images are read
             require_labelled(labels, num_classes, self.reading.argument)
@@ -475,7 +475,7 @@ class IndexedImages(ImageSet):
         """Returns the labels of the rows, if there are few and the dataset lists them, as torchvision's datasets do."""
         if len(self) > MAX_LISTED:  # need not fit into memory
             return None
-        # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
+        # They only balance the classes in `take`; a batch has the labels of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()
@@ -487,13 +487,13 @@ class IndexedImages(ImageSet):
         column = next((key for key in LABEL_KEYS if key in names), None)
         if column is None:
             return None
-        # Without the user's transform, which need not take a column alone.
+        # The user's transform is left out, because it may not accept a single column.
         plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
         return _as_labels(list(plain[column]), self.rows)
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Returns a batch with the row of every image; they are unknown if the collate function drops items."""
+    """Adds the row of every image to a batch, unless the collate function dropped items: then rows are unknown."""
     return replace(batch, index=torch.tensor(rows)) if len(batch) == len(rows) else batch
 
 
@@ -509,14 +509,14 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
         labels = np.asarray(found.cpu() if isinstance(found, Tensor) else found)[np.asarray(rows)]
     except (TypeError, ValueError, IndexError):  # nested lists, or fewer labels than rows
         return None
-    # Negative numbers stand for missing labels, which are no class.
+    # Negative numbers mean missing labels.
     usable = labels.ndim == 1 and labels.dtype.kind in "iub" and labels.min(initial=0) >= 0
     return torch.from_numpy(labels.astype(np.int64)) if usable else None
 
 
 @dataclass(frozen=True, eq=False)
 class _IterableData:
-    """An iterable of batches, or of single items; a list has its items in memory and yields each once."""
+    """An iterable of batches or single items. A list has its items in memory and yields each once."""
 
     name: str
     source: Iterable[Any]
@@ -534,14 +534,14 @@ class _IterableData:
         """Reads the images once, at most `limit`, each image once."""
         batches = self._batches()
         first = [*islice(batches, 1)]
-        # A length counts batches or items, so it only shows that there is an end.
+        # The length may count batches or items, so it only shows that the data ends.
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
             chain(first, batches),
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
-            # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
+            # A sampler, or workers with the same items, may yield an image twice. A list has what its user put in.
             distinct=not self.is_list,
         )
         if not self.is_list and len(first[0]) <= MAX_READ_TWICE:
@@ -557,7 +557,7 @@ class _IterableData:
         first = next(parts, None)
         if first is None:
             return
-        # The first item decides between batches and single items, and is then put back.
+        # The first item shows whether these are batches or single items. It is then put back.
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))

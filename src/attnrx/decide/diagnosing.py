@@ -39,18 +39,18 @@ def diagnose(
     batch_size: int = 64,
     seed: int = 0,
 ) -> Diagnosis:
-    """Measures the diagnostics (by default those `suited_diagnostics` to the model) in one pass over the images.
+    """Measures diagnostics of a model in one pass over the images.
 
-    With `Moments` among the diagnostics the MLP maps are observed too. Your model's weights, mode and backends are
-    restored. Memory does not grow with the number of images.
+    By default these are the `suited_diagnostics` of the model. With `Moments` among them, the MLP maps are observed
+    too. Your model's weights, mode and backends are restored. Memory does not grow with the number of images.
 
     Args:
         model: The model, without token pruning or merging.
-        data: Images in any form that `data.image_set` reads, normalized for the model; for images on another scale a
-            ScaleWarning is issued and recorded in `about["notes"]`.
+        data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
+            ScaleWarning, which is recorded in `about["notes"]`.
         diagnostics: The diagnostics.
-        moments: Measure the moments of values and MLP for models with norms too: rules for vo, fc1 and fc2 need
-            them, unless their metric is weights; for models without norms they are always measured.
+        moments: Whether to measure the moments of values and MLP for models with norms, too. Rules for vo, fc1 and fc2
+            need them, unless their metric is weights. For models without norms they are always measured.
         images: The largest number of images.
         batch_size: Images per forward pass.
         seed: Seeds every random draw.
@@ -70,14 +70,15 @@ def diagnose(
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
-    # Before the pass over the images: a NaN in the weights would only show as a reading that is not finite.
+    # Checked before the pass over the images, where a NaN in the weights would only show as a reading that is not
+    # finite.
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
     image_set = images_for(model, data, limit=images or MAX_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
-    # The covariance of all hidden units is the largest table of a diagnosis, and is observed only where it is needed.
+    # The covariance of all hidden units is the largest table of a diagnosis, so it is observed only if it is needed.
     family, observe_mlp = family_of(model), any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
@@ -95,7 +96,7 @@ def diagnose(
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
         diagnosed = LayerDiagnosis(spectrum, measured | layer.value_factors(), *mlp.diagnosed(index))
         layers.append(_with_mix(diagnosed) if observe_mlp else diagnosed)
-    name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
+    name = shown.fingerprint.rsplit(":", 2)[0]  # the fingerprint is name:images:hash
     about = {
         "family": family.name,
         "data": {"name": name, "images": len(shown), "fingerprint": shown.fingerprint},
@@ -124,8 +125,9 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 
 
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
-    """Adds effective_rank_mix [heads], of the scores in the metric of plans, to a layer whose directions can be
-    rewritten.
+    """Adds effective_rank_mix [heads] to the readings of a layer whose directions can be rewritten.
+
+    It is the effective rank of the scores in the metric of plans.
     """
     if layer.spectrum.heads:
         with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
@@ -136,14 +138,15 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
 
 
 class _MlpWatch:
-    """The moments of both maps of every MLP and of its hidden units, where they are `observed`, and their diagnoses.
+    """The moments of every MLP's two maps and of its hidden units, if they are `observed`, and their diagnoses.
 
-    Those of a map are of its inputs or its outputs, whichever have fewer features: one square matrix in memory.
+    For a map, the moments of its inputs or of its outputs are kept, whichever have fewer features. So only one square
+    matrix is in memory.
     """
 
     def __init__(self, model: nn.Module, observed: bool):
         family = family_of(model)
-        # One entry per layer in any case: () where an MLP is not a pair of linear maps.
+        # Always one entry per layer: () if its MLP is not a pair of linear maps.
         self.pairs = family.mlp(model) or [()] * len(family.attention(model))
         self.has_units = family.has_plain_units(model)
         self.weights = {
@@ -168,14 +171,15 @@ class _MlpWatch:
         pair, hidden = self.pairs[layer], None
         matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
         if self.has_units and len(matrices) == 2:
-            # Taken out, because its table and the covariance of the diagnosis are as large: 134 MB of 4,096 units.
+            # Its moment is removed here, because it is as large as the covariance of the diagnosis: 134 MB for 4,096
+            # units.
             hidden = _hidden_diagnosis(matrices[0], matrices[1], self.hidden.pop(layer, None))
         return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
-        # Of copies: they are computed when they are read, and the model may be trained until then.
+        # The weights are copied: directions are computed when they are read, and the model may be trained by then.
         weight = linear.weight.detach().cpu().clone()
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.
@@ -203,8 +207,8 @@ def _measured_directions(
 ) -> MapDirections:
     """Returns the directions of the outputs by descending strength, from the moment of one side (`_is_narrowing`).
 
-    The leading ones are the best map of every rank. The strength of a direction is the root of its mean square about
-    the mean over all tokens.
+    The first directions are the best map of every rank. The strength of a direction is the root mean square of the
+    outputs along it, about their mean over all tokens.
     """
     weight, mean = weight.double(), moment.mean.cpu().double()
     if _is_narrowing(weight):

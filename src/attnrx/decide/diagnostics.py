@@ -1,12 +1,14 @@
-"""Diagnostics: readings of the spectra, of intermediate results and of the outputs of heads; panels of them, which
-observe layers; and the diagnostics of moments, which metrics need, with the selectivity of a head.
+"""Diagnostics: readings of spectra, of intermediate results and of the outputs of heads.
 
-Moments of queries and keys are of the rows as they enter the scores: divided by their norms if the form has norms,
-before the strength. Keys are centred over the tokens of their own image: a component common to all keys of an image
-adds a constant to a row of scores, which softmax ignores.
+A `Panel` observes the layers of a model with several diagnostics. `Geometry` and `Moments` measure the moments that
+metrics need, and the selectivity of heads.
 
-Of spectra `used` is True for existing directions and False on padding, which is ignored. A head without energy (all
-strengths zero, or no directions) has entropy and effective rank 0.
+Moments of queries and keys are computed from the rows as they enter the scores: divided by their norms if the form has
+norms, before the strength. Keys are centred over the tokens of their own image, because a component common to all keys
+of an image adds a constant to a row of scores, which softmax ignores.
+
+In a spectrum, `used` is True for existing directions and False for padding, which is ignored. A head without energy
+(all strengths zero, or no directions) has entropy and effective rank 0.
 """
 
 import math
@@ -25,7 +27,7 @@ from attnrx.vit.spec import Spectrum
 
 
 class CentredMoment:
-    """The sum over rows of (x - mean) (x - mean)^T, of rows that arrive in batches.
+    """The sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
     Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64.
     The sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
@@ -33,7 +35,7 @@ class CentredMoment:
 
     def __init__(self):
         self.rows = 0
-        # Numbers without axes, which broadcast: the first rows set device and width.
+        # Scalars, which broadcast: the first rows set device and width.
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
@@ -78,8 +80,9 @@ class Diagnostic:
         return {}
 
     def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
-        """Returns the readings of the outputs of one layer for all images, by default none: of their `moment`, in which
-        all heads are side by side, and the output projection.
+        """Returns the readings of one layer's outputs for all images, by default none.
+
+        `moment` is the moment of the outputs with all heads side by side, and `readout` the output projection.
         """
         return {}
 
@@ -112,7 +115,7 @@ class Panel:
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
+        # This sum is not finite if any output of the attention is not, at a tenth of the cost of isfinite.
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(
@@ -123,7 +126,7 @@ class Panel:
         self._images[layer] += images
         for means in (*(each.measure(observation) for each in self.diagnostics), others):
             for name, mean in means.items():
-                # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
+                # Sums are collected: the mean of the means of batches of unequal sizes is not the mean over the images.
                 total = mean.to(torch.float64) * images
                 sums[name] = sums[name] + total if name in sums else total
         if self._reads_outputs:
@@ -143,7 +146,7 @@ class Panel:
                 found |= each.of_spectrum(spectrum)
                 if each.reads_outputs:
                     found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
-            # Only here on the CPU: a copy in every batch would wait for the GPU.
+            # Copied to the CPU only here: a copy in every batch would wait for the GPU.
             found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
             for name, value in found.items():
                 if not bool(torch.isfinite(value).all()):
@@ -210,13 +213,13 @@ def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 @dataclass(frozen=True)
 class Moments(Diagnostic):
-    """Returns, besides the query_gram and key_covariance of `Geometry`, the moments of the other metrics.
+    """Returns the moments of the metrics that `Geometry` does not measure.
 
-    key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance under
-    the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature of the
+    key_gram [heads, directions, directions] is the second moment of the keys. key_softmax is their covariance under the
+    attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T. This is the curvature of the
     softmax in the directions of the keys. output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim,
-    heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images, and readout_gram
-    [heads, v_head_dim, v_head_dim] the output projection.
+    heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images. readout_gram
+    [heads, v_head_dim, v_head_dim] describes the output projection.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -246,7 +249,7 @@ def softmax_covariance(
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
-    # A covariance is that of the differences from any point; of equal large keys all digits would be lost.
+    # Subtracting a point does not change a covariance. Without it, equal large keys would lose all digits.
     keys = keys - keys.mean(-2, keepdim=True)
     # [batch, heads, queries, directions]: the mean of the keys under the attention of every query.
     means = weights @ keys
@@ -315,15 +318,15 @@ def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
-# All but `Moments` are standard ones.
+# All diagnostics except `Moments` are standard.
 DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, Moments)
 
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
     """Returns the standard diagnostics, and `Moments` for layers that need them, with their default options.
 
-    Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
-    with norms, too, whose values and MLP have no other metric of the data.
+    Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments`, it is included for
+    forms with norms, too: their values and MLPs have no other metric of the data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)

@@ -1,5 +1,7 @@
-"""What you would run without attnrx, which every speed is relative to: your model in eager PyTorch, or the file that
-the vendor's own tools make of it in the runtime and precision that you name.
+"""What you would run without attnrx: the baseline of every speed.
+
+This is your model in eager PyTorch, or the file that the vendor's own tools make of it in the runtime and precision
+that you name.
 """
 
 import weakref
@@ -51,7 +53,7 @@ class Baseline:
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
-        """Returns a model in the code of its own library; one of attnrx has no other than attnrx's."""
+        """Returns a model in the code of its own library; attnrx's own models have only attnrx's code."""
         name = getattr(family_of(model), "library", None)
         if name is None:
             return cls("the unchanged model in the same kernels", model)
@@ -61,8 +63,10 @@ class Baseline:
 
     @classmethod
     def as_file(cls, model: nn.Module, form: Format, images: ImageSet, log: Log) -> "Baseline":
-        """Returns the vendor's file of a model in the runtime and precision of a format, beside attnrx's, all quantized
-        on these images for a format of 8 bits. Where the vendor's tool fails, attnrx's file takes its place.
+        """Returns the vendor's file of a model in the runtime and precision of a format, beside attnrx's files.
+
+        If the format has 8 bits, all are quantized on these images. If the vendor's tool fails, attnrx's file takes its
+        place.
 
         Raises:
             NotSupported: attnrx cannot write the model in the format.
@@ -81,8 +85,9 @@ class Baseline:
         return made
 
     def of_copy(self, model: nn.Module, images: ImageSet) -> "Baseline":
-        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy; it is in use
-        as long as this one is.
+        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy.
+
+        Its files exist as long as it is in use.
         """
         if self.form is None:
             return self
@@ -115,7 +120,7 @@ def without_blocks(model: nn.Module) -> nn.Module:
 
 
 def with_8_bits(form: Format) -> Format | None:
-    """Returns the format of 8 bits in the runtime of a format; None if it has none, or a library is missing."""
+    """Returns the 8-bit format in the runtime of a format; None if it has none, or a library is missing."""
     if isinstance(form, Onnx):
         found = form if isinstance(form, Int8) else Int8(form.opset)
     elif isinstance(form, OpenVINO):
@@ -126,8 +131,9 @@ def with_8_bits(form: Format) -> Format | None:
 
 
 def without_8_bits(form: Format) -> Format:
-    """Returns the float format in the runtime of a format; for OpenVINO with 8 bits that in bfloat16, because the rest
-    of such a file is in bfloat16, too.
+    """Returns the float format in the runtime of a format.
+
+    For OpenVINO with 8 bits it is bfloat16, because the rest of such a file is in bfloat16, too.
     """
     if isinstance(form, Int8):
         return Onnx(form.opset)
@@ -136,7 +142,7 @@ def without_8_bits(form: Format) -> Format:
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
     """Returns a model in the code of its own library as the subject of a file, at the precision of the format."""
-    # Not the model of its library that latencies in PyTorch are relative to: that one has other weights.
+    # This is not the library's model that latencies in PyTorch are relative to, which has other weights.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 
 

@@ -1,4 +1,4 @@
-"""Exported files as modules, and which files of a folder are of exports."""
+"""Exported files as modules, and which files in a folder belong to exports."""
 
 import hashlib
 import os
@@ -66,7 +66,7 @@ FACTS = kinds.record(
 RECORD = kinds.record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
-# Outputs of a file whose width does not decide what they are.
+# Kinds of outputs that a file has to state, because their width does not decide what they are.
 OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map", "several")
 
 
@@ -74,8 +74,8 @@ OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic. `item` is the shape of one input of the file where the module takes
-    other axes than these, e.g. of a video, a volume or a series.
+    `batch` is None if the batch size is dynamic. `item` is the shape of one input of the file if the module takes other
+    axes than these, e.g. for a video, a volume or a series.
     """
 
     shape: tuple[int, int, int]
@@ -99,7 +99,7 @@ class Images:
 
 
 class Exported(nn.Module):
-    """Runs a file written by `export`, with torch's current number of CPU threads; it cannot be trained.
+    """Runs a file written by `export`, with torch's current number of CPU threads. It cannot be trained.
 
     For a file with a fixed batch size, other batches are split into chunks of this size, the last one zero-padded.
     Images are moved to the file's device. `facts` is the content of PATH.json: normalization, classes, parity ...
@@ -114,7 +114,7 @@ class Exported(nn.Module):
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
-        # Of class logits the width decides; of a file of features there is no kind.
+        # For class logits the width decides; a file of features has no kind.
         if self.facts.get("output") in OF_FILES:
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
@@ -124,7 +124,7 @@ class Exported(nn.Module):
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The numbers per image of every output, by their names, where there are several."""
+        """The numbers per image of every output, by name, if there are several."""
         return self.facts.get("outputs", {})
 
     @property
@@ -134,8 +134,10 @@ class Exported(nn.Module):
         return sum(self.path.with_name(name).stat().st_size for name in names)
 
     def forward(self, images: Float[Tensor, "batch *sizes"]) -> Any:
-        """Returns the logits, or the features of all patches, on the device of the images: a tensor [batch, ...], or
-        several by their names. Images are [batch, channels, height, width], or items as the file takes them.
+        """Returns the logits, or the features of all patches, on the device of the images.
+
+        This is a tensor [batch, ...], or several by their names. Images are [batch, channels, height, width], or items
+        as the file takes them.
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
@@ -177,7 +179,7 @@ class Exported(nn.Module):
 def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
     parts = []
     for part in images.split(size):
-        # F.pad takes the axes from the last one on: those of the image without padding, then the batch.
+        # F.pad takes the axes from the last one on: the image's axes without padding, then the batch.
         missing = size - len(part)
         found = run(F.pad(part, (0, 0) * (part.ndim - 1) + (0, missing)) if missing else part)
         parts.append(tuple(each[: len(part)] for each in found))
@@ -229,7 +231,7 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
 def load_exported(path: Path | str, trust: bool = False) -> Exported:
     """Opens a file written by `export` as a module that runs it with its runtime.
 
-    A .pt2 file (program or aotinductor) can run code of its author and raises InvalidInput unless `trust` is True.
+    A .pt2 file (program or aotinductor) can run code by its author. It raises InvalidInput unless `trust` is True.
 
     Raises:
         CheckpointError: The file was changed or renamed after the export, or its facts name an unknown format.
@@ -240,7 +242,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
-    # Before a runtime, most of them in C++, parses the file.
+    # Checked before a runtime, most of them in C++, parses the file.
     changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
         raise CheckpointError(
@@ -260,7 +262,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
 
 
 def sealed_script(script: str) -> str:
-    """Returns a script with a last line by which it is recognized as unedited."""
+    """Returns a script with a last line that shows whether it was edited."""
     return script + SEAL.format(hashlib.sha256(script.encode()).hexdigest()[:16])
 
 
@@ -272,7 +274,7 @@ def present_script(path: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     body = text[: text.rfind(SEAL.partition("{")[0])]
-    # Files with one stem have one name for their scripts: a script belongs to the file that it opens.
+    # Files with the same stem have the same name for their scripts: a script belongs to the file that it opens.
     return script if text == sealed_script(body) and f'"{path.name}"' in body else None
 
 
@@ -292,12 +294,12 @@ def require_export_path(path: Path, form: Format, with_script: bool) -> None:
 
 
 def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
-    """Raises InvalidInput for an existing one of `files` that is none of an earlier export at the path."""
+    """Raises InvalidInput if one of `files` exists and does not belong to an earlier export at the path."""
     require_absent(list(files), stated_files(path).__contains__)
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the unchanged files that the facts of a path state, also of an export that was interrupted."""
+    """Returns the unchanged files that the facts of a path state, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}
@@ -309,21 +311,21 @@ def stated_files(path: Path) -> list[Path]:
 
 
 def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Returns the facts of the exports in a folder by their main files, of those whose files were not changed."""
+    """Returns the facts of the exports in a folder by their main files; exports with changed files are left out."""
     paths = (facts.with_name(facts.name.removesuffix(".json")) for facts in sorted(folder.glob("*.json")))
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
 
 
 def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Returns the file of the facts of an export, its files, and its script unless that was edited."""
+    """Returns the file of an export's facts, its files, and its script unless that was edited."""
     script = present_script(path)
     return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
 
 
 def remove_export(path: Path) -> None:
-    """Deletes an export, also an interrupted one: its files and its script, unless they were changed, and its facts."""
-    # The facts last: they tell whose the files are if this is interrupted. The main file first: without it there is no
-    # export.
+    """Deletes an export, even an interrupted one: its files and its script, unless they were changed, and its facts."""
+    # The facts are deleted last: they tell whose the files are if this is interrupted. The main file is deleted first:
+    # without it there is no export.
     for each in sorted(stated_files(path), key=lambda file: file != path):
         each.unlink(missing_ok=True)
     if (script := present_script(path)) is not None:

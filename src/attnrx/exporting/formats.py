@@ -1,5 +1,6 @@
-"""The base class of the export formats, what they share (scripts, errors, dtypes), and the formats of PyTorch itself:
-programs of torch.export and AOTInductor packages.
+"""The base class of the export formats, what they share (scripts, errors, dtypes), and PyTorch's own formats.
+
+PyTorch's formats are programs of torch.export and AOTInductor packages.
 """
 
 import inspect
@@ -37,7 +38,7 @@ ROUNDING: dict[torch.dtype, float] = {
 }
 
 
-# The start and the end of the script beside a file, which classifies an image with the runtime, NumPy and Pillow alone.
+# The start and the end of the script beside a file. It classifies an image with only the runtime, NumPy and Pillow.
 HEAD = '''"""Classifies an image: python {script} IMAGE"""
 
 import io
@@ -97,16 +98,17 @@ class Format(ABC):
 
     @abstractmethod
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Opens the file and returns a function that runs it on a device with this many CPU threads, and returns its
-        outputs.
+        """Opens the file for a device and a number of CPU threads.
+
+        Returns a function that runs the file and returns its outputs.
         """
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Writes the facts into the file, where the format has a place for them."""
+        """Writes the facts into the file, if the format has a place for them."""
         del path, facts
 
     def example(self, path: Path) -> str | None:
-        """Returns a script that classifies an image with the file alone; None where the format has none."""
+        """Returns a script that classifies an image with only the file; None if the format has none."""
         return None
 
     def runtime_at(self, precision: str) -> str:
@@ -118,7 +120,7 @@ class Format(ABC):
         return ROUNDING[dtype]
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Returns the paths of the files of every export to `path`; weights of more than MOST_BYTES may add others."""
+        """Returns the paths of the files that every export to `path` has; weights above MOST_BYTES may add others."""
         return (path,)
 
     @property
@@ -146,7 +148,7 @@ class Format(ABC):
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:
-        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype it does not run at."""
+        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype that it cannot have."""
         if path.suffix != self.suffix:
             renamed = path.with_suffix(self.suffix).name
             raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {renamed}.")
@@ -166,10 +168,10 @@ def script_path(path: Path) -> Path:
 def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
     """Returns the script of the file at `path`.
 
-    `opening` are statements that set `about`, the facts of the file, and `batch`, the number of images that it takes;
-    `call` is an expression of `images` for the outputs.
+    `opening` are statements that set `about`, the facts of the file, and `batch`, the number of images that it takes.
+    `call` is an expression that returns the outputs of `images`.
     """
-    # The text of the module itself, so that a script and attnrx compute the same.
+    # This is the text of the module itself, so that a script and attnrx compute the same.
     computing = inspect.getsource(pictures).partition("import numpy as np\n")[2]
     head = HEAD.format(script=script_path(path).name, runtime=runtime)
     return head + computing + TAIL.format(opening=opening, call=call)
@@ -177,13 +179,13 @@ def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
 
 @contextmanager
 def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
-    """Turns any exception of a runtime or a translator into one of this `kind`, with this message."""
+    """Turns any exception of a runtime or a translator into an error of this `kind` with this message."""
     try:
         yield
     except AttnrxError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):  # which says nothing about the file
+        if is_out_of_memory(error):  # this says nothing about the file
             raise
         # The exporter appends whole reports to its messages.
         reason = str(error).strip().partition("\n")[0]
@@ -213,7 +215,7 @@ def _returning_all(run: Callable[[Tensor], Any]) -> Run:
 
 @dataclass(frozen=True)
 class Program(Format):
-    """A program captured by torch.export, with its weights; loading it needs PyTorch only.
+    """A program captured by torch.export, with its weights; you only need PyTorch to load it.
 
     torch unpickles parts of the file when it opens it, e.g. weights and constants, and a pickle can run any code.
     """
@@ -230,20 +232,22 @@ class Program(Format):
         return "eager"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        # In memory first: on a full disk torch's own writer of files ends the process.
+        # Written to memory first: on a full disk torch's own writer of files ends the process.
         content = BytesIO()
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
-        # Without guards: `Exported` validates shapes.
+        # Guards are off, because `Exported` validates shapes.
         return _returning_all(open_program(path).module(check_guards=False))
 
 
 def remove_folders(package: BytesIO) -> BytesIO:
-    """Returns an AOTInductor package without what names folders of this machine, and nothing runs: the sources of its
-    libraries with their compiler's command, and the names of source files in the messages of these libraries.
+    """Returns an AOTInductor package without the parts that name folders of this machine; none of them is run.
+
+    These are the sources of its libraries with their compiler's command, and the names of source files in the messages
+    of these libraries.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -278,7 +282,7 @@ class AOTInductor(Program):
         """Compiles the program with its weights; torch's own error names the compilers that it tried."""
         from torch._inductor import aoti_compile_and_package
 
-        package = BytesIO()  # in memory, as a program
+        package = BytesIO()  # in memory, like a program
         aoti_compile_and_package(program, package_path=package)
         path.write_bytes(remove_folders(package).getbuffer())
 

@@ -22,12 +22,12 @@ from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
 
 BATCH = "batch"
-# The statements of the script beside the file: the facts are its metadata.
+# The statements of the script beside the file, whose metadata has the facts.
 ONNX_OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
 batch = session.get_inputs()[0].shape[0]
 batch = batch if isinstance(batch, int) else 1"""
-OLDEST_OPSET = 18  # of torch's exporter
+OLDEST_OPSET = 18  # the oldest of torch's exporter
 ATTENTION_OPSET = 23  # the first one that has attention in one operation
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
@@ -40,8 +40,8 @@ class Onnx(Format):
 
     Weights above MOST_BYTES are in an external file.
 
-    `opset` is the operator set version, 17 to 23. It has GELU from 20 on, and attention in one operation from 23 on:
-    give a smaller one for a runtime or a tool that does not have it yet, e.g. 22 for `quantize_dynamic`.
+    `opset` is the operator set version, 17 to 23. It has GELU from 20 on, and attention in one operation from 23 on.
+    Choose a smaller one for a runtime or a tool that does not have these yet, e.g. 22 for `quantize_dynamic`.
     """
 
     name: ClassVar[str] = "onnx"
@@ -58,7 +58,7 @@ class Onnx(Format):
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program, folds constants and removes repeated and unused nodes."""
-        library("onnx")  # the exporter imports both, and its own message names no extra of attnrx
+        library("onnx")  # the exporter imports both, but its own message does not name attnrx's extra
         op = library("onnxscript").opset18
 
         def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
@@ -94,12 +94,13 @@ class Onnx(Format):
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
         )
-        # Weights of any size, which are else transposed or joined in every call, and never quantised.
+        # Folds weights of any size, which would otherwise be transposed or joined in every call, and never be
+        # quantised.
         library("onnxscript.optimizer").fold_constants(
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
         passes = library("onnx_ir.passes.common")
-        # In this order: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
+        # The order matters: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
         use_flat_attention(translated.model)
@@ -118,12 +119,12 @@ class Onnx(Format):
         model = ir.load(path)  # weights in an external file are neither read nor written
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         shown["preprocessing"] = facts["preprocessing"]
-        model.metadata_props.clear()  # the quantiser's, which is no JSON
+        model.metadata_props.clear()  # it has the quantiser's, which is not JSON
         model.metadata_props.update({name: json.dumps(value) for name, value in shown.items()})
         names = list(facts.get("outputs", ())) or [facts["output"]]
         for output, name in zip(model.graph.outputs, names, strict=True):
             output.name = name
-        # torch names values by their operators, and "embedding" is one of CLIP's.
+        # torch names values by their operators, and "embedding" is one of CLIP's operators.
         library("onnx_ir.passes.common").NameFixPass()(model)
         forget_shapes_of_weights(model)
         ir.save(model, path)
@@ -147,7 +148,7 @@ class Onnx(Format):
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a node of a program is no attention, or one of four axes with a mask of numbers, if it has any."""
+    """Whether a node of a program is not attention, or attention of four axes whose mask, if any, has numbers."""
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
@@ -159,7 +160,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def remove_notes(model: Any) -> None:
-    """Removes what the exporter notes about every node and value, most of a small file: names, classes, lines of code.
+    """Removes the exporter's notes about every node and value, most of a small file: names, classes, lines of code.
 
     The lines name folders of this machine.
     """
@@ -183,7 +184,7 @@ def to_older_opset(model: Any, opset: int) -> None:
 
 
 def forget_shapes_of_weights(model: Any) -> None:
-    """Removes the types and shapes that the graph states beside its weights, which have them.
+    """Removes the types and shapes that the graph states beside its weights; the weights have them themselves.
 
     ONNX Runtime's dynamic quantization transposes the weight of a classifier, and leaves what is stated beside it.
     """
@@ -192,10 +193,10 @@ def forget_shapes_of_weights(model: Any) -> None:
 
 
 def use_flat_attention(model: Any) -> None:
-    """Makes every Attention operation take and return [batch, tokens, heads * features], where its graph allows.
+    """Makes every Attention operation take and return [batch, tokens, heads * features], if its graph allows it.
 
-    torch writes it with the heads as an axis of their own, between a reshape and a transposition of every operand. The
-    operation divides the features into heads itself (operator set 23), without copies. Masks get an entry for every
+    torch writes it with the heads as a separate axis, between a reshape and a transposition of every operand. The
+    operation itself can divide the features into heads (operator set 23), without copies. Masks get an entry for every
     query, which ONNX Runtime requires.
     """
     ir = library("onnx_ir")
@@ -204,7 +205,7 @@ def use_flat_attention(model: Any) -> None:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
         heads = query.shape[1]
         if mask is not None and mask.shape[2] != query.shape[2]:
-            # The last layer may have the queries of the tokens before the patches alone.
+            # The last layer may only have the queries of the tokens before the patches.
             key = mask, query.shape[2]
             if key not in expanded:
                 expanded[key] = _with_all_queries(ir, node, mask, query)
@@ -222,10 +223,10 @@ def use_flat_attention(model: Any) -> None:
 
 
 def _with_all_queries(ir: Any, node: Any, mask: Any, query: Any) -> Any:
-    """Inserts an operation before a node that repeats the mask for every query, and returns its output."""
+    """Inserts an operation before a node, which repeats the mask for every query, and returns its output."""
     if isinstance(query.shape[2], int):
         new = [_constant(ir, [1, 1, query.shape[2], 1])]
-    else:  # the size of the axis, which is known in the runtime only
+    else:  # the size of the axis is only known in the runtime
         parts = _constant(ir, [1, 1]), ir.node("Shape", [query], {"start": 2, "end": 3}), _constant(ir, [1])
         new = [*parts, ir.node("Concat", [part.outputs[0] for part in parts], {"axis": 0})]
     new.append(ir.node("Expand", [mask, new[-1].outputs[0]]))
@@ -269,9 +270,9 @@ def _is_heads_first(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class Int8(Onnx):
-    """ONNX with matrix products of 8 bits, quantized by NNCF on `images` calibration images (see `quantizing`).
+    """ONNX with 8-bit matrix products, quantized by NNCF on `images` calibration images (see `quantizing`).
 
-    Weights have a scale for every output feature, activations one for every tensor. Norms, softmax, activation
+    Weights have one scale for every output feature, activations one for every tensor. Norms, softmax, activation
     functions and the comparison of tokens stay in float. `most_difference` is the largest allowed difference of a logit
     from eager PyTorch, as a share of the largest logit; use `verify` to measure the loss of accuracy.
     """
@@ -285,7 +286,7 @@ class Int8(Onnx):
         require_fields(self, images=COUNT, most_difference=number(0.0))
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime; matrix products have 8 bits, whatever the file's precision is."""
+        """Returns the name of the runtime; matrix products have 8 bits, whatever precision the file has."""
         del precision
         return super().runtime_at("int8")
 
@@ -331,8 +332,8 @@ class Int8(Onnx):
 def use_unsigned_activations(model: Any) -> None:
     """Makes signed 8-bit activations unsigned, with zero points that are larger by 128: the same numbers.
 
-    ONNX Runtime does so itself, and refuses a file where it has moved such an operation before a reshape: the signed
-    type stays beside it (1.31).
+    ONNX Runtime does so itself. It then refuses a file if it has moved such an operation before a reshape, because the
+    signed type stays beside it (1.31).
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}
@@ -351,8 +352,8 @@ def use_unsigned_activations(model: Any) -> None:
 def keep_biases_apart(model: Any) -> None:
     """Gives the biases of linear maps the axes of the tokens that they are added to, [features] as [1, 1, features].
 
-    ONNX Runtime computes the product in 8 bits and adds the bias later. But where all sizes are fixed, it makes one
-    operation of a product and a bias of one axis, which it only has in float: it then converts every weight in every
+    ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed, it makes one
+    operation of a product and a bias of one axis, which it only has in float. It then converts every weight in every
     call, and the file takes 2.3 times as long (1.31).
     """
     arrays = library("onnx.numpy_helper")
@@ -371,7 +372,7 @@ def keep_biases_apart(model: Any) -> None:
 
 # OpenVINO -------------------------------------------------------------------------------------------------------------
 
-# The statements of the script beside the file: the facts are in the JSON file of the export.
+# The statements of the script beside the file; the JSON file of the export has the facts.
 OPENVINO_OPENING = """about = json.loads(here.with_name("{file}.json").read_text(encoding="utf-8"))
 batch = about["images"]["batch"] or 1
 hints = {{"INFERENCE_PRECISION_HINT": "{precision}"}}
@@ -386,9 +387,9 @@ class _SignalStack(ctypes.Structure):
 def _signal_stack_kept() -> Iterator[None]:
     """Restores the memory in which this thread handles signals.
 
-    A compiled model of OpenVINO brings its own, and at its end restores what it found. Of two models, the one that ends
-    last then restores memory of the other, which is gone: the next signal ends the process, e.g. when a child process
-    ends after a loader with workers was used.
+    A compiled OpenVINO model brings its own memory, and restores at its end what it found. If there are two models, the
+    one that ends last restores memory of the other, which is gone. The next signal then ends the process, e.g. when a
+    child process ends after a loader with workers was used.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()
@@ -402,9 +403,10 @@ def _signal_stack_kept() -> Iterator[None]:
 
 
 def fold_norms_(model: Any) -> None:
-    """Moves the scale g and the offset b of every layer norm into the linear maps W that follow it, where nothing else
-    does: W (g x + b) = (W g) x + W b, with g as a factor of the columns. OpenVINO does not, and computes g x + b for
-    all tokens in an operation of its own.
+    """Moves the scale g and the offset b of every layer norm into the linear maps W that follow it.
+
+    W (g x + b) = (W g) x + W b, with g as a factor of the columns, if only linear maps follow. OpenVINO does not do
+    this: it computes g x + b for all tokens in a separate operation.
     """
     op = library("openvino.opset13", "openvino")
     for norm in [node for node in model.get_ordered_ops() if node.get_type_name() == "MVN"]:
@@ -436,13 +438,15 @@ def fold_norms_(model: Any) -> None:
 
 
 def divide_attention_(model: Any) -> None:
-    """Replaces scaled dot-product attention by its products and softmax, which OpenVINO runs as one kernel either way:
-    of the fused operation it transposes the keys in memory (docs/results/speed.md).
+    """Replaces scaled dot-product attention by its products and softmax.
+
+    OpenVINO runs both as one kernel, but for the fused operation it transposes the keys in memory
+    (docs/results/speed.md).
     """
     op = library("openvino.opset13", "openvino")
     for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
         query, key, value, *others = node.input_values()
-        # A mask, which may be one number, and the scale: programs of torch state both.
+        # A mask (which may be one number) and the scale: programs of torch state both.
         if len(others) != 2 or node.get_attributes()["causal"]:
             continue
         mask, scale = others
@@ -468,13 +472,13 @@ def _users(node: Any) -> list[Any]:
 
 
 def _only_user(node: Any, type_name: str) -> Any:
-    """Returns the operation that alone takes the output of a node, if it is of this type, or None."""
+    """Returns the only operation that takes the output of a node, if it is of this type, or None."""
     users = _users(node)
     return users[0] if len(users) == 1 and users[0].get_type_name() == type_name else None
 
 
 def _constant_of(node: Any) -> "np.ndarray | None":
-    """Returns the second operand of an operation in float32, or None where it is no constant."""
+    """Returns the second operand of an operation in float32, or None if it is not a constant."""
     source = node.input_value(1).get_node()
     if source.get_type_name() != "Constant" or source.get_element_type().to_string() != "f32":
         return None
@@ -482,7 +486,7 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 
 
 def comparisons(model: Any) -> list[str]:
-    """Returns the names of products of two activations: the comparisons of tokens, where attention is one operation."""
+    """Returns the names of products of two activations: if attention is one operation, the comparisons of tokens."""
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():
         are_constant = [value.get_node().get_name() in constants for value in node.input_values()]
@@ -497,7 +501,7 @@ def comparisons(model: Any) -> list[str]:
 class OpenVINO(Format):
     """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
-    The `precision` f32 is float32, also on CPUs that support narrower types. bf16 is bfloat16 on CPUs that compute in
+    The `precision` f32 is float32, even on CPUs that support narrower types. bf16 is bfloat16 on CPUs that compute in
     it, and float32 on others; the weights are stored in float32. With int8 the matrix products have 8 bits, quantized
     by NNCF on `images` calibration images (see `quantizing`), and everything else is as with bf16.
     """
@@ -536,8 +540,9 @@ class OpenVINO(Format):
         return self.images if self.calibrated else super().wanted
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime with the precision of this format, which is not the precision of the file's
-        input.
+        """Returns the name of the runtime with the precision of this format.
+
+        The file's input may have another precision.
         """
         return super().runtime_at({"bf16": "bfloat16", "int8": "int8"}.get(self.precision, precision))
 
@@ -565,17 +570,17 @@ class OpenVINO(Format):
 
     @property
     def _hint(self) -> str:
-        # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
+        # f32 has to be requested: by default OpenVINO computes in bfloat16 on CPUs that have it.
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for every shape that occurs: up to a third faster than for any number of images."""
+        """Compiles the file for every shape that occurs: this is up to a third faster than for any number of images."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        library("openvino", "openvino")  # an error that names the extra, where it is not installed
+        library("openvino", "openvino")  # raises an error that names the extra, if it is not installed
         (core, model), compiled = open_openvino(path), {}
 
         def run(images: Tensor) -> tuple[Tensor, ...]:

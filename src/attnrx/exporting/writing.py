@@ -52,22 +52,23 @@ from attnrx.vit.models.working.adoption_proof import PLAIN_PACKAGES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of, output_sizes
 
 DYNAMIC = "dynamic"
-GRAPH_BYTES = 2**18  # about what a file has beside the weights
-# Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
-# torch.export makes sizes of one constant.
+GRAPH_BYTES = 2**18  # about what a file has in addition to the weights
+# Batch sizes for capture and for parity if the batch size of the file is dynamic. The capture needs more than one
+# image, because torch.export makes sizes of one constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
 # Batch sizes and rounds for the speed of a file, unless its batch size is fixed.
 TIMED, ROUNDS = (1, 32), 20
 # The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
-# equal scores, and rounding to bfloat16 or 8 bits swaps some in most images. A wrong file differs in all of them, and
+# equal scores, and rounding to bfloat16 or 8 bits swaps some in most images. A wrong file differs in all images, and
 # `verify` states what a file loses.
 MAY_DIFFER, MAY_DIFFER_AT_LOW_PRECISION = 0.1, 0.5
 PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
 
 
 class PatchFeatures(nn.Module):
-    """Returns the last features of all patches of the images, [batch, patches, width], restored where tokens are pruned
-    or merged.
+    """Returns the last features of all patches of the images, [batch, patches, width].
+
+    If tokens are pruned or merged, they are restored.
     """
 
     def __init__(self, model: nn.Module):
@@ -83,7 +84,7 @@ class ExportSubject:
     """The model to export, in evaluation mode, with the input of the file and facts for PATH.json.
 
     `calibration` are normalized images; without them parity is measured on noise. `outputs` is the kind of the model's
-    outputs, None for features of patches.
+    outputs, or None for features of patches.
     """
 
     model: nn.Module
@@ -142,7 +143,7 @@ class ExportSubject:
 
     @property
     def of_items(self) -> nn.Module:
-        """The model as the file takes its inputs."""
+        """The model, with inputs as the file takes them."""
         return _OfItems(self.model, self.images.shape).eval() if self.images.item else self.model
 
     def example(self, batch: int) -> Tensor:
@@ -167,7 +168,7 @@ class ExportSubject:
         if self.calibration is not None:
             images = self.calibration.take(min(max(count, size), len(self.calibration)))
             batches = [batch.images for batch in images.batches(size, device=self.images.device)]
-            # A runtime calibrates on the graph itself, which takes no other batch size than its own.
+            # A runtime calibrates on the graph itself, which only takes its own batch size.
             full_batches = [each for each in batches if self.images.batch is None or len(each) == size]
             if not full_batches:
                 raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
@@ -200,12 +201,12 @@ def export(
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
-    The outputs of the file are compared with the model's; if they differ by more than rounding (for int8: than
+    The outputs of the file are compared with the model's. If they differ by more than rounding (for int8: than
     `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and preprocessing
-    of images, the class names, versions, and the measured parity. An ONNX file contains preprocessing and class names
-    too. Run the script run_NAME.py beside an ONNX or OpenVINO file to classify an image: it needs the runtime, NumPy
-    and Pillow only, and preprocesses as the model's library does. An earlier export at the path is replaced with its
-    script; your other files beside it are never overwritten.
+    of images, the class names, versions, and the measured parity. An ONNX file contains preprocessing and class names,
+    too. Run the script run_NAME.py beside an ONNX or OpenVINO file to classify an image. It only needs the runtime,
+    NumPy and Pillow, and preprocesses as the model's library does. An earlier export at the path is replaced with its
+    script. Your other files beside it are never overwritten.
 
     Args:
         model: The model. The file of a model without a classifier returns its embeddings, and has no class names.
@@ -213,20 +214,19 @@ def export(
         to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
             e.g. openvino(precision=bf16).
         batch: The number of images that the file takes at once, or dynamic for any (dynamic).
-        precision: Of weights and images (the model's own).
-        calibration: Images, normalized for the model, that parity is measured on, by default on noise; required for
-            int8.
-        class_names: The name of every class; by default the model's, else a calibration dataset's with as many classes,
-            e.g. an ImageFolder.
-        features: Write the features of all patches instead of the answer of the model.
+        precision: The precision of weights and images (the model's own).
+        calibration: Images, normalized for the model, to measure parity on; by default noise. int8 requires them.
+        class_names: The name of every class; by default the model's, else the names of a calibration dataset with as
+            many classes, e.g. an ImageFolder.
+        features: Whether to write the features of all patches instead of the answer of the model.
 
     Returns:
         The file as a module, which runs in the runtime of the format.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
-        InvalidInput: The suffix, the batch or the precision is invalid, or a file would be overwritten that attnrx did
-            not write.
+        InvalidInput: The suffix, the batch or the precision is invalid, or a file that attnrx did not write would be
+            overwritten.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -250,14 +250,15 @@ def export(
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the class names of a dataset if the model has none of its own and as many classes, else none."""
+    """Returns the class names of a dataset if the model has none and has as many classes, else none."""
     fits = len(class_names) == num_classes(model) > 0
     return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
 
 
 def precision_for(model: nn.Module, form: Format) -> str | None:
-    """Returns the `precision` to export a model at: None, its own, if files of the format have it and it is timed; else
-    float32.
+    """Returns the `precision` to export a model at.
+
+    None is the model's own, if files of the format have it and it is timed. Otherwise it is float32.
     """
     dtype = next(model.parameters()).dtype
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
@@ -280,8 +281,8 @@ def compare_with_original(
 ) -> tuple[LatencyComparison, ...]:
     """Times a file beside the original model, written in the same format, and adds the speeds to PATH.json.
 
-    The original has the attention of its own library. Both run in the same runtime with this number of CPU threads, in
-    turns: batches of the file's size, or of each of `batches`.
+    The original has the attention of its own library. Both run in turns in the same runtime with this number of CPU
+    threads, on batches of the file's size, or of each of `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -289,7 +290,7 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    # Few rounds are those of long passes, of which one is warm.
+    # Long passes have few rounds, and one round warms them up.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
     with scratch_folder() as folder:
@@ -304,7 +305,7 @@ def compare_with_original(
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_compared: bool = True) -> Exported:
-    """Writes the file and its facts, and returns it as a module; files to be timed alone need not be compared.
+    """Writes the file and its facts, and returns it as a module; a file that is only timed need not be compared.
 
     Raises:
         NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
@@ -313,7 +314,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
     """
     path = Path(path)
     form.require(path, subject.images.dtype)
-    # A subject without facts is of no known family, e.g. the reference of a timing; pictures have 1 or 3 channels.
+    # A subject without facts has no known family, e.g. the reference of a timing. Pictures have 1 or 3 channels.
     classifies = subject.facts.get("preprocessing") is not None and isinstance(subject.outputs, Logits)
     example = form.example(path) if classifies else None
     require_export_path(path, form, with_script=example is not None)
@@ -351,7 +352,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
         # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         next(steps)
-        # In the temporary folder, so that a file that does not match the model never gets to its path.
+        # Compared in the temporary folder, so that a file that does not match the model never gets to its path.
         findings = _parity(subject, form, written, batches) if is_compared else ()
         steps.close()
         facts = {
@@ -372,7 +373,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
-    """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
+    """Captures a model, or a part of it, for inputs like the example; `shapes` states their free sizes."""
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
@@ -380,8 +381,10 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where parts of a model run to be timed: PyTorch under some conditions or, with a `form`, the runtime of the files
-    of this format on their device and threads.
+    """Where parts of a model run to be timed.
+
+    This is PyTorch under some conditions or, with a `form`, the runtime of files of this format on their device and
+    threads.
     """
 
     conditions: Conditions
@@ -400,7 +403,7 @@ class Runtime:
         form = self.form
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
-        # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
+        # AUTO and not a named size: if a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
         with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
             program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
             path = folder / f"part{form.suffix}"
@@ -409,7 +412,7 @@ class Runtime:
 
 
 class _FourAxes(TorchFunctionMode):
-    """Gives attention of a library without an axis of heads, as SAM's, one of size 1, which ONNX requires."""
+    """Gives a library's attention without an axis of heads, like SAM's, an axis of size 1, which ONNX requires."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -425,10 +428,10 @@ class _FourAxes(TorchFunctionMode):
 def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in the code of a user's module be the free number of images.
 
-    Python's own `len` returns a plain number, by which torch.export fixes the batch, and no mode of PyTorch can change
-    that. So the parts of the model, which is attnrx's own copy, have their methods once more, as attributes that hide
-    the class's: the same code, with the names of its module and another `len`. The user's classes and modules stay as
-    they are. Methods that are called by `super()` are the class's own: there `images.shape[0]` is free.
+    Python's own `len` returns a plain number, which fixes the batch in torch.export, and no mode of PyTorch can change
+    that. So the parts of the model, which is attnrx's own copy, get their methods once more, as attributes that hide
+    the class's methods. They have the same code, with the names of its module and another `len`. The user's classes and
+    modules stay as they are. Methods that are called by `super()` are the class's own: there, use `images.shape[0]`.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
@@ -447,7 +450,7 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
 
 
 def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns copies of the methods of a class that the user wrote, for which `len` is the first size of a tensor."""
+    """Returns copies of a class's methods that the user wrote, in which `len` is the first size of a tensor."""
     methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
     spaces: dict[str, dict[str, Any]] = {}  # by module; a copied function and the functions that it calls share one
 
@@ -478,7 +481,7 @@ def _free_length(value: Any) -> Any:
 
 @contextmanager
 def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
-    """Runs the attention of the model in one operation per layer, with the weights that it needs as constants.
+    """Runs the model's attention in one operation per layer, with the weights that it needs as constants.
 
     Layers whose attention is captured for a token reducer keep their backend.
     """
@@ -497,8 +500,9 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 
 
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Removes operations that change nothing, those without users, and weights that no operation reads; and the lines
-    of code that made the operations, which name the folders of this machine in every file.
+    """Removes operations that change nothing or have no users, and weights that no operation reads.
+
+    Also removes the lines of code that made the operations, which name folders of this machine in every file.
     """
     graph, aten = program.graph, torch.ops.aten
     for part in program.graph_module.modules():  # branches of a condition are graphs too
@@ -513,7 +517,7 @@ def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
-        # A constant was made of several weights, and nothing reads these any more.
+        # A constant was made from several weights, and nothing reads these any more.
         if spec.kind != InputKind.USER_INPUT and not node.users:
             graph.erase_node(node)
             program.graph_signature.input_specs.remove(spec)
@@ -531,8 +535,8 @@ def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
     """Compares the outputs of the file with the model's on the same images.
 
-    In models with token reduction up to the share MAY_DIFFER of the images is excluded from the differences, and
-    MAY_DIFFER_AT_LOW_PRECISION in a format of low precision.
+    In models with token reduction, at most the share MAY_DIFFER of the images is excluded from the differences, or
+    MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
 
     Raises:
         NotSupported: The file does not run, or its logits differ.
@@ -545,11 +549,11 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
 
     with raising(f"the file written as {form.name} does not run", f"{path.name} was not written."), torch.no_grad():
         expected, actual = outputs_of(subject.model), outputs_of(exported)
-    # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
+    # NaN in the file's outputs is the largest difference, and amax would not find it. [outputs, images]
     differences = torch.stack(
         [(one - other).abs().amax(-1).nan_to_num(nan=inf) for one, other in zip(expected, actual, strict=True)]
     )
-    # Of several outputs each is compared with its own largest number.
+    # If there are several outputs, each is compared with its own largest number.
     sizes = torch.stack([each.abs().amax(-1) for each in expected]).clamp(min=torch.finfo(torch.float64).tiny)
     difference = differences.amax(0)
     # Each image's largest difference relative to its largest logit, in increasing order.
@@ -558,7 +562,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())
     may_differ = MAY_DIFFER_AT_LOW_PRECISION if limit >= ROUNDING[torch.bfloat16] else MAY_DIFFER
     allowed = int(may_differ * images) if prunes_tokens else 0
-    # No more images are excluded than differ, so that the largest difference is that of all others.
+    # Only images that differ are excluded, so the largest difference is the one of all others.
     differing = min(allowed, int((shares > limit).sum()))
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
     noun, kind = subject.noun, subject.outputs
@@ -587,9 +591,10 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """Moves the exported files to their path.
 
-    A file and its facts cannot be replaced in one step. Between the two steps the facts contain the earlier export's
-    too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export is
-    removed first. The facts come before the files, so that files of an interrupted export are known as its own.
+    A file and its facts cannot be replaced in one step. Between the two steps the facts also contain the earlier
+    export's, and the hash of the file decides which are valid. If there are several files, no hash decides, so the
+    earlier export is removed first. The facts come before the files, so that files of an interrupted export are known
+    as its own.
     """
     files = facts["files"]
     if len(files) > 1:
@@ -609,7 +614,7 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _OfItems(nn.Module):
-    """A model of images of this shape, which takes them with the axes of its own module."""
+    """A model of images of this shape that takes them with the axes of its own module."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
         super().__init__()
@@ -620,7 +625,7 @@ class _OfItems(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Returns the first tensor that a model returns, e.g. the logits in an output of transformers, or all of them."""
+    """Returns the first tensor that a model returns, e.g. the logits in a transformers output, or all tensors."""
 
     def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()
@@ -632,6 +637,6 @@ class _Answer(nn.Module):
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
-    """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
+    """Returns the subject of a model without a known family, e.g. a reference implementation, with `like`'s input."""
     converted = _Answer(copy_module(model), has_several=isinstance(like.outputs, Several)).eval()
     return replace(like, model=converted.to(like.images.device, like.images.dtype), facts={})

@@ -37,7 +37,7 @@ LAYER = kinds.record(
         "norms": kinds.one_of(*NORMS),
         "shared": kinds.FLAG,
         "readings": kinds.JSON_OBJECT,  # for human readers; `load` reads the tensors
-        # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
+        # Both maps, or no map if the MLP is not read; null for a map that is not one matrix.
         "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
     {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
@@ -66,7 +66,7 @@ class MapDirections(Displayed):
 
 
 class Computed(Mapping[str, MapDirections]):
-    """Directions by metric, each of which is computed when it is first read: a plan of hidden units needs none."""
+    """Directions by metric, computed when they are first read: a plan of hidden units needs none of them."""
 
     def __init__(self, functions: Mapping[str, Callable[[], MapDirections]]):
         self.functions, self.values_read = functions, dict[str, MapDirections]()
@@ -99,9 +99,9 @@ class MapDiagnosis(Displayed):
 class HiddenDiagnosis(Displayed):
     """The hidden units of an MLP: their strengths by metric, their moments, and the map that reads them.
 
-    "weights" is the product of the norms of the weights before and after a unit, "activation" the standard deviation
-    of a unit times the norm of the weights after it, and the square of "centered" the increase of the error in backward
-    elimination (`unit_losses`). Without the diagnostic `Moments` there is only "weights", and no covariance and mean.
+    "weights" is the product of the norms of the weights before and after a unit. "activation" is the standard deviation
+    of a unit times the norm of the weights after it. The square of "centered" is the increase of the error in backward
+    elimination (`unit_losses`). Without the diagnostic `Moments` there is only "weights", and no covariance or mean.
     """
 
     strength: Mapping[str, Float[Tensor, "units"]]
@@ -113,8 +113,9 @@ class HiddenDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class LayerDiagnosis(Displayed):
-    """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP, if it is read: of
-    its two maps, and of its hidden units.
+    """One layer: its spectrum, and its readings, whose first axis is the heads.
+
+    If the MLP is read, `mlp` has the diagnoses of its two maps, and `hidden` the diagnosis of its hidden units.
     """
 
     spectrum: Spectrum
@@ -182,10 +183,11 @@ class Diagnosis(Displayed):
         return cls(tuple(map(_layer, record["layers"], parts)), record["fingerprint"], record["about"])
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returned for this key the first time: a plan prescribes from one diagnosis for every
-        candidate.
+        """Returns what `compute` returned for this key the first time.
+
+        A plan prescribes every candidate from one diagnosis, and would otherwise compute it again.
         """
-        # No field: it is not compared, and a copy by `replace` begins without it.
+        # This is not a field, so it is not compared, and a copy made by `replace` begins without it.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
         if key not in known:
             known[key] = compute()
@@ -223,7 +225,7 @@ def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
-    # Only short readings: the JSON file is read by people, and the tensors have all of them.
+    # Only short readings, because people read the JSON file; the tensors have all readings.
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     return {
         "heads": list(spectrum.heads),

@@ -1,6 +1,6 @@
-"""What "quick", "normal" and "thorough" mean: all that one call measures and fits, by the model and its outputs.
+"""What "quick", "normal" and "thorough" mean: how much one call measures and fits, by the model and its outputs.
 
-`Effort.of` is the one place that decides it. For three models, at 224 pixels (`tests/unit/test_effort.py` has more):
+`Effort.of` decides it. For three models, at 224 pixels (`tests/unit/test_effort.py` has more):
 
     effort    model             diagnose   plan    fit  predict  verify  sensitivities  trials  repair  distill
     quick     ViT-Tiny               128    192    256       96   4,762             32      10     100
@@ -13,10 +13,10 @@
     thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
     thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
 
-The first six numbers are images, and the largest ones: data with fewer images give fewer. The images to plan on are
+The first six columns are the most images that are used; data with fewer images give fewer. The images to plan on are
 among the images to fit on. Trials are whole plans that a search measures. Repair is in steps of Adam for each block,
-distillation in epochs. A repair has a budget of multiply-accumulates too, which leaves fewer images and steps of large
-models.
+distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and steps for
+large models.
 """
 
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ from attnrx.vit.models import family_of
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import parse_reducer
 
-# What a plan chooses: the ranks of maps, at levels that are shares of the full rank, and the patches that stay.
+# What a plan chooses: the ranks of maps, at levels that are shares of the full rank, and which patches stay.
 RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOKENS: "tokens"}
@@ -56,33 +56,34 @@ AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOK
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
-# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images, and
-# measures sensitivities on half of the usual ones, but on MIN_SENSITIVITY_IMAGES at least. For one of more than HUGE (a
-# ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, and diagnoses on a quarter.
-# Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
+# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images. It
+# measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model of more than
+# HUGE (a ViT-L has 6e10) it plans on half of the images, measures sensitivities in half of the layers, and diagnoses on
+# a quarter. Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
-# A quick call verifies on as many images as take VERIFICATION_MACS multiply-accumulates in the original, but on
-# MIN_VERIFICATION_IMAGES at least: on 4,800 of a ViT-Tiny, 340 of a ViT-B.
+# A quick call verifies on as many images as take VERIFICATION_MACS multiply-accumulates in the original, but on at
+# least MIN_VERIFICATION_IMAGES: for example on 4,800 with a ViT-Tiny, and on 340 with a ViT-B.
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 6e12, 256
-# Outputs with a number per position vary less between images, so both numbers are smaller for maps: on 128 images the
-# mean error of a saliency map has an interval of +- 20 %, on 324 of +- 13 % (docs/results/dense.md).
+# Outputs with a number per position vary less between images, so both limits are smaller for maps: the mean error of a
+# saliency map has an interval of +- 20 % on 128 images, and of +- 13 % on 324 (docs/results/dense.md).
 MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS = 7.5e11, 64
-# The MACs per image of a ViT-S with a decoder at 224 pixels. A model of maps of more is planned on fewer images, and
-# its decoder is fitted in fewer steps, in proportion (`map_share`).
+# The MACs per image of a ViT-S with a decoder at 224 pixels. A model of maps with more MACs is planned on fewer images,
+# and its decoder is fitted in fewer steps, in proportion (`map_share`).
 FULL_MAP_MACS = 8e9
-# A repair within a budget takes so many images at least; below that it has fewer steps, half of them at least.
+# A repair within a budget takes at least this many images. A smaller budget leaves fewer steps, but at least half.
 MIN_REPAIR_IMAGES = 128
 
-# A pass of the model of so many multiply-accumulates takes about a second, and its time varies less.
+# A pass of a model with this many multiply-accumulates takes about a second, and its time varies less.
 LONG_PASS = 4e10
-# The rounds of a final measurement, as many times more as a batch is smaller than MIN_TIMED_IMAGES; fewer for a pass of
-# LONG_PASS, and for one of LONGER_PASS.
+# The rounds of a final measurement. A batch smaller than MIN_TIMED_IMAGES gets proportionally more of them. A pass of
+# LONG_PASS multiply-accumulates gets fewer, and a pass of LONGER_PASS fewer still.
 FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
-# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
-# MIN_TIMED_IMAGES images (of large models FEWEST_TIMED_IMAGES), and as many as take TIMED_MACS multiply-accumulates,
-# because below that calls of operations dominate; files do not run in chunks, so as many as take TIMED_FILE_MACS.
+# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds. The part
+# has at least MIN_TIMED_IMAGES images (FEWEST_TIMED_IMAGES of large models), and as many as take TIMED_MACS
+# multiply-accumulates, because below that calls of operations dominate. Files do not run in chunks, so their part has
+# as many images as take TIMED_FILE_MACS.
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# Rounds before those that are counted.
+# Rounds before the ones that are counted.
 WARMUP = 2
 
 
@@ -90,30 +91,31 @@ WARMUP = 2
 class PlanSettings:
     """What is planned, and how much is measured for it; the defaults are the effort "normal".
 
-    What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
-    `reducer` is by default `ward`, with a relevance where a class token gives the outputs. With `to`, the text of a
-    format of `attnrx.export`, a target of latency applies to the file in this format: blocks and whole plans are timed
-    in its runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple of
-    `multiple` (by default the runtime's, see `nouns.runtime`), and as many heads in every layer, where the class states
-    them; its latency is measured in the library's own code.
+    What is planned. `axes` are by default all that the model has; axes that are left out are logged with the reason.
+    The token `reducer` is by default `ward`, with a relevance if a class token gives the outputs. `to` is the text of a
+    format of `attnrx.export`: a target of latency then applies to the file in this format, and blocks and whole plans
+    are timed in its runtime. A `portable` plan has only what the library's own class can hold. All MLPs get one width,
+    a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All layers get the same number of heads,
+    if the class states it. Its latency is measured in the library's own code.
 
-    How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
-    `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `LEVELS`; between them the times are
-    interpolated) for `rounds` rounds, whole models for `whole_rounds`; with `in_subprocess` in a new process that keeps
-    freed memory (`subprocess_runner`), because the speed of memory allocation depends on the history of the process.
+    How latency is measured (`protocol`). Forward passes of `batch` images are timed under the `conditions`, by `clock`
+    (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`); between
+    these levels the times are interpolated. Whole models are timed for `whole_rounds` rounds. With `in_subprocess`, a
+    new process that keeps freed memory measures the times (`subprocess_runner`), because the speed of memory allocation
+    depends on the history of the process.
 
-    How divergence is measured. Sensitivities of single choices: on `sensitivity_images`, at `probed_levels` and at the
-    shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
-    search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
-    far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
-    as many as `shrink` takes for it. With `bfloat16` these plans have products of bfloat16 where the device is faster
-    with them; sensitivities and predictions use the model's own precision.
+    How divergence is measured. Sensitivities of single choices are measured on `sensitivity_images`, at `probed_levels`
+    and at `pruned_shares` of the patches, in every `layer_stride`-th layer, and interpolated in between. The search
+    measures `trials` plans on `trial_images`; each of them is the best predicted of some `variations`. A plan that is
+    far worse than the best one on the first batch is measured on that batch only. The best `finalists` are measured on
+    all images; `shrink` takes `num_images` for this. With `bfloat16` these plans have products in bfloat16 if the
+    device is faster with them. Sensitivities and predictions use the model's own precision.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
-    `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
+    `max_ratio` times the target. The first attempt is not searched. With `adjusts`, attempts after the second correct
     the cost without a new search.
 
-    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs; `log` is called with
+    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs. `log` is called with
     progress messages.
     """
 
@@ -195,7 +197,7 @@ class PlanSettings:
         return replace(EFFORTS[effort].settings, **changes)
 
     def for_outputs(self, kind: OutputKind) -> "PlanSettings":
-        """Returns the settings with as many images as outputs of this kind need, in as small batches as they allow."""
+        """Returns the settings with as many images as outputs of this kind need, in batches that are no larger."""
         if kind.needed_images == 1:
             return self
         fewer = self.on_share(kind.needed_images)
@@ -208,11 +210,11 @@ class PlanSettings:
 
     @property
     def protocol(self) -> LatencyProtocol:
-        """How blocks are timed; whole models are timed alike, in `whole_rounds` rounds."""
+        """How blocks are timed. Whole models are timed in the same way, in `whole_rounds` rounds."""
         return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
-        """Returns a batch of noise to time, [batch, *input shape]: latency depends on the number of images alone."""
+        """Returns a batch of noise to time, [batch, *input shape]: latency depends only on the number of images."""
         shape = family_of(model).input_shape(model)
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
@@ -223,8 +225,8 @@ class PlanSettings:
         """
         if not self.adjusts or self.conditions.on_cuda:
             return self
-        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
-        # one thread the CPU time is the latency, without the load of other processes.
+        # A large batch runs in chunks of a few images. Timing a few images gives the same ratios, to a hundredth, in
+        # less time. On one thread, CPU time is the latency without the load of other processes.
         enough = ceil((TIMED_MACS if self.to is None else TIMED_FILE_MACS) / macs)
         fewest = FEWEST_TIMED_IMAGES if enough <= FEWEST_TIMED_IMAGES else MIN_TIMED_IMAGES
         batch, is_serial = min(self.batch, max(fewest, enough)), self.conditions.threads == 1
@@ -271,16 +273,15 @@ class Effort:
     Attributes:
         name: "quick", "normal" or "thorough".
         settings: How plans are searched and timed.
-        fitted_images: The images that weights are fitted to; those that the plan is chosen on are among them.
-        repair: The repair of a realized plan; None for none.
-        distill_epochs: The epochs of the distillation that follows; 0 for none.
+        fitted_images: The images that weights are fitted to; they include the images that the plan is chosen on.
+        repair: The repair of a realized plan; None for no repair.
+        distill_epochs: The epochs of the distillation that follows; 0 for no distillation.
         most_distilled: The most MACs per image of a model that is distilled.
         diagnosed_images: The images that the diagnosis is made on.
         predicted_images: The images that the predictions of a plan are measured on.
-        verified_images: The most images that a result is verified on. An accuracy on 10,000 has a standard error of 0.5
-            points at most.
-        image_share: The share of the images that were read which a quick call plans, fits and predicts maps on; None
-            for all.
+        verified_images: The most images that a result is verified on. An accuracy on 10,000 has a standard error of at
+            most 0.5 points.
+        image_share: The share of the images read that a quick call plans, fits and predicts maps on; None for all.
         decoder_fits: The fits of a smaller decoder, before the plan and after it.
         keep_index: Whether the distillation is for search in an index of the original's embeddings.
     """
@@ -312,9 +313,9 @@ class Effort:
         Args:
             name: The effort.
             kind: The kind of the model's outputs.
-            macs: The model's MACs per image, at the size of the images; None before the images are read. The images to
-                read do not depend on it.
-            settings: The settings of the call's plans, with the images of the effort; by default the effort's.
+            macs: The model's MACs per image, at the size of the images; None before the images are read. How many
+                images to read does not depend on it.
+            settings: The settings of the call's plans, with the effort's numbers of images; by default the effort's.
             keep_index: Whether the model is for search in an index of the original's embeddings.
 
         Raises:
@@ -324,7 +325,8 @@ class Effort:
             raise UnknownName("effort", name, EFFORTS)
         effort = EFFORTS[name]._for_index() if keep_index else EFFORTS[name]
         settings = (settings or effort.settings).for_outputs(kind)
-        # The images on which a mean is as precise as that of logits are fewer; a fit and a diagnosis take more of them.
+        # These outputs need fewer images for a mean as precise as with logits. A fit and a diagnosis take a larger
+        # share.
         precision = kind.needed_images**0.5
         effort = replace(
             effort,
@@ -342,12 +344,12 @@ class Effort:
         return effort._in_minutes(kind, macs) if name == "quick" else effort
 
     def _in_minutes(self, kind: OutputKind, macs: float) -> "Effort":
-        """Returns a quick call for a model of so many MACs per image: large models have fewer images."""
+        """Returns the quick effort for a model with `macs` MACs per image: large models have fewer images."""
         is_large, is_huge, is_map = macs > LARGE, macs > HUGE, kind.needed_images < 1
         budget, least = VERIFICATION_MACS, MIN_VERIFICATION_IMAGES
         if is_map:
             budget, least = MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS
-        # The more positions an image has, the less it varies.
+        # The more positions an image has, the less the images vary.
         share = map_share(macs) if is_map else 1.0
         settings = replace(self.settings.on_share(share), bfloat16=is_large)
         if is_huge:
@@ -365,7 +367,7 @@ class Effort:
         )
 
     def _for_index(self) -> "Effort":
-        """Returns the effort for a model that is to find the same neighbours, which every effort then distills."""
+        """Returns the effort for a model that has to find the same neighbours, with a distillation at every effort."""
         return replace(
             self,
             keep_index=True,
@@ -376,16 +378,16 @@ class Effort:
         )
 
     def with_smaller_decoder(self) -> "Effort":
-        """Returns the effort for a plan with a smaller decoder, whose fits take a part of the time."""
-        # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer. That fit
-        # gains more than a quick repair, too, in a quarter of the time.
+        """Returns the effort for a plan with a smaller decoder, whose fits take part of the time."""
+        # A search of ten plans gained 5 % in 53 CPU seconds. The fit of the decoder takes less than that. It also gains
+        # more than a quick repair, in a quarter of the time.
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
 
-# A model for search in an old index: the images it is fitted to at least, the epochs of its distillation, and the
-# queries that the recall of a plan is measured with. A share of 0.98 of 10 neighbours has a standard error of 0.3
-# points on them.
+# For a model that is searched in an old index: the least images it is fitted to, the queries that the recall of a plan
+# is measured with, and the epochs of its distillation. On 512 queries a share of 0.98 of 10 neighbours has a standard
+# error of 0.3 points.
 INDEX_IMAGES, INDEX_QUERIES = 1024, 512
 INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
 MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
@@ -403,12 +405,12 @@ EFFORTS: dict[str, Effort] = {
             layer_stride=2,
             trials=10,
             variations=3,
-            # On 32 images (the better half on 96) the search for a ViT-Tiny at 60 % of the MACs found a plan of 0.043
-            # instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+            # With 32 images (96 for the better half) the search for a ViT-Tiny at 60 % of the MACs found a plan of
+            # 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
             trial_images=96,
             finalists=3,
             attempts=4,
-            # A plan that is faster by more is adjusted: an attempt takes as long as a tenth of a call.
+            # Only a plan that is faster than this is adjusted, because an attempt takes a tenth of a call's time.
             min_ratio=0.945,
             max_ratio=0.99,
             # Every search measures many plans; an adjustment of the cost measures a few.
@@ -416,7 +418,7 @@ EFFORTS: dict[str, Effort] = {
         ),
         fitted_images=256,
         # A ViT-Tiny needs 2e12 for all images; larger models have MIN_REPAIR_IMAGES and half of the steps. 512 images
-        # and steps on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
+        # with steps on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
         repair=RepairBudget(100, images=2, macs=3.5e12),
     ),
     "normal": Effort(
@@ -424,7 +426,7 @@ EFFORTS: dict[str, Effort] = {
         PlanSettings(),
         fitted_images=1024,
         repair=RepairBudget(300, images=4, macs=1e14),
-        # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two
+        # The distillation removes 14 % of the divergence of a plan for single images in eager PyTorch, in 131 s on two
         # threads.
         distill_epochs=2,
         most_distilled=MOST_QUICKLY_DISTILLED,
@@ -444,8 +446,8 @@ EFFORTS: dict[str, Effort] = {
             finalists=6,
             attempts=4,
         ),
-        # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens
-        # of the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
+        # At 60 % of the parameters this gives 0.376 nats; 1,024 images and 300 steps give 0.420 (docs/results/plan.md).
+        # For a ViT-L, the tokens of the images within the budget are in memory seven times, in 12 GB.
         fitted_images=3072,
         repair=RepairBudget(500, images=4, macs=4e14),
         distill_epochs=2,

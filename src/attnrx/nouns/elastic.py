@@ -1,4 +1,4 @@
-"""An elastic model: a folder with several sizes of one model, of which one is loaded for a budget."""
+"""An elastic model: a folder with several sizes of one model. `load` chooses one of them for a budget."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ KIND, SCHEMA = "attnrx elastic model", 1
 INDEX = "elastic.json"
 ORIGINAL = "original"
 MOST_SIZES = 1000
-# It is joined to the folder: a separator or ".." would be a path out of it.
+# The name is joined to the folder: a separator or ".." would be a path out of it.
 NAME = kinds.matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
 SIZE = kinds.record(
     {
@@ -42,7 +42,7 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model; None where it was not measured. `fingerprint` identifies the size's weights.
+    model; None if it was not measured. `fingerprint` identifies the size's weights.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Size:
 class Elastic:
     """Several sizes of one model in a folder, each an ordinary saved model with its evidence, and the original.
 
-    `load` returns, of the sizes within a budget, the one that diverges least (`best`).
+    Of the sizes within a budget, `load` returns the one that diverges least (`best`).
     """
 
     folder: Path
@@ -94,8 +94,10 @@ class Elastic:
 
     @kinds.checked(quantity=kinds.one_of("macs", "params", "latency"), limit=kinds.POSITIVE)
     def best(self, quantity: str, limit: float) -> Size:
-        """Returns the size of the least divergence that costs at most the share `limit` of the original's `quantity`:
-        macs, params or latency. Without measured divergences it is the one of the most MACs.
+        """Returns the size with the least divergence, of those that cost at most a share of the original.
+
+        `quantity` is the cost (macs, params or latency), and `limit` the share. Sizes whose divergence was not measured
+        are compared by their MACs: the one with the most MACs is returned.
 
         Raises:
             NotSupported: No size is small enough, or the latency was not measured.
@@ -114,17 +116,17 @@ class Elastic:
         return min(fitting, key=lambda size: (size.name != ORIGINAL and divergences[size], -size.macs))
 
     def require(self, size: Size, fingerprint: str, macs: int) -> None:
-        """Checks that the model in the folder of a size is the one of its entry.
+        """Checks that the model in the folder of a size is the one that the index describes.
 
         Args:
             size: The size.
             fingerprint: The fingerprint of the model.
-            macs: Its MACs.
+            macs: The MACs of the model.
 
         Raises:
-            CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
+            CheckpointError: The folder of the size has another model, because it was swapped or replaced.
         """
-        # The token policy is no weight, but changes the MACs.
+        # A token policy is not a weight, but it changes the MACs.
         expected_macs = round(size.macs * self.about["macs"])
         for name, found, expected in (("fingerprint", fingerprint, size.fingerprint), ("MACs", macs, expected_macs)):
             if found != expected:

@@ -16,7 +16,7 @@ from attnrx.support.storage import read_record, require_fingerprint, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 3
-# So many times the samples are out of reach.
+# If a decision needs more than this multiple of the samples, more samples hardly help.
 HARDLY = 100
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
@@ -51,10 +51,10 @@ RECORD = kinds.record(
 class Finding(Displayed):
     """One measured claim.
 
-    A claim has a `limit` and an `outcome`: it holds if the whole interval satisfies the limit, fails if no part of the
-    interval does, and is undecided otherwise; then about `deciding_n` samples would decide it at the same value and
-    spread. A quantity without a limit is reported. `low` and `high` are the 95 % interval, `n` is the sample size
-    (images, rounds or runs). `details` contains further measurements (draws, kernels).
+    A claim has a `limit` and an `outcome`. It holds if the whole interval satisfies the limit, fails if no part of the
+    interval does, and is undecided otherwise. About `deciding_n` samples would decide it at the same value and spread.
+    A quantity without a limit is reported. `low` and `high` are the 95 % interval, and `n` is the sample size (images,
+    rounds or runs). `details` contains further measurements (draws, kernels).
     """
 
     check: str
@@ -88,7 +88,7 @@ class Finding(Displayed):
 
     @property
     def outcome_text(self) -> str:
-        """The outcome; for an undecided claim with its limit, the reason, and what would decide it."""
+        """The outcome; an undecided claim also states its limit, the reason, and what would decide it."""
         if self.outcome != UNDECIDED:
             return self.outcome
         limit = f"{self.limit:.4g} {self.unit}".strip() if self.limit is not None else "its limit"
@@ -120,21 +120,22 @@ def against_limit(
     Args:
         value: The measured value; NaN fails.
         limit: The limit; without one the value is reported.
-        interval: The ends of its interval; a value without one is exact.
+        interval: The ends of the value's interval; a value without an interval is exact.
         n: The number of samples.
         at_least: Whether the limit is a lower bound, else it is an upper bound.
-        strict: Whether equality does not satisfy the limit.
+        strict: Whether a value equal to the limit fails to satisfy it.
 
     Returns:
-        Limit, outcome, interval, n and deciding n as arguments of `Finding`. The deciding n is the sample size at which
-        the half interval towards the limit, which shrinks as 1 / sqrt(n), equals the distance of the value from it.
+        Limit, outcome, interval, n and deciding n as arguments of `Finding`. The half interval towards the limit
+        shrinks as 1 / sqrt(n). The deciding n is the sample size at which it equals the distance of the value from the
+        limit.
     """
     low, high = interval
     judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
     if limit is None:
         return judgement
     sign = 1 if at_least else -1
-    # An upper limit becomes a lower one by the sign, so that only one case is written.
+    # The sign turns an upper limit into a lower one, so that only one case is written.
     middle, bound = sign * value, sign * limit
     # With the sign, a larger value is better in both cases. Without an interval both ends are the value.
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
@@ -147,8 +148,8 @@ def against_limit(
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
     if n is None or distance == 0:  # then no number of samples decides
         return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
-    # n or more: the interval of an undecided claim contains the limit, so its half is at least the distance. Rounded up
-    # to two significant digits, the precision of such an estimate.
+    # At least n: the interval of an undecided claim contains the limit, so its half is at least the distance. Rounded
+    # up to two significant digits, the precision of such an estimate.
     count = n * (half / distance) ** 2
     if count >= kinds.LARGEST / 10:  # a value that differs from the limit by rounding
         return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
@@ -161,7 +162,7 @@ def estimate_against_limit(
 ) -> dict[str, Any]:
     """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
     value, ends = estimate.value, (estimate.low, estimate.high)
-    # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
+    # A resample of one image is always that image, so the interval has no width and decides no claim.
     if n == 1 and math.isclose(*ends, rel_tol=1e-9):
         undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
         return {"value": value, "limit": limit, "n": n, **undecided}
@@ -174,8 +175,8 @@ class Evidence(Displayed):
 
     Printed, it is a table of the findings.
 
-    Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
-    first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
+    In `about`, "notes" are remarks, and "warnings" are texts without which the numbers mislead. The warnings come first
+    in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
     example = "attnrx.verify(model, reference, images)"
@@ -214,7 +215,7 @@ class Evidence(Displayed):
 
     @property
     def counted(self) -> str:
-        """The numbers of claims by outcome and of other quantities: "of 2 claims 1 holds, 1 fails; 3 more ..."."""
+        """How many claims have each outcome, and how many other quantities there are: "of 2 claims 1 holds, 1 ..."."""
         number, reported = len(self.claims), len(self.findings) - len(self.claims)
         words = {HOLDS: ("holds", "hold"), FAILS: ("fails", "fail"), UNDECIDED: ("is undecided", "are undecided")}
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in words}
@@ -243,7 +244,7 @@ class Evidence(Displayed):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What has to be known before the numbers are read, e.g. that the labels are at chance level."""
+        """What you have to know before you read the numbers, e.g. that the accuracy is at chance level."""
         return tuple(map(str, self.about.get("warnings", ())))
 
     @kinds.checked()
@@ -295,10 +296,10 @@ class Evidence(Displayed):
             evidence = cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
         except InvalidInput as error:
             raise CheckpointError(f"{path}: {error}") from error
-        # The numbers before the hash: the message then names the field that was edited.
+        # The numbers are checked before the hash, so that the message names the field that was edited.
         if problems := _contradictions(evidence):
             raise CheckpointError(f"{path}: {'; '.join(problems[:3])}. The file was edited; verify again.")
-        # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
+        # The outcome is stored for readers of the file. It is computed again, so that an edit is found.
         if evidence.outcome != record["outcome"]:
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
@@ -307,16 +308,16 @@ class Evidence(Displayed):
         return evidence
 
 
-# The numbers of a file that determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
+# Some numbers of a file determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
 ROUNDED = 0.01
-# Quantities that must be at least, or at most, their limit; those of other checks are judged by rules of their own.
+# Quantities that must be at least, or at most, their limit. Other checks have their own rules.
 AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}
 AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
 CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # candidate minus reference of these
 
 
 def _contradictions(evidence: Evidence) -> list[str]:
-    """Returns what numbers of the evidence contradict others, each with its field."""
+    """Returns which numbers of the evidence contradict others, each with the name of its field."""
     found = []
     for index, finding in enumerate(evidence.findings):
         where = f"findings[{index}]"
@@ -342,7 +343,7 @@ def _of_interval(finding: Finding) -> Iterator[str]:
 
 
 def _of_counts(finding: Finding) -> Iterator[str]:
-    """Yields what the value of a share of images, or of its change, contradicts."""
+    """Yields the contradictions between a share of images, or its change, and the counts in the details."""
     n, details = finding.n, finding.details
     right, lost, gained = (details.get(name) for name in ("correct", "lost", "gained"))
     if type(n) is not int or n < 1 or finding.unit not in ("%", "points"):
@@ -375,7 +376,7 @@ def _of_outcome(finding: Finding) -> Iterator[str]:
 
 
 def _of_change(finding: Finding, evidence: Evidence) -> Iterator[str]:
-    """Yields whether a change is not the candidate's value minus the reference's, where the same check has both."""
+    """Yields a contradiction if a change is not candidate minus reference, where the same check has both values."""
     kind = CHANGES.get(finding.details.get("quantity", ""))
     if kind is None or finding.check != kind:
         return
@@ -385,7 +386,7 @@ def _of_change(finding: Finding, evidence: Evidence) -> Iterator[str]:
         same = [one for one in evidence.of(kind) if facts.items() <= {"measure": None, **one.details}.items()]
         values[role] = same[0].value if len(same) == 1 and same[0].n == finding.n else math.nan
     difference = values["candidate"] - values["reference"]
-    # A metric has any unit, and its means are sums of rounded numbers.
+    # A metric may have any unit, and its means are sums of rounded numbers.
     slack = max(ROUNDED if finding.unit == "points" else 0.0, 1e-4 * max(map(abs, values.values())))
     if abs(finding.value - difference) > slack:
         yield f"value is {finding.value:.6g}, and candidate minus reference is {difference:.6g}"

@@ -44,7 +44,7 @@ class PredictedQuantity:
 
     def interval(self, images: int) -> tuple[float, float]:
         """Returns the 95 % prediction interval of the mean over this many other images, within the limits."""
-        # The variance of a difference of two means, of the images of the plan and of these; 1.96 for 95 %.
+        # The variance of the difference of two means: over the images of the prediction, and over the other images.
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
         # The normal distribution continues beyond the range of the quantity, e.g. beyond an agreement of 100 %.
         low, high = self.limits
@@ -56,7 +56,7 @@ class PredictedQuantity:
 
 
 def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
-    """Returns the smallest and largest possible value: of agreement and change as shares, of the divergence."""
+    """Returns the smallest and largest possible value of a quantity; agreement and change are shares."""
     if quantity == "divergence":
         return 0.0, 2.0 if isinstance(outputs, Embeddings) else inf  # the cosine distance is at most 2
     return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
@@ -64,13 +64,13 @@ def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TargetMet:
-    """What the planner returns in place of a plan if the unchanged model meets the target, with a `reason` to read."""
+    """What the planner returns in place of a plan if the unchanged model meets the target; `reason` says why."""
 
     reason: str
 
     @classmethod
     def by_speed(cls, faster: float, speed: float, where: str, baseline: str) -> "TargetMet":
-        """Returns that the unchanged model has this speed relative to a baseline, where `faster` was asked for."""
+        """Returns the result for a request of `faster` if the unchanged model has this speed relative to a baseline."""
         return cls(
             f"faster={faster:.3g} is met by the unchanged model {where}: it is {speed:.2f}x as fast as {baseline}, so "
             f"nothing has to be removed. Save it with rx.save, or request more than faster={speed:.2f}."
@@ -81,10 +81,10 @@ class TargetMet:
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
-    `minimized` is the cost that the plan limits ("latency", "macs" or "params"), `cost` the predicted share of the
-    original's, `measured` the latency measured while planning (for latency). `expected` holds the divergence in nats,
-    and the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice. `about` records
-    the settings, what the model returns ("outputs") and the number of "images" that the plan was made on.
+    `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is its predicted share of the
+    original's, `measured` the latency measured while planning (for latency). `expected` has the divergence in nats, and
+    the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice. `about` records the
+    settings, what the model returns ("outputs") and the number of "images" that the plan was made on.
     """
 
     prescription: Prescription

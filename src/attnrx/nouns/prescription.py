@@ -33,14 +33,14 @@ MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "b
 
 
 def _require(part: Displayed, fits: bool, rule: str) -> None:
-    """Raises InvalidInput, with the shapes of all fields, for a part that breaks a rule about them."""
+    """Raises InvalidInput, with the shapes of all fields, unless the part fits a rule about them."""
     if not fits:
         raise InvalidInput(f"{part!r}: {rule}. Prescribe again, or correct the fields.")
 
 
 def _lay_out(part: Any, *names: str) -> None:
     """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
-    for name in names:  # `__setattr__` of the class is that of a frozen dataclass
+    for name in names:  # the dataclass is frozen, so its own `__setattr__` refuses
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
 
@@ -50,10 +50,11 @@ class Basis(Displayed):
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
     owns its directions, the rows belong to head h; shared directions (one owner) combine the rows of all heads,
-    concatenated. With `blocks` the shared directions are in blocks of so many neighbouring ones, and a head has the
-    same strength for all directions of a block. Without pruning the scores equal the model's, unless `about` of the
-    prescription records an approximation error. Of rotary attention `pairs` are the frequencies by which the directions
-    are rotated, -1 for those that are not: these come first, then the real and then the imaginary parts of the pairs.
+    concatenated. `blocks` are the sizes of the blocks that neighbouring shared directions form; a head has the same
+    strength for all directions of a block. Without pruning the scores equal the model's, unless `about` of the
+    prescription records an approximation error. For rotary attention, `pairs` are the frequencies that rotate the
+    directions, -1 for directions that are not rotated. The latter come first, then the real and then the imaginary
+    parts of the pairs.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -116,7 +117,7 @@ class ScoreDecision(Displayed):
         _require(self, fits, "keep and strength must have the same shape, and every head one reason")
         if self.basis is None:
             return
-        # `keep` has a row per head in any case: heads may use different ones of the shared directions.
+        # `keep` always has a row per head, because heads may use different ones of the shared directions.
         owners = 1 if self.basis.shared else len(self.keep)
         fits = self.basis.left.shape[:2] == (owners, self.keep.shape[1])
         _require(self, fits, "the basis must have the directions of keep")
@@ -157,7 +158,7 @@ class ScoreDecision(Displayed):
 class HeadDecision(Displayed):
     """The decision about "heads": which heads stay, and their strengths. A removed head outputs zero.
 
-    Where the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
+    If the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
     """
 
     keep: Bool[Tensor, "heads"]
@@ -191,8 +192,9 @@ Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 
 @dataclass(frozen=True, repr=False)
 class LayerPrescription(Displayed):
-    """The decisions about one layer by map: always "qk", and the maps that are reduced; a removed head has no
-    directions.
+    """The decisions about one layer by map: always "qk", and every other map that is reduced.
+
+    A removed head has no directions.
     """
 
     decisions: Mapping[str, Decision]
@@ -200,7 +202,7 @@ class LayerPrescription(Displayed):
     def __post_init__(self):
         known = {"qk"} <= self.decisions.keys() <= {*LAYER_MAPS}
         _require(self, known, f"there must be a decision about qk, and others only about {', '.join(LAYER_MAPS)}")
-        # Removed heads are stated twice, by `heads` and by empty rows of qk; a layer of any other combination has no
+        # Removed heads are stated twice, by `heads` and by empty rows of qk. If the two differ, the layer has no
         # meaning.
         fits = self.heads.shape == self.qk.keep.shape[:1] and not bool(self.qk.keep[~self.heads].any())
         _require(self, fits, "the heads must be those of qk, and a removed head keeps no direction")
@@ -257,7 +259,7 @@ class TokenPrescription(Displayed):
     seed: int = 0
 
     def __post_init__(self):
-        # Policies that are equal in text compare equal, also if one was fitted to a model.
+        # Policies with the same text compare equal, even if one was fitted to a model.
         object.__setattr__(self, "policy", self.policy.written)
         if self.predictors is not None and not self.policy.reducer.learned:
             raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
@@ -283,10 +285,10 @@ class TokenPrescription(Displayed):
 class DepthPrescription(Displayed):
     """The blocks that are removed whole: the stream of tokens passes them unchanged.
 
-    `removed` are their numbers in the original, from 1 as in a token policy, in their order; each has a reason.
+    `removed` are their numbers in the original, counted from 1 as in a token policy, in their order. Each has a reason.
 
     Raises:
-        InvalidInput: Numbers that are not from 1 on, not in their order, or none.
+        InvalidInput: There are no numbers, they are not in their order, or one is below 1.
     """
 
     removed: tuple[int, ...]
@@ -318,7 +320,7 @@ def parse_depth(text: str) -> DepthPrescription:
 
 @dataclass(frozen=True, repr=False)
 class Prescription(Displayed):
-    """The decisions about all layers of the model with this fingerprint, the rules, and in `about` the data.
+    """The decisions about all layers of the model with this fingerprint, the rules, and the data (in `about`).
 
     `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
     prescribed token policy, or None. `depth` are the blocks that are removed whole, or None: decisions about the layers
@@ -335,7 +337,8 @@ class Prescription(Displayed):
     depth: DepthPrescription | None = None
 
     def __post_init__(self):
-        # Both are the one source of their rules: `replace(prescription, tokens=...)` changes the rule too.
+        # Only these fields state the rules of tokens and depth: `replace(prescription, tokens=...)` changes the rule
+        # too.
         rules = {name: rule for name, rule in self.rules.items() if name not in (DEPTH, TOKENS)}
         if self.depth is not None:
             most = len(self.layers)
@@ -438,7 +441,7 @@ class Prescription(Displayed):
         if depth is not None:
             depth = DepthPrescription(depth.removed, tuple(record[DEPTH]["reasons"]))
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens, depth)
-        # A number that follows from the layers: it finds a layer that was edited by hand.
+        # This number follows from the layers, so it reveals a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
             raise InvalidInput(
                 f"removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
@@ -480,7 +483,7 @@ def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
     """Checks that all units of a map have the same number of directions, and ranks up to that number."""
-    # A table of [units, directions] is made of them, so all rows need one length.
+    # The units become a table [units, directions], so all rows need one length.
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
         path = f"{below(where, 'units')}[{index}]"
@@ -517,9 +520,9 @@ POLICY = kinds.record(
 )
 
 
-# `rules` has the text of the policy or of the removed blocks, and these fields what the text does not state.
+# `rules` has the text of the policy or of the removed blocks. These fields have what the text does not state.
 def _require_both(record: Mapping[str, Any], where: str) -> None:
-    """Checks that the rule of tokens and of depth and their fields are either both given or both absent."""
+    """Checks that tokens and depth each have both a rule and a field, or neither."""
     for name in (TOKENS, DEPTH):
         if (name in record["rules"]) != (name in record):
             here, there = (f"rules.{name}", name) if name in record["rules"] else (name, f"rules.{name}")
@@ -537,7 +540,7 @@ LATENCY = kinds.record(
         "clock": kinds.ANY_TEXT,
     },
     {"in_subprocess": kinds.FLAG},
-    open=True,  # what the check does not use is for readers
+    open=True,  # fields that the check does not use are for readers
 )
 # The predictions of a plan (`Plan.predictions`), which the check `promises` of `verify` compares with measurements.
 PREDICTIONS = {
@@ -545,10 +548,10 @@ PREDICTIONS = {
     "measured": kinds.optional(LATENCY),
 }
 PLAN = kinds.record(PREDICTIONS, open=True)
-# The settings of fits beside their steps (`realization.realizing.fits_record`).
-# The fits validate their settings themselves (`Repair`, `Distill`).
+# The settings of fits, in addition to their steps (`realization.realizing.fits_record`). The fits validate their
+# settings themselves (`Repair`, `Distill`).
 FIT_SETTINGS = kinds.record(more=dict.fromkeys(FITS, kinds.JSON_OBJECT))
-# The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
+# The options of `attnrx realize`, which the matched controls use too. `classes` are the classes into which the original
 # puts the images of the repair, for the check `shift`.
 REALIZED = kinds.record(
     {"by": kinds.parsed(compression_of), "calibration_images": kinds.whole(1, kinds.LARGEST)},
@@ -560,7 +563,7 @@ REALIZED = kinds.record(
     },
 )
 
-# Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
+# ABOUT is open: it has whatever the diagnosis and the plan recorded. Only these two fields of it are read again.
 RULE_TEXTS = dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT)
 RULE_TEXTS |= {TOKENS: kinds.parsed(parse_policy), DEPTH: kinds.parsed(parse_depth)}
 ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)
@@ -580,7 +583,7 @@ RECORD = kinds.record(
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
     qk = layer.qk
     rows = zip(qk.ranks, qk.keep, qk.strength, qk.reasons, strict=True)
-    # Kept directions and units by index, which is shorter than a mask and can be read.
+    # Kept directions and units are stored by index, which is shorter than a mask and can be read.
     heads = [
         {"rank": rank, "keep": torch.nonzero(keep).flatten().tolist(), "strength": strength.tolist(), "why": why}
         for rank, keep, strength, why in rows
@@ -635,5 +638,5 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
     if facts is not None:
         blocks = tuple(facts["blocks"]) if "blocks" in facts else None
         basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, tensors.get("qk.pairs"))
-    # A layer without heads or directions: its list is empty, and has lost the shape.
+    # The list of a layer without heads or directions is empty, and has lost the shape.
     return ScoreDecision(keep, strength.reshape(keep.shape), tuple(head["why"] for head in heads), basis)

@@ -1,8 +1,8 @@
 """Where a model runs, and what a plan for that place may choose: one table, which the planner reads.
 
-A row states what was measured there (docs/results/speed.md, docs/results/gpu.md). For runtimes that no machine of this
-project has it states what the vendor's guide says. Plans for latency measure the rest: this table keeps a plan away
-from what is slower at every size.
+A row states what was measured there (docs/results/speed.md, docs/results/gpu.md). If no machine of this project has the
+runtime, the row follows the vendor's guide. The table only keeps a plan away from what is slower at every size; plans
+for latency measure the rest.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from attnrx.vit.maps import DEPTH, HEADS, HIDDEN
 
 # The axes of portable plans, whose result is run by code that knows nothing of attnrx.
 STOCK = (HIDDEN, HEADS, DEPTH)
-# A step of ranks or widths is at most this part of all of them, so that small models have several sizes, too.
+# A step of ranks or widths is at most this fraction (1 / PART) of all of them, so that small models have several sizes.
 PART = 8
 
 
@@ -25,14 +25,14 @@ class Runtime:
     Attributes:
         title: Its name.
         named_by: How a call names it.
-        axes: What pays there. Of STOCK a plan is made with `portable=True`.
-        equal_heads: Whether heads of unequal ranks are slower there than dense ones, so that all heads of a layer get
-            one rank.
+        axes: What pays there. For the axes of STOCK, make the plan with `portable=True`.
+        equal_heads: Whether heads of unequal ranks are slower there than dense ones. All heads of a layer then get one
+            rank.
         rank_multiple: The number that ranks are multiples of.
         width_multiple: The number that hidden widths are multiples of.
-        most_stages: The most stages of token merging that pay; None: any number. One stage more adds operations, which
+        most_stages: The most stages of token merging that pay; None for any number. Every stage adds operations that
             take their time at every size of a product.
-        source: "measured" here; "assumed", as in the row of the same kernels; or "vendor", by the vendor's guide.
+        source: "measured" by this project; "assumed" from the row of the same kernels; or "vendor", from its guide.
         page: Where this is stated, as a link from docs/.
     """
 
@@ -61,16 +61,17 @@ SPEEDS = "results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-co
 RUNTIMES: Mapping[str, Runtime] = {
     "eager": Runtime("PyTorch on a CPU", "by default", page=HEADS_AT_ALL_RANKS),
     "compiled": Runtime("AOTInductor on a CPU", "to='aotinductor'", source="assumed", page=HEADS_AT_ALL_RANKS),
-    # Ranks that differ between heads have 0.49x of timm's speed, 1.17x in multiples of 8; twelve stages are slower than
-    # timm at every size, one or two early ones pay at a large batch; widths were measured in multiples of 64.
+    # Ranks that differ between heads run at 0.49x of timm's speed, or at 1.17x if they are multiples of 8. Twelve
+    # stages are slower than timm at every size; one or two early ones pay at a large batch. Widths were measured in
+    # multiples of 64.
     "cuda": Runtime(
         "a CUDA device", "a model on it", equal_heads=True, rank_multiple=8, width_multiple=64, most_stages=2,
         page="results/gpu.md#what-to-do-on-a-gpu",
     ),
-    # For one image three stages have 1.56x of timm's speed, twelve 1.36x.
+    # For one image, three stages run at 1.56x of timm's speed, and twelve at 1.36x.
     "onnx": Runtime("ONNX Runtime on a CPU", "to='onnx'", most_stages=3, page=SPEEDS),
     "int8": Runtime("ONNX Runtime on a CPU, int8", "to='int8'", most_stages=3, source="assumed", page=SPEEDS),
-    # In bfloat16 three stages have 1.31x, twelve 1.03x; products are in tiles, which unequal heads leave empty.
+    # In bfloat16, three stages run at 1.31x, twelve at 1.03x. Products are in tiles, which unequal heads leave empty.
     "openvino-f32": Runtime("OpenVINO on a CPU", "to='openvino'", most_stages=3, source="assumed", page=SPEEDS),
     "openvino-bf16": Runtime(
         "OpenVINO on a CPU, bfloat16", "to='openvino(precision=bf16)'", equal_heads=True, most_stages=3, page=SPEEDS
@@ -79,7 +80,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         "OpenVINO on a CPU, int8", "to='openvino(precision=int8)'", equal_heads=True, most_stages=3, source="assumed",
         page=SPEEDS,
     ),
-    # Kernels of the same device as `cuda`, where the widths were measured.
+    # Its kernels run on the same device as `cuda`, where the widths were measured.
     "tensorrt": Runtime(
         "TensorRT", "portable=True, multiple=64", STOCK, True, 8, 64, None, "assumed", "how-to/portable.md#tensorrt"
     ),
@@ -92,5 +93,5 @@ RUNTIMES: Mapping[str, Runtime] = {
         "an NPU", "portable=True, multiple=64", STOCK, True, 64, 64, None, "vendor", "how-to/portable.md#an-npu"
     ),
 }  # fmt: skip
-# What a portable model's width is a multiple of where nobody says where it will run.
+# A portable model's width is a multiple of this number if you do not say where the model will run.
 PORTABLE_MULTIPLE = RUNTIMES["eager"].width_multiple

@@ -21,10 +21,12 @@ MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", RECALL: "macs", SIZE: "params"}
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit: a share of the original's latency, MACs or parameters; the size of the file in megabytes; the
-    mean divergence of the outputs from the original's ("max-kl", in nats for classes); or a drop of top-1 accuracy in
-    points ("max-drop"). "recall" is a lower limit: of the share of the nearest neighbours of a new query that are found
-    in an index of the original's embeddings.
+    """A limit for one quantity.
+
+    "latency", "macs" and "params" have an upper limit as a share of the original's. "size" has one in megabytes of the
+    file. "max-kl" limits the mean divergence of the outputs from the original's (in nats for classes), and "max-drop"
+    the drop of top-1 accuracy in points. "recall" has a lower limit: the share of the nearest neighbours of a new query
+    that are found in an index of the original's embeddings.
     """
 
     quantity: str
@@ -45,7 +47,7 @@ class Target:
 
     @property
     def minimized(self) -> str:
-        """The cost that a plan minimizes: the quantity, MACs within a loss, or parameters for a size."""
+        """The cost that a plan minimizes: the quantity itself, MACs for a limited loss, or parameters for a size."""
         return MINIMIZED.get(self.quantity, self.quantity)
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Target:
     @classmethod
     @checked(text=ANY_TEXT)
     def parse(cls, text: str) -> "Target":
-        """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
+        """Parses `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
 
         Raises:
             InvalidInput: The text has another form, an unknown quantity or a number outside its range.
@@ -80,10 +82,10 @@ def target_of(
     size: float | None = None,
     recall: float | str | None = None,
 ) -> Target:
-    """Returns the target of exactly one of the arguments.
+    """Returns the target that the only given argument states.
 
     Raises:
-        InvalidInput: None or several are given, or the one is no number in its range.
+        InvalidInput: None or several are given, or the one is not a number in its range.
     """
     arguments = {"faster": faster, "macs": macs, "params": params}
     arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size, "recall": recall}

@@ -35,13 +35,13 @@ FORMATS = ("svg", "pdf", "csv")
 COLUMNS = ("panel", "series", "x", "y", "low", "high")
 # Panels in a row; inches of one panel, of a figure of one panel, and of one cell of a grid.
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
-PICTURE = (1.5, 1.7)  # of one picture with its title
+PICTURE = (1.5, 1.7)  # inches of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
 MOST_LABELS = 12  # series that have a legend
 # Text stays text: it can be searched, and conferences ask for fonts that are embedded as such.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "attnrx", "pdf.fonttype": 42, "font.size": 8, "axes.grid": True}
 STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-# Neither a date nor a path: the same numbers give the same file.
+# Files have neither a date nor a path, so the same numbers give the same file.
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -105,23 +105,23 @@ class Drawing:
 def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Draws what is known of a model as figures for a paper, each in a file per format.
 
-    A diagnosis gives spectra, kept energy and the readings of heads; a prescription the ranks and tokens that stay; the
-    sizes of an elastic model, and a comparison of methods, their trade-off of cost and divergence. A result of `shrink`
-    gives all that it has. `rx.reports.sample_tokens(model, images)` gives images with the patches that every stage of
-    token pruning leaves. Files are named after their figure and are replaced; colours are those of matplotlib, and
-    `Figure` has the numbers if you draw by yourself.
+    A diagnosis gives spectra, kept energy and the readings of heads. A prescription gives the ranks and tokens that
+    stay. The sizes of an elastic model, and a comparison of methods, give their trade-off of cost and divergence. A
+    result of `shrink` gives all that it has. `rx.reports.sample_tokens(model, images)` gives images with the patches
+    that every stage of token pruning leaves. Files are named after their figure, and existing ones are replaced.
+    Colours are matplotlib's. If you draw by yourself, `Figure` has the numbers.
 
     Args:
         source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, or the path of a file or folder
             of one of these; or `TokenSamples`. Several in a list.
         folder: Where the figures are written.
-        formats: Of svg, pdf and csv.
+        formats: Some of svg, pdf and csv.
 
     Returns:
         The written files.
 
     Raises:
-        InvalidInput: The source is none of these, or has nothing to draw.
+        InvalidInput: The source is not one of these, or has nothing to draw.
         NotSupported: Matplotlib is not installed.
         CheckpointError: A file is damaged, or cannot be written.
 
@@ -132,7 +132,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
     """
     found: dict[str, Figure] = {}
     for figure in figures_of(source):
-        # Of several sources of one kind every figure has a name of its own.
+        # If several sources are of one kind, every figure still has its own name.
         name = next(
             name
             for count in range(len(found) + 1)
@@ -153,10 +153,10 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
 
 def figures_of(source: Any) -> list[Figure]:
-    """Returns the figures of a result, of the file or folder of one, or of several.
+    """Returns the figures of a result, of its file or folder, or of several results.
 
     Raises:
-        InvalidInput: It is nothing that can be drawn.
+        InvalidInput: The source cannot be drawn.
         CheckpointError: A file is damaged.
     """
     if isinstance(source, list | tuple):
@@ -300,8 +300,10 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 
 
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
-    """Returns the strengths of all score directions, the largest first, and their metric in words: that of plans, else
-    that of the weights; the model's own where directions must not be combined.
+    """Returns a metric in words, and the strengths of all score directions in it, the largest first.
+
+    This is the metric of plans, else the metric of the weights. If directions must not be combined, the strengths are
+    the model's own.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):

@@ -1,4 +1,4 @@
-"""Kinds of values: of the arguments of functions, of the fields of dataclasses and of values in JSON files.
+"""Kinds of values: of function arguments, of dataclass fields, and of values in JSON files.
 
     @checked(faster=optional(FASTER))
     def shrink(model: nn.Module, faster: float | None = None, batch: int = 32, ...):
@@ -27,9 +27,9 @@ from attnrx.support.display import short_value
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError, nearest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
+LONGEST_NAME = 255  # bytes in one part of a path, on all common file systems
 LARGEST, LARGEST_FLOAT32 = 2**63 - 1, 3.4028234663852886e38
-LONGEST_PATH = 4000  # bytes; systems take 4,096, with the folder before a relative path
+LONGEST_PATH = 4000  # bytes; systems take 4,096, including the folder before a relative path
 
 
 class Invalid(Exception):
@@ -45,7 +45,7 @@ class Kind:
 
     `allows` tests a value, `inside` checks its parts as `check` does, and `convert` returns what a function receives
     for it. `explain` returns the end of the message about an argument of any class: what is wrong with it. A value in a
-    file is of one of the `classes`, if any are stated: arguments may be numbers of NumPy, and a bool is an int in
+    file must have one of the `classes`, if any are stated. Arguments may be numbers of NumPy, and a bool is an int in
     Python.
     """
 
@@ -58,13 +58,13 @@ class Kind:
 
     def check(self, value: Any, where: str, in_file: bool = True) -> None:
         """Raises Invalid for a value, at the path `where` of a file, that is not allowed."""
-        # Values of any class are tested, whose comparisons and conversions may raise.
+        # Values of any class are tested, and their comparisons and conversions may raise.
         try:
             is_allowed = bool(self.allows(value)) and not (in_file and self.classes and type(value) not in self.classes)
         except Exception:
             is_allowed = False
         if not is_allowed:
-            # An argument is described by `checked` alone: the repr of a model takes long.
+            # Only `checked` describes an argument: the repr of a model takes long.
             raise Invalid(where, f"is {described(value)}; it must be {self.expected}" if in_file else "is not allowed")
         self.inside(value, where, in_file)
 
@@ -80,7 +80,8 @@ class Kind:
         """Returns an argument, converted.
 
         Raises:
-            InvalidInput: It is not of this kind; the message names the function `where`, the argument and what to give.
+            InvalidInput: It is not of this kind; the message names the function (`where`), the argument and what to
+                give.
         """
         if not self.accepts(value):
             raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{self.explain(value) or '.'}")
@@ -88,9 +89,10 @@ class Kind:
 
 
 def checked(**stated: Kind) -> Callable[[Function], Function]:
-    """Returns a decorator that validates the arguments of a function, also in a **keyword parameter: by the kinds that
-    are stated, and elsewhere by their names (NAMED) or annotations. An argument that the function does not take raises
-    TypeError, as in Python, with the nearest one.
+    """Returns a decorator that validates the arguments of a function, including those of a **keyword parameter.
+
+    Arguments are validated by the stated kinds, else by their names (NAMED) or annotations. An argument that the
+    function does not take raises TypeError, as in Python, with the nearest name.
     """
 
     def decorate(function: Function) -> Function:
@@ -119,7 +121,7 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
 
 
 def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    # Without the result: a method may return its class, which does not exist yet.
+    # The result is left out: a method may return its class, which does not exist yet.
     written = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
     return get_type_hints(SimpleNamespace(__annotations__=written), inspect.unwrap(function).__globals__)
 
@@ -127,7 +129,7 @@ def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
 def _misused(
     function: str, signature: inspect.Signature, hints: Mapping[str, Any], named: Mapping[str, Any], error: TypeError
 ) -> str:
-    """Returns the message about arguments that a function does not take, with the nearest that it takes."""
+    """Returns the message about arguments that a function does not take, with the nearest one that it takes."""
     unknown = [name for name in named if name not in signature.parameters]
     if not unknown or "unexpected" not in str(error):
         return f"{function}() {error}"
@@ -141,8 +143,7 @@ def _misused(
 
 
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
-    """Validates the fields of a dataclass, in its __post_init__: by these kinds, else by `by_type` and their
-    annotations.
+    """Validates the fields of a dataclass in its __post_init__: by these `kinds`, else by `by_type` or annotations.
 
     Raises:
         InvalidInput: A field has a value of another kind; the message names class and field.
@@ -154,7 +155,7 @@ def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **ki
 
 
 def described(value: Any) -> str:
-    """Returns a short text of any value: its repr, or its type where that raises."""
+    """Returns a short text of any value: its repr, or its type if the repr raises."""
     try:
         text = short_value(value)
     except Exception:
@@ -170,7 +171,7 @@ def _is_real(value: Any) -> bool:
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Kind:
-    """Whole numbers in a closed range; a bool is none, an integer of numpy is one."""
+    """Whole numbers in a closed range, including NumPy's integers; a bool is not one."""
     ending = "" if most == 2**31 - 1 else f", at most {most}"
     smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
     expected = "a whole number" if least < 0 else f"{smallest}{ending}"
@@ -196,7 +197,7 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
 
 
 def or_percent(kind: Kind) -> Kind:
-    """The shares of a kind, or their texts in percent, which become numbers."""
+    """The shares of a kind, or texts of them in percent, which become numbers."""
 
     def read(value: Any) -> Any:
         is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
@@ -212,7 +213,7 @@ def or_percent(kind: Kind) -> Kind:
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
-    """Numbers in a closed range that float32 can hold, as tensors of files have."""
+    """Numbers in a closed range that float32 can hold, like the tensors of files."""
     return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
 
 
@@ -220,7 +221,7 @@ def _float_of(value: Any, name: str) -> int | float:
     return value if isinstance(value, int) else float(value)
 
 
-# Also NaN and infinity, for what was measured.
+# For measured values: includes NaN and infinity.
 REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _float_of)
 COUNT = whole(1)
 NATURAL = whole(0)
@@ -253,7 +254,7 @@ def one_of(*values: str | int) -> Kind:
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """Texts of a form."""
+    """Texts that match a pattern."""
     return Kind(expected, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
@@ -295,10 +296,10 @@ def either(expected: str, *kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
-    """A list of `least` to `most` values of a kind; as an argument also a tuple, which a list becomes.
+    """A list of `least` to `most` values of a kind; an argument may also be a tuple, and becomes one.
 
-    With `unique` no value, which are texts or numbers then, is given twice. `check` raises Invalid with the index of
-    the first wrong value.
+    With `unique`, no value (a text or a number) is given twice. `check` raises Invalid with the index of the first
+    wrong value.
     """
     length = f"{least} or more" if most == 2**31 else f"{least} to {most}"
     expected = expected or f"a list of {least if least == most else length}"
@@ -353,7 +354,7 @@ def record(
 
 
 def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
-    # With a stack of its own: files may nest deeper than Python's.
+    # This has its own stack, because files may nest deeper than Python's.
     parts = [(value, where)]
     while parts:
         value, where = parts.pop()
@@ -370,8 +371,9 @@ FINITE = Kind("a value of JSON", inside=_every_number_is_finite)
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
-    """Objects whose integers, including nested ones, have an absolute value of at most `most`; in the fields `counted`
-    any is allowed.
+    """Objects whose integers, including nested ones, have an absolute value of at most `most`.
+
+    In the fields `counted` any integer is allowed.
     """
     integer = Kind(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
@@ -398,7 +400,7 @@ def below(where: str, name: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    # A surrogate is no character: such a text cannot be written to any file.
+    # A surrogate is not a character: a text with one cannot be written to any file.
     return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(value.encode())
 
 
@@ -412,7 +414,7 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", _is_text)
-ANY_TEXT = Kind("a text", lambda value: isinstance(value, str))  # of a file, also an empty one
+ANY_TEXT = Kind("a text", lambda value: isinstance(value, str))  # for files: may be empty
 JSON_OBJECT = record(open=True)
 PATH = Kind("a path, as a text or a pathlib.Path", _is_path)
 MODEL = instance("a model (a torch.nn.Module), e.g. attnrx.load(FOLDER)", nn.Module)
@@ -424,7 +426,7 @@ IMAGES = Kind(
         and any(hasattr(data, name) for name in ("__getitem__", "__iter__", "batches"))
     ),
 )
-# What the function itself validates, with a message of its own: datasets, rules, names of models.
+# For values that the function itself validates, with its own message: datasets, rules, names of models.
 ANY = Kind("")
 
 
@@ -444,8 +446,9 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Names the code of the user in what it raises; errors of attnrx pass unchanged. SystemExit is named too: it would
-    end the process with a code that means something else.
+    """Names the user's code in the errors that it raises; errors of attnrx pass unchanged.
+
+    SystemExit is named too, because it would end the process with a code that means something else.
 
     Raises:
         UserCodeError: (or `error_class`) The block raised another exception, which is the `__cause__`.
@@ -467,7 +470,7 @@ def described_error(error: BaseException) -> str:
 
 
 def _guarded(function: Any, name: str) -> Any:
-    # Once: a verb passes its log on to other verbs.
+    # A function is guarded once, because a verb passes its log on to other verbs.
     if getattr(function, "is_guarded", False):
         return function
 
@@ -480,7 +483,7 @@ def _guarded(function: Any, name: str) -> Any:
     return call
 
 
-# A function whose exceptions become UserCodeError, and one that is called where they are caught.
+# CALLBACK turns exceptions into UserCodeError. FUNCTION does not: its exceptions are caught where it is called.
 CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", callable)
 
 
@@ -521,17 +524,17 @@ def kind_of(hint: Any) -> Kind:
         if parts[-1] is Ellipsis or origin is not tuple:
             return each(several, expected)
         return each(several, expected, len(parts), len(parts))
-    if hasattr(hint, "array_type"):  # of jaxtyping, which compares type and number of axes
+    if hasattr(hint, "array_type"):  # a jaxtyping annotation, which compares type and number of axes
         numbers = _NUMBERS[hint.dtypes[-1]]
         return instance(f"a tensor [{', '.join(hint.dim_str.split())}] of {numbers}", hint)
     cls = origin if origin is not None else hint
     if cls in _SIMPLE or not isinstance(cls, type):
         return _SIMPLE.get(cls, ANY)
-    example = getattr(cls, "example", None)  # the code that makes one, of classes that arguments have
+    example = getattr(cls, "example", None)  # code that makes an instance, for classes that arguments have
     return instance(f"an instance of {cls.__name__}" + (f", e.g. {example}" if example else ""), cls)
 
 
-# What a tensor holds, by the last type that an annotation of jaxtyping allows.
+# What a tensor holds, by the last type that a jaxtyping annotation allows.
 _NUMBERS = {
     "float64": "floating-point numbers",
     "int64": "whole numbers",
@@ -553,5 +556,5 @@ _SIMPLE: Mapping[Any, Kind] = {
     dict: instance("a dictionary", dict),
 }
 
-# The kinds of arguments that have one meaning everywhere.
+# The kinds of arguments that mean the same everywhere.
 NAMED = {"batch": BATCH, "batch_size": BATCH, "device": DEVICE, "log": CALLBACK, "seed": SEED, "threads": THREADS}

@@ -28,7 +28,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 # Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
-_SYNCHRONIZE, _ACCESS_DENIED = 0x00100000, 5  # of the interface of Windows
+_SYNCHRONIZE, _ACCESS_DENIED = 0x00100000, 5  # constants of the Windows interface
 # Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
 LOCK_SECONDS = 60.0
 # The file system (NFS, FAT) or the kernel cannot exchange two names.
@@ -74,8 +74,9 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 
 
 def require_replaceable(path: Path | str) -> None:
-    """Raises InvalidInput for a path of anything but a regular file, as replacing it would delete it, and
-    CheckpointError for links that lead back to themselves.
+    """Raises InvalidInput if a path is anything but a regular file, because replacing it would delete it.
+
+    Raises CheckpointError for links that lead back to themselves.
     """
     path = Path(path)
     real_path(path)
@@ -106,7 +107,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
-    """Yields an empty private folder, which is deleted at the end; if this process is killed, by the next call.
+    """Yields an empty private folder. It is deleted at the end or, if this process is killed, by the next call.
 
     Args:
         folder: Where it is created, by default the system's folder for temporary files.
@@ -120,8 +121,9 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
 
 
 def scratch_file(target: Path) -> IO[bytes]:
-    """Opens a temporary sibling of `target`, which is deleted when it is closed; if this process is killed, by the next
-    call.
+    """Opens a temporary sibling of `target`.
+
+    It is deleted when it is closed or, if this process is killed, by the next call.
 
     Raises:
         InvalidInput: The target is the root of the file system.
@@ -146,12 +148,12 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
     """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
 
     The old and the new folder are exchanged in one step, one process at a time. A mount point and the current folder
-    cannot be exchanged: there files are moved one by one, unless there are parts to replace.
+    cannot be exchanged. Their files are moved one by one, unless there are parts to replace.
 
     Args:
         folder: The folder to create or change.
-        parts: The files of `folder` that are replaced as a whole: those that were not written again are deleted. All
-            others are kept and never overwritten.
+        parts: The files of `folder` that are replaced as a whole: parts that were not written again are deleted. All
+            other files are kept and never overwritten.
         last: The file that is moved last, which makes the others valid.
 
     Raises:
@@ -170,12 +172,12 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
     try:
         temporary.mkdir()
         yield temporary
-        # The last file is the one that makes the others valid, e.g. a JSON that refers to tensors. Before the others
-        # come those that state which of them attnrx wrote.
+        # The last file makes the others valid, e.g. a JSON that refers to tensors. First come the files that state
+        # which of the others attnrx wrote.
         new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.suffix != ".json", each.name))
         for each in new:
             flush(each)
-        # Until here another process may have replaced the folder: what is kept of it is found under the lock.
+        # Until here another process may have replaced the folder: the files to keep are found under the lock.
         with file_lock(target):
             written = [each.name for each in new]
             replaced = set(parts(target, written)) if target.exists() else set()
@@ -193,7 +195,7 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
                 if target.exists():
                     _carry_others(target, temporary, replaced)
                 swap_folders(temporary, target)
-                # What others added to the old folder since; after a rename in place of an exchange there is none.
+                # Keeps what others added to the old folder since; after a rename in place of an exchange there is none.
                 with suppress(OSError):
                     for each in temporary.iterdir():
                         if each.name not in replaced and not os.path.lexists(target / each.name):
@@ -211,15 +213,15 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
 def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
 
-    Other processes and threads wait for it; the thread that holds it may take it again. Where there are no locks (a
-    folder without the right to write, some network file systems), the block runs without one.
+    Other processes and threads wait for it. The thread that holds it may take it again. If there are no locks (a folder
+    without the right to write, some network file systems), the block runs without one.
 
     Args:
         target: The file or folder. The lock is a file beside it, which is deleted at the end.
-        seconds: How long to wait; -1 for any time.
+        seconds: How long to wait; -1 to wait without a limit.
 
     Raises:
-        CheckpointError: It was held by another process or thread all the time.
+        CheckpointError: Another process or thread held it all the time.
     """
     target = real_path(target)
     _create_parent(target)
@@ -245,7 +247,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
-    """Raises InvalidInput for a path that exists and is no part: it would be overwritten."""
+    """Raises InvalidInput for a path that exists and is not a part, because it would be overwritten."""
     for path in paths:
         if os.path.lexists(path) and not is_part(path):
             raise InvalidInput(
@@ -255,7 +257,7 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
 
 def _remove_leftovers(target: Path, folder: Path) -> None:
     """Deletes the temporary files and folders for `target` whose process no longer runs."""
-    # Leftovers only occupy the disk, so a failure to delete them is no reason not to write.
+    # Leftovers only occupy the disk, so a failure to delete them must not prevent a write.
     with suppress(OSError):
         for each in _leftovers(target, folder):
             if each.is_dir() and not each.is_symlink():
@@ -281,7 +283,7 @@ def process_runs(number: int) -> bool:
 
 
 def real_path(path: Path | str) -> Path:
-    """Returns the path without symbolic links, as a rename onto a link would replace the link.
+    """Returns the path without symbolic links, because a rename onto a link would replace the link.
 
     Raises:
         CheckpointError: Its links lead back to themselves, or the system has no such path, e.g. one too long.
@@ -318,8 +320,8 @@ def _create_parent(target: Path) -> None:
 
 
 def temporary_path(target: Path, folder: Path | None = None) -> Path:
-    # In the folder of the target, because a rename is atomic only within one file system. By host and process id
-    # leftovers are recognized; the random digits distinguish the writes of one process.
+    # It is in the folder of the target, because a rename is atomic only within one file system. Host and process id
+    # show that it is a leftover; the random digits distinguish the writes of one process.
     return (folder or target.parent) / f"{_start(target)}{secrets.token_hex(4)}.partial"
 
 
@@ -333,13 +335,13 @@ def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
 
 
 def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
-    """Returns what processes that no longer run wrote for `target`."""
+    """Returns the files and folders that processes that no longer run wrote for `target`."""
     matches = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
     return [each for match, each in matches if match is not None and not process_runs(int(match[1]))]
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Returns why no rename can move a folder; None if one can."""
+    """Returns why a rename cannot move a folder; None if it can."""
     if folder.is_mount():
         return "it is a mount point"
     with suppress(OSError):
@@ -356,7 +358,7 @@ def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> N
         candidates = names if Path(folder) == target else []
         return [name for name in candidates if name in replaced or _names(target).fullmatch(name)]
 
-    # Hard links: files that are kept take no time and no space, whatever their size.
+    # Hard links: files that are kept take no time and no space, whatever size they have.
     shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -373,7 +375,7 @@ def swap_folders(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
     elif not exchange_names(temporary, target):
-        # A suffix of its own: if the process is killed now, this folder must be restored, and not deleted.
+        # It has its own suffix: if the process is killed now, this folder must be restored, and not deleted.
         old = temporary_path(target).with_suffix(".old")
         target.rename(old)
         try:
@@ -417,8 +419,9 @@ def _keep_one(old: Path, target: Path) -> None:
 
 
 def full_disk(folder: Path, needed: int) -> str | None:
-    """Returns what the system says of a full disk, if the disk of a folder has less space than needed, in bytes:
-    runtimes that write files themselves say something else.
+    """Returns what the system says about a full disk, if the disk of a folder has less space than `needed` bytes.
+
+    Runtimes that write files themselves say something else.
     """
     with suppress(OSError):
         if shutil.disk_usage(folder).free < needed:

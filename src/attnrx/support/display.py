@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# Characters of a whole object, of a value in it, and items of a collection.
+# The most characters of a whole object and of a value in it, and the most items of a collection.
 MAX_OBJECT, MAX_VALUE, MAX_ITEMS = 1500, 160, 6
 
 
 class Sentence(str):
-    """A text that is an attribute, and may be called as a method: `evidence.summary` and `shrunk.summary()`."""
+    """A text that is an attribute and may also be called: `evidence.summary` or `shrunk.summary()`."""
 
     __slots__ = ()
 
@@ -60,5 +60,5 @@ def _with_rest(parts: list[str], count: int) -> list[str]:
 
 
 def _cut(text: str, maximum: int) -> str:
-    # With the last character, which is the closing bracket of a collection.
+    # The last character is kept: it is the closing bracket of a collection.
     return text if len(text) <= maximum else f"{text[: maximum - 5]} ...{text[-1]}"

@@ -1,4 +1,4 @@
-"""The converter of files that earlier versions wrote: the one module that knows what they held otherwise.
+"""The converter of files that earlier versions wrote: only this module knows what was different in them.
 
 `converted` is called wherever a file of attnrx is read, before it is validated. `tests/saved` has files of earlier
 versions.
@@ -14,16 +14,16 @@ from attnrx.support.seals import SEAL, sealed
 
 Entries = Mapping[str, Any]
 
-# The names of types then and now, and the fields that types have lost, with the only values that mean nothing now.
+# The names of types then and now, and fields that types no longer have, with the only value that means nothing now.
 RENAMED = {"ModelParts": "ViTParts"}
 LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
 
 
 def converted(record: Entries, path: Path | str) -> dict[str, Any]:
-    """Returns the record of the file at this path as this version writes it.
+    """Returns the record of the file at this path in the form that this version writes.
 
     Raises:
-        CheckpointError: It has something that this version no longer has; the message names it.
+        CheckpointError: The record has something that this version no longer has; the message names it.
     """
     convert = KINDS.get(record["kind"], lambda record, path: dict(record))
     return {name: _of_types(value) for name, value in convert(record, Path(path)).items()}
@@ -45,7 +45,7 @@ def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
     """Returns a record without these fields.
 
     Raises:
-        CheckpointError: One has another value than the one that is given here.
+        CheckpointError: A field has another value than the one stated in `lost`.
     """
     for key, value in lost.items():
         if key in record and record[key] != value:
@@ -94,7 +94,7 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
     for size in kept:
         if "fingerprint" in size:
             continue
-        # The index had the fingerprint of the original only. Evidence beside a size has the size's own, and the costs
+        # The index only had the fingerprint of the original. Evidence beside a size has the size's own, and the costs
         # of the original.
         if size.get("name") == "original":
             size["fingerprint"] = about.get("fingerprint")
@@ -128,7 +128,7 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
     model = record.get("model")
     if record.get("family") != "whole" or not isinstance(model, Mapping):
         return dict(record)
-    # A module of a user had a family of its own, beside the family of the Vision Transformer in it.
+    # A user's module had its own family, beside the family of the Vision Transformer in it.
     around = model.get("around")
     family = around.get("family") if isinstance(around, Mapping) else None
     if not isinstance(around, Mapping) or not isinstance(family, str):
@@ -138,15 +138,16 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a model's file by their names now; `record` is its description as it was written."""
+    """Returns the tensors of a model's file by their present names; `record` is its description as it was written."""
     if record.get("family") != "whole":
         return dict(tensors)
     return {_renamed(name, "module.", "source."): tensor for name, tensor in tensors.items()}
 
 
 def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a module of a user by the names that its fingerprint has always been made of: documents
-    of earlier versions belong to it.
+    """Returns the tensors of a user's module by the names that its fingerprint has always been computed from.
+
+    Documents of earlier versions have this fingerprint.
     """
     return {_renamed(name, "source.", "module."): tensor for name, tensor in tensors.items()}
 

@@ -20,7 +20,7 @@ class InvalidInput(AttnrxError, ValueError):
 
 
 class NonFiniteOutputs(InvalidInput):
-    """A candidate that returns NaN or infinity; `count` of `images` images."""
+    """A candidate that returns NaN or infinity for `count` of `images` images."""
 
     def __init__(self, count: int, images: int):
         super().__init__(
@@ -55,9 +55,7 @@ class DataError(AttnrxError):
 
 
 class UserCodeError(AttnrxError):
-    """Code of the caller (a log callback, a factory, a dataset, a collate function) raised the exception that is the
-    `__cause__`.
-    """
+    """The caller's code (a log callback, a factory, a dataset ...) raised an exception, which is the `__cause__`."""
 
 
 class ScaleWarning(UserWarning):
@@ -89,7 +87,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory was missing: torch raises RuntimeError on the CPU, and a kind of it on CUDA."""
+    """Returns whether there was too little memory: torch raises RuntimeError on the CPU, and a subclass on CUDA."""
     causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
     return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
 

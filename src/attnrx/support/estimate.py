@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured number with its 95 % interval, which contains it: percentiles of few resamples need not."""
+    """A measured number with its 95 % interval, extended to contain it: percentiles of few resamples may not."""
 
     value: float
     low: float

@@ -1,8 +1,8 @@
 """Opens what others made: models of Hugging Face and timm, tables, pickles, programs of torch, files of runtimes.
 
-The functions of these libraries that read a file or a repository can run code of its author. They are called here alone
-(`tests/test_structure.py`), so that one place decides: such code runs with `trust` only, code in pickles never, and
-nothing is asked on a terminal.
+The functions of these libraries that read a file or a repository can run code by its author. They are only called here
+(`tests/test_structure.py`), so that one place decides. Such code only runs with `trust`, code in pickles never runs,
+and nothing is asked on a terminal.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
 
 
 def untrusted(what: str, more: str = "") -> InvalidInput:
-    """Returns the error for something that can run code of its author, and that is opened with trust only."""
+    """Returns the error for something that can run code by its author, and that is only opened with trust."""
     return InvalidInput(
         f"{what} can run any code of its author, with your rights, once it is opened. If you trust its origin, pass "
         f"trust=True (--trust on the command line){more}."
@@ -36,7 +36,7 @@ def untrusted(what: str, more: str = "") -> InvalidInput:
 
 
 def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) -> Any:
-    """Calls `from_pretrained` of a class of transformers.
+    """Calls `from_pretrained` of a transformers class.
 
     Args:
         kind: The class, e.g. AutoConfig.
@@ -49,7 +49,7 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
         CheckpointError: The weights are a pickle that holds more than tensors.
     """
     try:
-        # Stated in every call: without it transformers asks on the terminal.
+        # Stated in every call, because without it transformers asks on the terminal.
         opened = kind.from_pretrained(source, trust_remote_code=trust, **options)
     except pickle.UnpicklingError as error:
         raise _not_tensors(_first(source, PICKLES), error) from error
@@ -68,12 +68,12 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
 
 
 def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
-    """Returns a model of transformers with fresh weights: of a class, or of an automatic class by its configuration."""
+    """Returns a transformers model with fresh weights: of a class, or of an automatic class by its configuration."""
     return kind.from_config(config, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(config)
 
 
 def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
-    """Creates a model of timm; weights that it reads are tensors only, also where a file is a pickle.
+    """Creates a timm model. It only reads tensors as weights, even from a file that is a pickle.
 
     Raises:
         CheckpointError: The weights are a pickle that holds more than tensors.
@@ -88,7 +88,7 @@ def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
 
 
 def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:
-    """Returns the splits of a data set of the hub; scripts of a repository are never run."""
+    """Returns the splits of a dataset on the hub; scripts of a repository are never run."""
     import datasets
 
     return datasets.load_dataset(name, data_dir=folder, revision=revision, trust_remote_code=False)
@@ -125,14 +125,14 @@ def open_graph(path: Path) -> Any:
 
 
 def open_session(path: Path, options: Any) -> Any:
-    """Starts ONNX Runtime on a file, on the CPU: its operators are those of the runtime alone."""
+    """Starts ONNX Runtime on a file, on the CPU, only with the runtime's own operators."""
     import onnxruntime
 
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def open_openvino(path: Path) -> tuple[Any, Any]:
-    """Returns the core of OpenVINO and the model in a file, whose operators are those of the runtime alone."""
+    """Returns the core of OpenVINO and the model in a file, only with the runtime's own operators."""
     import openvino
 
     core = openvino.Core()
@@ -140,13 +140,13 @@ def open_openvino(path: Path) -> tuple[Any, Any]:
 
 
 def open_pickle(path: Path) -> Any:
-    """Reads a checkpoint of torch on the CPU: tensors, containers and numbers, and nothing else.
+    """Reads a torch checkpoint on the CPU: only tensors, containers and numbers.
 
     Raises:
         CheckpointError: The file is damaged, or holds something else.
     """
     try:
-        # Checkpoints of timm hold the options of the training, too.
+        # timm's checkpoints hold the options of the training, too.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -171,7 +171,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _empty_array(kind: Any, *_: Any) -> np.ndarray:
-    """Replaces NumPy's function of the same place, with which pickles begin every array; its content follows."""
+    """Replaces NumPy's function with which pickles begin every array; the array's content follows."""
     if kind is not np.ndarray:
         raise pickle.UnpicklingError("it holds an array of a class of its own")
     return np.ndarray(0, np.uint8)
@@ -185,7 +185,7 @@ def _latin1_bytes(text: str, encoding: str) -> bytes:
 
 
 def open_arrays(path: Path) -> Any:
-    """Reads a pickle of containers and NumPy arrays, with texts of Python 2 as bytes; no code of it runs.
+    """Reads a pickle of containers and NumPy arrays, with Python 2's texts as bytes; none of its code runs.
 
     Raises:
         CheckpointError: The file is damaged, or holds something else.
@@ -224,7 +224,7 @@ def open_package(path: Path) -> Any:
 
 
 def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
-    """Returns the error for a pickle of which torch's reader of tensors refuses a part."""
+    """Returns the error for a pickle that torch's reader of tensors refuses."""
     # torch puts advice around the reason: the name of a function or class, or a code that no tensor needs.
     name = re.search(r"GLOBAL ([\w.]+)", str(error))
     reason = re.search(r"Unsupported .*", str(error))

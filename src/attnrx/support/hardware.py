@@ -16,7 +16,7 @@ import torch
 from attnrx.support.errors import NotSupported
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
-# A device has fast products of bfloat16 if a square one of this size is so many times as fast as that of float32.
+# A device has fast bfloat16 products if a square one of this size is LEAST_GAIN times as fast as in float32.
 PRODUCT, LEAST_GAIN = 768, 1.5
 
 
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 
 def governor() -> str:
-    """Returns how Linux chooses the frequency of the first processor, e.g. "performance"; "" where it does not say."""
+    """Returns how Linux chooses the frequency of the first processor, e.g. "performance"; "" if it does not say."""
     path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -49,14 +49,15 @@ def governor() -> str:
 
 
 class Load:
-    """What other processes use of the processors from now on; nothing is known of systems without /proc."""
+    """What other processes use of the processors from now on; unknown on systems without /proc."""
 
     def __init__(self):
         self._start = _processor_seconds()
 
     def taken(self, threads: int) -> float | None:
-        """Returns how many processors so many threads lacked until now on average, because others used them; None where
-        that is not known.
+        """Returns how many processors `threads` threads lacked until now, on average, because others used them.
+
+        Returns None if that is not known.
         """
         now = _processor_seconds()
         if now is None or self._start is None or now[0] <= self._start[0]:
@@ -67,8 +68,9 @@ class Load:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Returns the time, the seconds of all processors that were in use or taken by a hypervisor, and those that this
-    process and its children used; None where the system does not say.
+    """Returns the time, the used seconds of all processors, and the seconds that this process and its children used.
+
+    The used seconds include those that a hypervisor took. Returns None if the system does not say.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")
@@ -82,11 +84,11 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _ticks_of_family(process: int) -> Iterator[int]:
-    """Yields the processor time of a process and of its descendants, with those that have ended."""
+    """Yields the processor times of a process and of its descendants, including those that have ended."""
     times, children = dict[int, int](), dict[int, list[int]]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            # After the name, which may have spaces and brackets.
+            # The fields come after the name, which may have spaces and brackets.
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             number = int(path.parent.name)
             times[number] = sum(map(int, fields[11:15]))
@@ -118,11 +120,11 @@ def may_measure() -> bool:
 
 @lru_cache
 def has_fast_bfloat16(device: str) -> bool:
-    """Whether products of bfloat16 are faster than float32's on a device, "cpu" or "cuda"."""
+    """Whether products in bfloat16 are faster than in float32 on a device, "cpu" or "cuda"."""
     if device not in ("cpu", "cuda") or not may_measure():
         return False
-    # Timed, because libraries also multiply bfloat16 without instructions for it, more slowly: CPUs differ from half to
-    # ten times the speed.
+    # This is timed, because libraries also multiply bfloat16 without instructions for it, but more slowly: on CPUs it
+    # has from half to ten times the speed.
     seconds: list[float] = []
     for dtype in (torch.float32, torch.bfloat16):
         factor, times = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device), []
@@ -136,10 +138,10 @@ def has_fast_bfloat16(device: str) -> bool:
 
 @contextmanager
 def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
-    """A context with matrix products of bfloat16 on a device, or without them, inside another one too.
+    """A context with matrix products in bfloat16 on a device, or without them, even inside another such context.
 
     Raises:
-        NotSupported: A part of a model, or a loss, mixes their results with tensors of another precision.
+        NotSupported: A part of a model, or a loss, mixes these products with tensors of another precision.
     """
     if not wanted and not torch.is_autocast_enabled(device.type):
         yield
@@ -161,8 +163,8 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Runs small factorizations on one thread, as `with one_thread():` or as a decorator.
 
-    Threads share them in parts of microseconds, and wait for each other after every part. Where another process has
-    the processor of one of them, that takes up to a hundred times as long as one thread takes.
+    Threads share them in parts of microseconds, and wait for each other after every part. If another process uses the
+    processor of one thread, that takes up to a hundred times as long as one thread takes.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

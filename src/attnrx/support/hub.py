@@ -41,7 +41,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def card_with(card: str, **metadata: str | None) -> str:
-    """Returns a model card with these fields in its YAML header; None keeps the card's.
+    """Returns a model card with these fields in its YAML header; None keeps what the card has.
 
     Raises:
         NotSupported: The package huggingface_hub is not installed.
@@ -64,7 +64,7 @@ def download(name: str) -> Path:
     repository, _, revision = name.partition("@")
     fetch = _hub_for(repository).snapshot_download
     try:
-        # Only the files that attnrx reads: a repository may hold anything, pickles and other weights included.
+        # Only the files that attnrx reads, because a repository may hold anything, including pickles and other weights.
         return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
     except Exception as error:  # as above
         raise CheckpointError(
@@ -74,7 +74,7 @@ def download(name: str) -> Path:
 
 
 def _hub_for(repository: str) -> Any:
-    """Returns the library of the hub, once the name of the repository is checked."""
+    """Returns the hub's library, after the name of the repository is checked."""
     if not NAME.fullmatch(repository):
         raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
     return required_module("huggingface_hub", "", "the hub", "huggingface_hub")

@@ -1,6 +1,6 @@
 """Modules of torch: copies, paths of parts, whether operations are recorded, values of weights, and trees of outputs.
 
-A tree is several tensors in tuples, lists, mappings and the output classes of libraries, as a module may return them.
+A tree is several tensors in tuples, lists, mappings and libraries' output classes, as a module may return them.
 """
 
 import copy
@@ -39,7 +39,7 @@ class _DetachedCopies(TorchFunctionMode):
 def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
 
-    `memo` has objects that take the place of others in the copy, by their `id`, as in `copy.deepcopy`.
+    `memo` has objects that replace others in the copy, by their `id`, as in `copy.deepcopy`.
 
     Raises:
         NotSupported: An attribute cannot be copied, e.g. a lock or an open file; the message names it.
@@ -47,7 +47,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     try:
         with _DetachedCopies():
             return copy.deepcopy(model, memo)
-    except Exception as error:  # objects of any class are copied, by code of their own
+    except Exception as error:  # objects of any class are copied by their own code
         raise NotSupported(
             f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
             "Delete this attribute first, and set it again on the result."
@@ -56,7 +56,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
 
 def _uncopied(model: nn.Module) -> str:
     """Returns the path and the type of the first attribute of a module that cannot be copied."""
-    # Every part stands for itself here, so that each attribute is copied without the modules that it refers to.
+    # Every part is its own copy here, so that each attribute is copied without the modules that it refers to.
     parts = {id(part): part for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
@@ -69,7 +69,7 @@ def _uncopied(model: nn.Module) -> str:
 
 
 def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Returns the weights of a module that have several names, with these."""
+    """Returns the weights of a module that have several names, with these names."""
     names = dict[nn.Parameter, list[str]]()
     for name, weight in module.named_parameters(remove_duplicate=False):
         names.setdefault(weight, []).append(name)  # by identity, as torch hashes tensors
@@ -77,7 +77,7 @@ def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
-    """Makes one weight of the names of each group again, where their values are equal."""
+    """Shares one weight again between the names of each group, if their values are equal."""
     for first, *others in names:
         weight = module.get_parameter(first)
         for path, _, name in (other.rpartition(".") for other in others):
@@ -88,8 +88,9 @@ def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts tensors in the place of the weights of a module, without a copy. Names of one weight stay so, if their
-    tensors are equal.
+    """Replaces the weights of a module by tensors, without a copy.
+
+    Names that share one weight still share it, if their tensors are equal.
 
     Raises:
         RuntimeError: The tensors do not fit.
@@ -100,7 +101,7 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
-    """Sets `requires_grad` of a parameter of any shape, also of one that was made in inference mode."""
+    """Sets `requires_grad` of a parameter of any shape, even if it was made in inference mode."""
     with torch.inference_mode(parameter.is_inference()):
         parameter.requires_grad_(requires_grad)
 
@@ -109,7 +110,7 @@ def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
     models = tuple(models)
-    # By module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
+    # Stored by module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with torch.no_grad():
@@ -123,7 +124,7 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def trainable(module: nn.Module) -> Iterator[None]:
-    """Lets gradients reach all parameters; afterwards the frozen ones are frozen again, and none has a gradient."""
+    """Lets gradients reach all parameters; afterwards frozen ones are frozen again, and none has a gradient."""
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in parameters]
     try:
@@ -173,11 +174,11 @@ def has_fixed_weights() -> bool:
 
 
 def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Value:
-    """Returns what `build` computes of the weights of a module, which has one such value for each `key`.
+    """Returns what `build` computes from the weights of a module, which has one such value for each `key`.
 
-    It is computed in every call, so that it belongs to the present weights, however they were changed: on a CPU a cache
-    whose entries were verified by a hash of the weights spared less than 3 % of a pass (ViT-Tiny, EVA-02 and BEiT-B,
-    batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
+    It is computed in every call, so that it belongs to the present weights, however they were changed. On a CPU, a
+    cache whose entries were verified by a hash of the weights saved less than 3 % of a pass (ViT-Tiny, EVA-02 and
+    BEiT-B, batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
     """
     values = _FIXED.values
     if values is None:
@@ -192,9 +193,9 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
 
 
 def kept(build: Callable[P, Value]) -> Callable[P, Value]:
-    """Keeps the tensors that a function returns, which depend on its arguments alone; in a graph it is called anew.
+    """Keeps the tensors that a function returns, if they only depend on its arguments; in a graph it is called anew.
 
-    On a GPU every new tensor is a kernel, and a copy of numbers to it waits for it and cannot be part of a CUDA graph.
+    On a GPU every new tensor is a kernel. A copy of numbers to it waits for it, and cannot be part of a CUDA graph.
     """
     # Outside inference mode, because gradients cannot be computed through an index that was made in it.
     returned: Any = lru_cache(maxsize=256)(torch.inference_mode(mode=False)(build))
@@ -245,10 +246,10 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
 def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
     """Returns, for every output, the largest difference that is taken for rounding.
 
-    It is the square root of the machine epsilon relative to the output's column, so that a large constant beside small
+    It is the square root of the machine epsilon, relative to the output's column, so that a large constant beside small
     logits hides nothing. A column has all images and all other places of one index: of a class, a channel or a row. A
-    column of small numbers may round as most columns do, so a quarter of all columns is below the least limit. The
-    epsilon is at least float32's, because some attention computes its softmax in float32.
+    column of small numbers may round as most columns do: the least limit is above a quarter of all columns. The epsilon
+    is at least float32's, because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -266,7 +267,7 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     return (epsilon**0.5 * columns.clamp(min=least)).expand(sizes.shape)
 
 
-# The least size of outputs that rounding is relative to.
+# Rounding is relative to the size of outputs, but at least to this size.
 LEAST_SCALE = 1e-3
 
 
@@ -274,7 +275,7 @@ LEAST_SCALE = 1e-3
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Returns the tree with `function(tensor, ...)` in the place of every tensor; other values stay.
+    """Returns the tree with `function(tensor, ...)` in place of every tensor; other values stay.
 
     Args:
         function: Receives a tensor of the tree and the others' tensors in the same place.
@@ -304,12 +305,12 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Returns the tree of all images from the trees of the parts of a batch."""
+    """Returns the tree for all images from the trees of the parts of a batch."""
     return mapped(lambda *parts: torch.cat(parts), trees[0], *trees[1:])
 
 
 def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
-    """Returns the tree whose numbers `rows_of` put into rows; the template is the tree of one image."""
+    """Returns the tree whose numbers `rows_of` put into rows; `template` is the tree of one image."""
     sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
     parts = iter(rows.split(sizes, dim=1))
     return mapped(
@@ -318,7 +319,7 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
 
 
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
-    """Returns all numbers of every image in one row; an output of one row per image is returned as it is."""
+    """Returns all numbers of every image in one row; an output that has one row per image is returned as it is."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
     # Not flattened: a tensor may have one number per image.

@@ -19,14 +19,14 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
     """Imports a module of an optional library.
 
     Raises:
-        NotSupported: It is not installed; the message names `purpose` and the extra of attnrx that installs it, or the
+        NotSupported: It is not installed. The message names `purpose` and attnrx's extra that installs it, or the
             `package` itself.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
-        # With the original error: an installed library may lack a library of its own.
+        # The original error is shown, because an installed library may lack a library that it needs.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
 
 
@@ -43,7 +43,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:
-    """Raises NotSupported for a library that is not installed; imports none, which would take seconds."""
+    """Raises NotSupported for a library that is not installed; it imports none, which would take seconds."""
     for library in libraries:
         if not is_installed(library):
             raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")
@@ -57,7 +57,7 @@ def is_installed(library: str) -> bool:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Returns the versions of those packages that are installed."""
+    """Returns the versions of the packages that are installed."""
     versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -74,10 +74,10 @@ def import_plugins(group: str = "attnrx.parts") -> None:
 
 
 def import_file(path: Path | str) -> ModuleType:
-    """Runs a file of Python as a module, whose parts register themselves; one that was run already is returned.
+    """Runs a Python file as a module, whose parts register themselves; a file that was run already is returned.
 
     Raises:
-        InvalidInput: There is no such file of Python.
+        InvalidInput: There is no such Python file.
         UserCodeError: Its code raises.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""From a picture to the pixels of a model's input, with Pillow and NumPy alone.
+"""From a picture to the pixels of a model's input, only with Pillow and NumPy.
 
 Scripts beside exported files contain the text of this module, so that they do what attnrx does: it imports nothing of
 attnrx. `geometry` is a mapping with the fields of `preprocessing.ImageGeometry`, as they are stored in files.
@@ -8,17 +8,17 @@ import io
 
 import numpy as np
 
-# The decoders of Pillow that are used. The others stay closed: that of EPS starts Ghostscript, for example.
+# The decoders of Pillow that are used. The others stay closed: the one for EPS starts Ghostscript, for example.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
-MAX_PIXELS = 2**28  # of a resized picture: one of 3 x 100,000 pixels would become 224 x 7,466,666
+MAX_PIXELS = 2**28  # the most of a resized picture: one of 3 x 100,000 pixels would become 224 x 7,466,666
 
 
 def open_picture(content):
     """Opens the bytes of an image file as a PIL picture.
 
     Raises:
-        ValueError: They are of none of FORMATS.
+        ValueError: They are not in one of FORMATS.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -31,8 +31,8 @@ def open_picture(content):
 def pixels_of(picture, channels, alpha="drop"):
     """Returns the pixels of a PIL picture, upright and with 8 bits, as uint8 [height, width, channels].
 
-    They are grey (1 channel), RGB (3) or, with None, the one of the two that the picture is. Transparent pixels keep
-    their color, or with `alpha` "white" the picture is laid on white.
+    They are grey (1 channel), RGB (3) or, with None, whichever of the two the picture is. Transparent pixels keep their
+    color; with `alpha` "white" the picture is laid on white.
 
     Raises:
         ValueError: The pixels have neither 8 nor 16 bits, or `channels` is another number.

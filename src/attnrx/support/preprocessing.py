@@ -1,7 +1,7 @@
 """How a picture becomes the input of a model: one declarative record, read from the model's own data configuration.
 
-The record drives named datasets, paths, PIL items of datasets and the scripts beside exported files; what it states is
-computed in `attnrx.support.pictures`.
+The record drives named datasets, paths, PIL items of datasets and the scripts beside exported files.
+`attnrx.support.pictures` computes what it states.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from attnrx.support.shapes import Float, Tensor, UInt8
 Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
-SMALL = 96  # pictures with no shorter side above this are no photographs: they are resized as they are
-MAX_SIDE = 2**15  # pixels of a side, of the input and after resizing
+SMALL = 96  # if no picture has a shorter side above this, they are not photographs, and are resized as they are
+MAX_SIDE = 2**15  # the most pixels of a side, of the input and after resizing
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
@@ -37,7 +37,7 @@ class ImageGeometry:
 
     `resize`: "shortest_edge" makes the shorter side `resize_to` (a square); "cover" keeps the proportions and makes no
     side shorter than `resize_to`, "contain" none longer; "exact" gives up the proportions; "none" does not resize.
-    Without `enlarge` pictures are enlarged only as far as the crop needs it. `center` is the rounding of half pixels:
+    Without `enlarge` pictures are only enlarged as far as the crop needs it. `center` is the rounding of half pixels:
     "round" as torchvision and timm do, "floor" as transformers does. Borders have the color `fill`. Transparent pixels
     keep their color, or with `alpha` "white" are laid on white.
     """
@@ -71,10 +71,10 @@ class ImageGeometry:
 
     @classmethod
     def of_size(cls, size: int | tuple[int, int], channels: int, fit: Fit) -> "ImageGeometry":
-        """Returns the geometry of data or models that state none.
+        """Returns the geometry for data or models that state none.
 
-        `pad` puts pictures between black borders and never enlarges them (28x28 into 32x32: no pixel changes); `fill`
-        resizes until the picture fills `size`; `photo` resizes to 256/224 of that, unless the picture is smaller, so
+        `pad` puts pictures between black borders and never enlarges them (28x28 into 32x32: no pixel changes). `fill`
+        resizes until the picture fills `size`. `photo` resizes to 256/224 of that, unless the picture is smaller, so
         that the crop drops a rim.
         """
         rows, columns = (size, size) if isinstance(size, int) else size
@@ -98,7 +98,7 @@ class ImageGeometry:
 
     def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
         """Fits the pixels of a picture as evaluation does, without randomness."""
-        # vars and not to_dict, which takes longer than the decoding of a small picture.
+        # vars and not to_dict, which takes longer than decoding a small picture.
         return torch.from_numpy(fit_pixels(picture.permute(1, 2, 0).numpy(), vars(self))).permute(2, 0, 1)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class Preprocessing:
             picture = open_picture(picture)
         pixels = pixels_of(picture, self.geometry.channels, self.geometry.alpha)
         fitted = torch.from_numpy(fit_pixels(pixels, vars(self.geometry))).permute(2, 0, 1)
-        # The type and the order of operations are those of torchvision's transforms.
+        # The type and the order of operations are the same as in torchvision's transforms.
         return self.normalization.apply(fitted.to(torch.get_default_dtype()).contiguous() / 255)
 
     def to_dict(self) -> dict[str, Any]:

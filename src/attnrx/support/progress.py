@@ -1,7 +1,7 @@
 """Progress of long calls: log callbacks, the phases of a call, and loops.
 
-On a terminal phases and loops are one line that overwrites itself. In a log a phase is a line if it begins some seconds
-after the last one, and a loop is a line every minute.
+On a terminal, phases and loops are one line that overwrites itself. In a log, a phase is a line if it begins some
+seconds after the last one, and a loop is a line every minute.
 """
 
 import errno
@@ -17,13 +17,13 @@ from typing import TypeVar
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
-# Seconds before a loop is shown at all, between two lines of a loop in a log, and between two on a terminal.
+# Seconds before a loop is shown at all, between two lines of a loop in a log, and between two updates on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
 BETWEEN_PHASES = 5.0  # seconds from the line of a phase to the next one in a log
 # "0": no progress; "1": phases and loops; "2": also every trial of a plan.
 SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
-# The time left is shown once so much of the call is done by the usual shares of its phases, and if the last two
-# estimates of the whole differ by at most the factor STABLE. Its ends are the estimates, UNCERTAIN wider.
+# The time left is shown once the share KNOWN of the call is done, by the usual shares of its phases, and the last two
+# estimates of the whole differ by at most the factor STABLE. It is a range of these estimates, UNCERTAIN wider.
 KNOWN, STABLE, UNCERTAIN = 0.15, 1.5, 0.2
 
 _is_live = False  # whether the last line of the terminal is one that will be overwritten
@@ -48,8 +48,7 @@ def details(log: Log) -> Log:
 class Phases:
     """The phases of a call in their order, each with its usual share of the time.
 
-    Shares are relative and only serve the estimate of the time left, which is corrected by the time of the phases that
-    are done.
+    Shares are relative. They only serve to estimate the time left, which the time of the finished phases corrects.
     """
 
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
@@ -59,7 +58,7 @@ class Phases:
         self.shown: float | None = None  # when a phase was last a line
 
     def begin(self, name: str) -> None:
-        """Begins the next phase of this name; those in between are skipped, e.g. a diagnosis of an earlier call."""
+        """Begins the next phase of this name; phases in between are skipped, e.g. a diagnosis of an earlier call."""
         found = [index for index, step in enumerate(self.steps) if step[0] == name and index >= self.position]
         if not found or found[0] == self.position:  # another function's phase, or this one again
             return
@@ -70,7 +69,7 @@ class Phases:
         if done >= KNOWN:
             self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
         line = f"{self}{self.left}"
-        # Without a callback, or with attnrx's own, the phases are shown as loops are.
+        # Without a callback, or with attnrx's own, phases are shown like loops.
         if getattr(self.log, "__wrapped__", self.log) in (no_log, say):
             now = time.monotonic()
             if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
@@ -137,12 +136,12 @@ def time_range(low: float, high: float) -> str:
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
-    """Yields the items, and shows now and then on stderr how many are done: in a phase of a call with the time left of
-    the whole, else with how long the others will take.
+    """Yields the items, and shows now and then on stderr how many are done.
 
-    Set the environment variable ATTNRX_PROGRESS to 0 for none.
+    In a phase of a call it shows the time left of the whole call, else how long the other items will take. Set the
+    environment variable ATTNRX_PROGRESS to 0 to show nothing.
     """
-    # A generator has no length; without one no remaining time can be given.
+    # A generator has no length, and without a length the remaining time is not known.
     total = len(items) if total is None and isinstance(items, Sized) else total
     current = _current.get()
     phase = current if current is not None and current.position >= 0 else None
@@ -189,7 +188,7 @@ def _clear() -> None:
 
 
 def _write(text: str) -> None:
-    """Writes to stderr; nothing once the terminal is closed, whose signal follows."""
+    """Writes to stderr; writes nothing once the terminal is closed, whose signal follows."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -29,7 +29,7 @@ def validated(value: Any, expected: Kind, path: Path | str) -> Any:
 
 
 def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError) -> Path:
-    """Returns the path of a regular file; raises `error` for all else, because reading a pipe could block forever."""
+    """Returns the path of a regular file; raises `error` for anything else: reading a pipe could block forever."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -55,10 +55,10 @@ def nesting(value: Any) -> int:
 def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
     """Returns the type name and the fields of a dataclass instance as JSON-ready values.
 
-    Without `typed` there is no type, and tuples are lists: the reader knows the class (`from_dict`).
+    Without `typed` there is no type name, and tuples are lists: the reader knows the class (`from_dict`).
 
     Raises:
-        InvalidInput: It is no instance of a dataclass, or a field holds a value that JSON cannot have.
+        InvalidInput: It is not an instance of a dataclass, or a field holds a value that JSON cannot have.
     """
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
@@ -67,9 +67,9 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
 
 
 def without_folders(value: Any) -> Any:
-    """Returns a JSON-ready value in which every absolute path is its last name with a few digits of its hash.
+    """Returns a JSON-ready value in which absolute paths are replaced by their last names with a few digits of a hash.
 
-    A file does not name its maker, and two paths still differ.
+    So a file does not name its maker, and two paths still differ.
     """
     if isinstance(value, Mapping):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
@@ -81,8 +81,9 @@ def without_folders(value: Any) -> Any:
 
 
 def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: str = "") -> Any:
-    """Builds the dataclass from a record of `to_dict`; `kinds` are the allowed types, or the class of an untyped
-    record.
+    """Builds the dataclass from a record of `to_dict`.
+
+    `kinds` are the allowed types, or the class of an untyped record.
 
     The law: `from_dict(to_dict(part), kinds) == part`, including tuples and nested dataclasses.
 
@@ -105,9 +106,9 @@ def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: st
     if missing:
         raise InvalidInput(f"{below(where, missing[0])} is missing; {kind.__name__} needs it.")
     values = {key: _rich(value, typed, below(where, key)) for key, value in entries.items()}
-    # The values of an untyped record are those of the file that has it, which states their kinds.
+    # The values of an untyped record belong to the file that has it, which states their kinds.
     for key, value in {} if typed is None else values.items():
-        # An empty text is one here: the path of a part that a model lacks.
+        # An empty text is allowed here: it is the path of a part that a model lacks.
         if not (allowed := named_kind(key, fields[key].type)).accepts("-" if value == "" else value):
             raise InvalidInput(f"{below(where, key)} is {described(entries[key])}; it must be {allowed.expected}.")
     return kind(**values)

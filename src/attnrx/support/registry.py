@@ -1,4 +1,4 @@
-"""Registries: things by the names that texts, files and users give them, also of other packages.
+"""Registries: things by the names that texts, files and users give them, including things of other packages.
 
     RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
     RULES["total_rank"]
@@ -24,15 +24,15 @@ def text_name(thing: Any) -> str:
     """Returns the name of a thing: its own `name`, else its class's, `total_rank` of `TotalRank`."""
     if not isinstance(thing, type):
         return str(thing.name)
-    own = vars(thing).get("name")  # a subclass has a name of its own
+    own = vars(thing).get("name")  # a subclass has its own name
     return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", thing.__name__).lower()
 
 
 class Registry(Mapping[str, Thing]):
     """The things of a `noun` by name.
 
-    Other packages register theirs in modules that entry points of the `group` name. These are imported for a name that
-    is not known yet, and where all names are listed.
+    Other packages register theirs in modules that entry points of the `group` name. These are imported when a name is
+    not known yet, and when all names are listed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Registry(Mapping[str, Thing]):
             InvalidInput: Another thing has this name.
         """
         name, things = name or text_name(thing), cast("dict[str, Any]", self._things)
-        # By its path: a cell of a notebook that runs again defines its class again.
+        # Compared by path: a notebook cell that runs again defines its class again.
         if repr(things.get(name, thing)) != repr(thing):
             raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
         things[name] = thing
@@ -56,7 +56,7 @@ class Registry(Mapping[str, Thing]):
 
     @property
     def loaded(self) -> tuple[Thing, ...]:
-        """What is registered by now, without the import of other packages."""
+        """What is registered by now; does not import other packages."""
         return tuple(self._things.values())
 
     def __getitem__(self, name: str) -> Thing:

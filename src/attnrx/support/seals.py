@@ -1,4 +1,4 @@
-"""Seals of JSON files: a hash of the content inside it, by which an edited file is found."""
+"""Seals of JSON files: a hash of the content, inside the file, that shows whether it was edited."""
 
 import hashlib
 import json

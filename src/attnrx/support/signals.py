@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Ctrl-C, the request of a scheduler or of `kill`, and a closed terminal, which Windows does not have.
+# Ctrl-C, the request of a scheduler or of `kill`, and a closed terminal (a signal that Windows does not have).
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 

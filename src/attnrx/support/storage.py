@@ -27,7 +27,7 @@ from attnrx.support.shapes import Tensor
 Part = TypeVar("Part")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# Those of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
+# The types of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -57,7 +57,7 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Reads a JSON file.
 
     Raises:
-        CheckpointError: The file is missing, no regular file, larger than `max_bytes`, nested too deep or no JSON.
+        CheckpointError: The file is missing, not regular, larger than `max_bytes`, nested too deep or not JSON.
     """
     path = require_regular(path)
     size = path.stat().st_size
@@ -79,7 +79,7 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; raises ValueError for a name that occurs twice: which one is meant is unknown."""
+    """Returns a JSON object; raises ValueError for a name that occurs twice, because its meaning is unknown."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -97,7 +97,7 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mappin
 
 def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # safetensors holds no memory of two names.
+    # safetensors cannot hold memory that has two names.
     first = {tensor.data_ptr(): name for name, tensor in reversed(written.items())}
     is_first = {name: first[tensor.data_ptr()] == name or not tensor.numel() for name, tensor in written.items()}
     return encode_tensors({name: each if is_first[name] else each.clone() for name, each in written.items()}, about)
@@ -105,14 +105,14 @@ def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
 
 @checked()
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
-    """Reads safetensors; their hash must be `sha256`, if it is given.
+    """Reads safetensors; the hash of the file must be `sha256`, if that is given.
 
     Raises:
         CheckpointError: The file is missing, damaged, or another one than was saved.
     """
     path = require_regular(path)
     try:
-        # Hash and tensors are of the same bytes, also if the file is replaced meanwhile.
+        # Hash and tensors come from the same bytes, even if the file is replaced meanwhile.
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
@@ -157,7 +157,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
-        # Also if it is there already, from a write of the same tensors: it may be damaged.
+        # Written even if it is there already, from a write of the same tensors: it may be damaged.
         write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
@@ -171,7 +171,7 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
     """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none.
 
     Raises:
-        CheckpointError: The tensors are missing, damaged, or others than the record states.
+        CheckpointError: The tensors are missing, damaged, or not the ones that the record states.
     """
     sha256 = record.get("tensors_sha256")
     if sha256 is None:
@@ -279,7 +279,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
     record = read_json(path)
     if isinstance(record, dict) and record.get("kind") == kind:
         record = converted(record, path)
-    # Kind and version first: the fields of another kind of file would be reported as damaged ones.
+    # Kind and version come first: the fields of another kind of file would be reported as damaged.
     check_schema(record, kind, schema, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record

@@ -1,5 +1,6 @@
-"""Child processes, which this module alone starts: programs, and calls of functions in another process, so that
-measurements do not depend on the state of this one.
+"""Child processes, which only this module starts: programs, and calls of functions in another process.
+
+Measurements in another process do not depend on the state of this one.
 """
 
 import ctypes
@@ -35,8 +36,8 @@ VARIABLES = {
 # Imported ahead in the process if they are loaded here: pickled models need them.
 LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 
-# Every call has a process of its own, with a fresh heap: after a cost table was measured in it, a model was 15 % slower
-# than in a new process. It is forked from one that has imported everything, before any threads were started.
+# Every call has its own process, with a fresh heap: a model was 15 % slower in the process that had measured a cost
+# table than in a new one. It is forked from one that has imported everything, before any threads were started.
 FORKS = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # of prctl
 
@@ -50,12 +51,12 @@ _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
 class Subprocess:
-    """A Python process that runs calls, on Linux each in a fork of its own.
+    """A Python process that runs calls; on Linux each call has its own fork.
 
     It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
-    they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with
-    this one, however it ends; on other systems than Linux after the call that it runs. It searches modules where this
-    one does: in the current folder last, and only if this one does too.
+    they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with this
+    one, however it ends; on systems other than Linux, after the call that it runs. It searches modules where this one
+    does: in the current folder last, and only if this one does, too.
     """
 
     def __init__(self):
@@ -69,7 +70,7 @@ class Subprocess:
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A session of its own: its end reaches its forks too, and Ctrl-C reaches this process alone.
+            # It has its own session: its end reaches its forks too, and Ctrl-C only reaches this process.
             start_new_session=POSIX,
         )
         assert self.process.stdin is not None
@@ -149,8 +150,9 @@ def shared_subprocess() -> Iterator[Subprocess]:
 def run_in_subprocess(
     function: Callable[..., Value], *arguments: Any, in_subprocess: bool = True, on_line: Callable[[str], None] = print
 ) -> Value:
-    """Calls a module-level function in another process, as `Subprocess.calls` does, and returns its value; in this one
-    with `in_subprocess=False`.
+    """Calls a module-level function in another process, as `Subprocess.calls` does, and returns its value.
+
+    With `in_subprocess=False` it is called in this process.
     """
     if not in_subprocess:
         return function(*arguments)
@@ -160,8 +162,9 @@ def run_in_subprocess(
 
 
 def serve() -> None:
-    """Runs in the new process: reads names of modules and the folders of calls from stdin, and writes each result
-    there.
+    """Runs in the new process: reads names of modules and the folders of calls from stdin.
+
+    The result of each call is written to its folder.
     """
     _end_with_parent()
     for name in sys.stdin.readline().split():
@@ -187,8 +190,9 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    """Lets Linux end this process when its parent has ended. Its standard input ends then too, but a process that runs
-    a call does not read it.
+    """Lets Linux end this process when its parent has ended.
+
+    Its standard input ends then too, but a process that runs a call does not read it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -204,8 +208,8 @@ def _run(folder: Path) -> None:
         torch.set_num_threads(threads)
         try:
             returned = function(*arguments), None
-        # As text, because an exception whose class takes more than a message cannot be unpickled. Others end the
-        # process.
+        # Returned as text, because an exception whose class takes more than a message cannot be unpickled. Other
+        # exceptions end the process.
         except AttnrxError as error:
             returned = None, str(error)
     (folder / _RETURNED).write_bytes(pickle.dumps(returned))
@@ -240,7 +244,7 @@ def run_program(command: Sequence[str], timeout: int | float) -> subprocess.Comp
     Raises:
         OSError: It cannot be started, or has not ended after `timeout` seconds.
     """
-    # Compilers have a folder for their temporary files, which they leave there if they are ended.
+    # Compilers get a folder for their temporary files, which they leave there if they are ended.
     with scratch_folder() as scratch:
         # In the root folder, because compilers read empty entries of CPATH and its like as the current folder.
         process = subprocess.Popen(
@@ -267,7 +271,7 @@ def run_program(command: Sequence[str], timeout: int | float) -> subprocess.Comp
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends a process that has a session of its own, and those that it started."""
+    """Ends a process that has its own session, and the processes that it started."""
     if POSIX:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,14 +1,14 @@
 """Tables as text: aligned for consoles, and Markdown whose cells are plain text.
 
-Names of classes, methods and models come from data sets and files of other people, so every cell is escaped here.
+Names of classes, methods and models come from other people's datasets and files, so every cell is escaped here.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
-# link; other brackets, as those of intervals, mark nothing.
+# The characters that begin code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends
+# the text of a link. Other brackets, e.g. of intervals, mark nothing.
 MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
 
 
@@ -18,13 +18,13 @@ def _utf8(text: str) -> str:
 
 
 def markdown(words: Any) -> str:
-    """Returns a text on one line in which Markdown marks nothing."""
+    """Returns a text on one line in which Markdown marks nothing up."""
     # Line breaks end rows and paragraphs.
     return MARKDOWN.sub(r"\\\1", " ".join(_utf8(str(words)).split()))
 
 
 def markdown_code(words: Any) -> str:
-    """Returns a text as code, between more backticks than it has in a row."""
+    """Returns a text as code, between one backtick more than its longest run of backticks."""
     text = " ".join(_utf8(str(words)).split())
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence, room = "`" * (longest + 1), " " if longest else ""
@@ -51,7 +51,7 @@ def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: 
     """Returns a table in columns of spaces; all columns but the first are right-aligned."""
     # One line per row, and no control characters, which a terminal would obey.
     lines = [[_plain(cell) for cell in line] for line in (columns, *rows)]
-    # The widths include those of the headings, so a table without rows has columns too.
+    # The widths include the headings, so a table without rows has columns too.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
         "  ".join((first.ljust(widths[0]), *map(str.rjust, others, widths[1:]))).rstrip() for first, *others in lines

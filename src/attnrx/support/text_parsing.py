@@ -33,7 +33,7 @@ _DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", s
 
 
 def share(text: str) -> float:
-    """Parses a number, where `50%` is 0.5; raises ValueError for other text."""
+    """Parses a number, with `50%` as 0.5; raises ValueError for other text."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
@@ -44,7 +44,7 @@ def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
-    """Returns the fields of a dataclass that have a text form by name, those that must be named last.
+    """Returns the fields of a dataclass that have a text form, by name; fields that must be named come last.
 
     They are numbers, flags, texts and objects of the class `nested`, or tuples of these.
     """
@@ -68,14 +68,15 @@ class Token:
 
 
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
-    """Returns the knobs of a dataclass instance as text: those without a default by position, the others by name where
-    they differ from it.
+    """Returns the knobs of a dataclass instance as text.
+
+    Knobs without a default are given by position, and the others by name if they differ from their default.
     """
     knobs = []
     for name, field in knobs_of(type(part), nested).items():
         value = getattr(part, name)
         if value != field.default:
-            # All digits of a float, so that the text gives an equal part; true, false and none as the grammar has them.
+            # A float has all digits, so that the text gives an equal part; true, false and none are as in the grammar.
             text = str(value).lower() if isinstance(value, bool | None) else str(value)
             knobs.append(text if field.default is dataclasses.MISSING else f"{name}={text}")
     return ",".join(knobs)
@@ -84,8 +85,8 @@ def spelled_knobs(part: Any, nested: type | None = None) -> str:
 class TextReader:
     """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule.
 
-    A subclass states the `noun` and `examples` of its texts for messages, its signs, and the class of its errors;
-    `nested` is the class of knobs that are calls themselves, which `read_nested` reads.
+    A subclass states the `noun` and `examples` of its texts for messages, its signs, and the class of its errors.
+    `nested` is the class of knobs that are calls themselves; `read_nested` reads them.
 
     Raises:
         InvalidInput: (the `error` of the class) The text has another form; the message names the character.
@@ -134,7 +135,7 @@ class TextReader:
         return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Consumes the next token and returns it; one of another kind raises the error of the class."""
+        """Consumes the next token and returns it; a token of another kind raises the error of the class."""
         token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
@@ -175,7 +176,7 @@ class TextReader:
         return given
 
     def build(self, name: Token, kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-        """Creates an object of a class from its knobs, all of which that have no default must be given."""
+        """Creates an object of a class from its knobs; all knobs without a default must be given."""
         missing = [
             knob.name
             for knob in knobs_of(kind, self.nested).values()
@@ -209,7 +210,7 @@ class TextReader:
             raise self.problem(start, f"{knob} is given twice")
         annotation = knobs[knob].type
         if get_origin(annotation) is not tuple:
-            # `int | None` allows the types of its parts, `int` is the only one of its own.
+            # `int | None` allows the types of its parts; `int` only allows itself.
             given[knob] = self._read_value(name, knob, get_args(annotation) or (annotation,), WORD)
             return
         kinds = get_args(annotation)[:1]

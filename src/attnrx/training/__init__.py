@@ -11,7 +11,7 @@ __all__ = ["TrainingConfig", "TrainingRun", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: rules of the laboratory need the losses alone, and the trainer imports torch.distributed.
+    # Imported on first use: rules of the laboratory only need the losses, and the trainer imports torch.distributed.
     if name in ("TrainingRun", "train"):
         from attnrx.training import trainer
 

@@ -29,7 +29,7 @@ from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_lik
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 KIND, SCHEMA = "attnrx training state", 1
-# The settings are compared with those of the run, field by field (`require_same_run`).
+# The settings are compared with the run's, field by field (`require_same_run`).
 IDENTITY = kinds.record({"weights": kinds.ANY_TEXT}, open=True)
 HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch
 STATE = kinds.record(
@@ -175,15 +175,17 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         copy_whole_(tensor, tensors[name])
 
 
-# May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
+# Settings that may change when a run is resumed: they change how it is stored or distributed, and its result only by
+# rounding.
 HARMLESS = {"config.checkpoint_every", "config.parallel", "config.accumulate"}
 
 
 def identity(
     model: nn.Module, splits: Splits, config: TrainingConfig, teachers: Mapping[TeacherSource, nn.Module]
 ) -> dict[str, Any]:
-    """Returns the model, its weights before the first step, the data, the config and the weights of the teachers of a
-    run as JSON-ready values.
+    """Returns what identifies a run, as JSON-ready values.
+
+    These are the model, its weights before the first step, the data, the config and the teachers' weights.
     """
     return {
         "config": without_folders(to_dict(config)),
@@ -196,7 +198,7 @@ def identity(
         "model": family_of(model).describe(model),
         "weights": fingerprint(model.state_dict()),
         "tokens": described_tokens(model),
-        # The config states where they are read from; the model there may be another one now.
+        # The config states where teachers are read from; another model may be there now.
         "teachers": {
             " ".join(without_folders([part for part in source if part])): model_fingerprint(teacher)
             for source, teacher in teachers.items()
@@ -207,8 +209,8 @@ def identity(
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
     """Raises CheckpointError if the run differs from the saved one, with a list of the differences.
 
-    The weights may be those before the first step, or `reached`, the fingerprint of those that the folder holds: a run
-    changes the model in place, and is called again with it.
+    The weights may be the ones before the first step, or have the fingerprint `reached` of the weights in the folder: a
+    run changes the model in place, and may be called again with it.
     """
     # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

@@ -13,26 +13,27 @@ from attnrx.training.losses import Loss, Task
 class TrainingConfig:
     """The settings of a training run. The defaults train a small model on images of 32x32 pixels from scratch.
 
-    The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies to
-    matrices only: not to biases, norms or strengths.
+    The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies only
+    to matrices, not to biases, norms or strengths.
 
     Some forms of attention have a learned strength for every direction. A large initial strength enables selective
-    heads (it bounds the scores) but keeps the spectrum flat; decay moves heads towards uniform attention; a larger
+    heads (it bounds the scores) but keeps the spectrum flat. Decay moves heads towards uniform attention. A larger
     strength learning rate spreads the spectrum.
 
-    With "ddp" every process has a copy of the model; with "fsdp" a shard of weights, gradients, optimizer state and
-    running mean, and it gathers the weights for every step. With `accumulate` a process computes its images in parts,
-    as several processes would. The results are equal up to rounding, and a run may be resumed with the other mode,
-    another number of processes or of parts.
+    With "ddp" every process has a copy of the model. With "fsdp" it has a shard of weights, gradients, optimizer state
+    and running mean, and gathers the weights for every step. With `accumulate` a process computes its images in parts,
+    as several processes would. The results are equal up to rounding. You may resume a run with the other mode, or with
+    another number of processes or parts.
 
     Attributes:
         epochs: Passes over the training images.
         batch_size: Images per step, over all processes (256, on the command line less for small datasets).
-        accumulate: Parts of a process's images in a step, computed one after the other in less memory.
+        accumulate: Number of parts in which a process computes its images of a step, one after the other to save
+            memory.
         learning_rate: Peak learning rate of warm-up and cosine decay.
         min_learning_rate: Final learning rate of the cosine decay.
         warmup_learning_rate: Initial learning rate of the warm-up.
-        weight_decay: On matrices; never on biases, norms or strengths.
+        weight_decay: Weight decay of matrices; biases, norms and strengths never have it.
         warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
         gradient_clip: Largest norm of a gradient; None for no limit.
         losses: The terms of the objective.
@@ -41,11 +42,12 @@ class TrainingConfig:
         strength_init: Initial value of every strength (the model's own); larger values sharpen attention sooner.
         strength_decay: Weight decay of the strengths; pulls the weak ones to zero.
         strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
-        precision: Of the forward pass.
+        precision: Precision of the forward pass.
         compile: Train through torch.compile.
         parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
-        ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
-        seed: Weights, order, augmentation and noise.
+        ema: Decay of a running mean of the weights, which is then validated and saved instead of the last weights
+            (off).
+        seed: Seeds weights, order, augmentation and noise.
         checkpoint_every: Steps between checkpoints; one is written when the run is interrupted, too.
     """
 

@@ -28,11 +28,11 @@ class LossContext:
     """The inputs of a loss at one training step.
 
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
-    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone.
-    `features` are the block outputs of the model, if a loss needs them; they have fewer tokens after a stage that
-    removes some. `run` has the statistics of the model's tokens in the forward pass of this step
-    (`models.recording_tokens`), where it has a policy. `progress` is the completed share of the training. `memory` is
-    shared by the losses of this step. `teachers` are the models that losses compare with, if they are loaded already.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs only to this step. `features`
+    are the block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some.
+    `run` has the statistics of the model's tokens in the forward pass of this step (`models.recording_tokens`), if it
+    has a policy. `progress` is the completed share of the training. `memory` is shared by the losses of this step.
+    `teachers` are the models that losses compare with, if they are loaded already.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Loss(ABC):
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The ranges of options that are not those of their types: positive numbers, counts."""
+    """The ranges of options, if they differ from the ranges of their types: positive numbers, counts."""
     weight: float
 
     def __post_init__(self):
@@ -94,7 +94,7 @@ class TeacherLoss(Loss):
     weights: str | None
 
     def __post_init__(self):
-        # Before any message with the loss, which would hold all layers of a module.
+        # Checked before any message with the loss, which would hold all layers of a module.
         if not isinstance(self.teacher, str | os.PathLike):
             raise InvalidInput(
                 f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "
@@ -113,8 +113,8 @@ class TeacherLoss(Loss):
 class Distillation(TeacherLoss):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
-    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
-    timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
+    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads. `weights` is a
+    local file, for a name such as timm:NAME. Labels are not used: training with only this loss needs none.
     """
 
     teacher: str
@@ -186,7 +186,7 @@ def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
 def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
-    Returns its logits, and the outputs of its blocks where the step needs features. A teacher trained with another
+    Returns its logits, and the outputs of its blocks if the step needs features. A teacher trained with another
     normalization receives the images on its own scale.
     """
     if source not in context.memory:

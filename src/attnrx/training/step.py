@@ -1,10 +1,9 @@
-"""One training step, with what changes the weights: the optimizer, the learning rate schedule, and a running mean; and
-weights that are sharded over the processes (FSDP2).
+"""One training step and what changes the weights: the optimizer, the learning rate schedule, and a running mean.
 
-Sharded, every process holds a shard of every tensor between steps: of weights, gradients, optimizer state and running
-mean. For a step the weights are gathered, block by block, and stay gathered until all gradients are computed: a loss
-can use the weights as ordinary tensors, however often the model runs in a step. Accelerate supports FSDP on
-accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
+The weights may be sharded over the processes (FSDP2). Between steps every process then holds a shard of every tensor:
+of weights, gradients, optimizer state and running mean. For a step the weights are gathered, block by block, and stay
+gathered until all gradients are computed. So a loss can use the weights as ordinary tensors, however often the model
+runs in a step. Accelerate supports FSDP on accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
 """
 
 import math
@@ -69,8 +68,9 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths; the
-    `factor` of a group scales its learning rate.
+    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths.
+
+    The `factor` of a group scales its learning rate.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
@@ -109,7 +109,7 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Frees gathered weights, so that every process holds its shard only; no effect on a model that is not sharded."""
+    """Frees gathered weights, so that every process only holds its shard; no effect on a model that is not sharded."""
     for part in _parts(model):
         part.reshard()
 
@@ -130,7 +130,7 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns the shard of this process, a view of a tensor (any shape); one that is not sharded is returned itself."""
+    """Returns this process's shard of a tensor (any shape) as a view; a tensor without shards is returned itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -145,7 +145,7 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
     whole_tensors = {}
     for name, tensor in tensors.items():
         # One by one and then to the CPU: all at once may not fit beside the shards on a device. Every process takes
-        # part, also those that keep nothing.
+        # part, even if it keeps nothing.
         gathered = full_tensor(tensor.detach())
         if keep:
             whole_tensors[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
@@ -153,7 +153,7 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor, which every process has, sharded and on the device like `like`, if of the same shape."""
+    """Returns a whole tensor, which every process has, on the device of `like`; sharded like it if the shapes match."""
     tensor = tensor.to(like.device)
     # State of another shape, such as the optimizer's count of steps, is not sharded.
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
@@ -210,8 +210,9 @@ class WeightMean:
 
 
 class Learner:
-    """The model in training with its optimizer and state; `wrapped` is the compiled or distributed model that runs the
-    steps.
+    """The model in training with its optimizer and state.
+
+    `wrapped` is the compiled or distributed model that runs the steps.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Learner:
         self.optimizer = build_optimizer(model, config)
         self.mean = None if config.ema is None else WeightMean(model, config.ema)
         self.names = (*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps")
-        # Of the epoch so far, by `names`; checkpoints within an epoch include them.
+        # Sums of the epoch so far, by `names`; checkpoints within an epoch include them.
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.schedule = Schedule(config, num_images // config.batch_size)
         # On the device, so that a step writes it without waiting for the GPU.
@@ -284,7 +285,7 @@ class Learner:
         for part in range(parts):
             share = slice(len(batch) * part // parts, len(batch) * (part + 1) // parts)
             images, labels = batch.images[share].to(self.dtype), batch.labels[share]
-            # A part is what one of as many processes would have.
+            # A part has the images that one of `processes * parts` processes would have.
             with nullcontext() if part == parts - 1 else self.unsynchronized():
                 found.append(self._backward(images, labels, step, (process * parts + part, processes * parts)))
         *means, num_correct = found[0] if parts == 1 else torch.stack(found).sum(0)
@@ -327,7 +328,7 @@ class Learner:
         Returns the terms of the loss and the loss, divided by the number of parts, and the number of right answers.
         """
         config = self.config
-        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
+        # For dropout and sampled tokens: every process has other numbers, because it has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, shard[0]))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
@@ -348,7 +349,7 @@ class Learner:
                 teachers=self.teachers,
             )
             terms = [loss(context) for loss in config.losses]
-        # A part of the mean over the images of the process.
+        # The loss of a part is its share of the mean over the images of the process.
         weights = [loss.weight / config.accumulate for loss in config.losses]
         total = torch.stack([weight * term for weight, term in zip(weights, terms, strict=True)]).sum()
         self.accelerator.backward(total)

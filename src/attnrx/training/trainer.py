@@ -1,5 +1,6 @@
-"""A training run: checks of the data and of the processes, then epochs of steps, with history, checkpoints and exact
-resume.
+"""A training run: epochs of steps, with history, checkpoints and exact resume.
+
+Before the steps it checks the data and the processes.
 """
 
 import copy
@@ -81,8 +82,8 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     this in every process.
 
     The same call gives the same weights, bit for bit on a CPU. On CUDA the backward pass of fused attention adds in any
-    order, so that runs differ by rounding; `torch.use_deterministic_algorithms(True)` before the call makes it
-    deterministic too, and an error of operations that cannot be.
+    order, so runs differ by rounding. Call `torch.use_deterministic_algorithms(True)` before to make it deterministic,
+    too; operations that have no deterministic algorithm then fail.
 
     Args:
         model: The model, of any family that `load` reads; parameters with `requires_grad=False` are not trained.
@@ -145,8 +146,10 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one: the first of these
-    signals sets the event, and raises KeyboardInterrupt at the end of the context if it is still pending.
+    """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one.
+
+    The first of these signals sets the event. If it is still pending at the end of the context, KeyboardInterrupt is
+    raised there.
 
     A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread.
     """
@@ -167,9 +170,9 @@ def interruptible() -> Iterator[threading.Event]:
 def deterministic() -> Iterator[None]:
     """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end.
 
-    The backward pass of fused attention on CUDA is deterministic only where nothing else is allowed, which fails for
-    operations that have no deterministic algorithm. So that is left to the caller, who requires it by
-    `torch.use_deterministic_algorithms(True)`; without it, PyTorch warns once of that pass.
+    The backward pass of fused attention on CUDA is only deterministic if nothing else is allowed, which fails for
+    operations that have no deterministic algorithm. So the caller decides, by
+    `torch.use_deterministic_algorithms(True)`. Without it, PyTorch warns once about this pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -190,8 +193,8 @@ def deterministic() -> Iterator[None]:
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
     """Returns the data on the model's input scale; raises an error if the model or the batch size does not fit it.
 
-    Where a loss reads labels, every training image must have one of a class of the model; else none needs a label, and
-    the data may have fewer classes than the model.
+    If a loss reads labels, every training image must have the label of a class of the model. Otherwise no image needs a
+    label, and the data may have fewer classes than the model.
 
     Raises:
         InvalidInput: The batch size, the size of the images or the number of classes does not fit.
@@ -205,7 +208,7 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
     require_ordinary_weights(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("no parameter of the model requires a gradient: set requires_grad_(True) for some.")
-    # Of the first image, because a user's data have no declared size.
+    # The shape of the first image, because a user's data have no declared size.
     shape, actual = family_of(model).input_shape(model), next(splits.train.take(1).batches(1)).images.shape[1:]
     if shape != tuple(actual):
         raise InvalidInput(
@@ -238,8 +241,9 @@ def num_logits(model: nn.Module) -> int:
 
 
 def connect_processes(**settings: Any) -> "PartialState":
-    """Returns the state of the launched processes, after connecting them if nothing did before; `settings` are those of
-    `torch.distributed.init_process_group`.
+    """Returns the state of the launched processes; connects them if nothing did before.
+
+    `settings` are arguments of `torch.distributed.init_process_group`.
     """
     accelerate = required_module("accelerate", "train", "training")
     # Accelerate connects processes without a GPU only if it is told to; otherwise each would train on its own.
@@ -252,7 +256,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 
     Raises:
         NotSupported: The processes were launched for another parallel mode.
-        InvalidInput: The batch size is no multiple of the number of processes and their parts.
+        InvalidInput: The batch size is not a multiple of the number of processes and their parts.
     """
     # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
     unused = any(not parameter.numel() for parameter in model.parameters())
@@ -310,12 +314,12 @@ class _Run:
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
         classes = num_logits(learner.target)  # never sharded
-        # None where no accuracy is measured: without labels, or if the model has no logit per class.
+        # None if no accuracy is measured: without labels, or if the model has no logit per class.
         self.validation, self.test = (
             images.limited_to(classes) if classes > 1 and images.label_problem is None else None
             for images in (splits.validation, splits.test)
         )
-        # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
+        # A learner always counts the right answers of a step, even if there is nothing to compare with.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         # On a CPU with one process nothing waits, so every step is checked.
@@ -330,14 +334,14 @@ class _Run:
         record, tensors = checkpoint
         reached = {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
         require_same_run(record["identity"], self.requested, self.folder, fingerprint(reached))
-        # Of the first step, also in the checkpoints to come.
+        # The weights of the first step, for the checkpoints to come, too.
         self.requested = {**self.requested, "weights": record["identity"]["weights"]}
         load_state_(self.learner, tensors)
         self.step, self.seconds, self.history = record["step"], record["seconds"], record.get("history", [])
         self._write_history()
 
     def _write_history(self) -> None:
-        """Writes `history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
+        """Writes `history.jsonl`: line n is epoch n, even after interruptions and repeated epochs."""
         if self.accelerator.is_main_process:
             # Whole and atomically, although only a line is new: an appended line can be cut by a crash.
             write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
@@ -384,9 +388,9 @@ class _Run:
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
-        # All processes come here at the same steps, because gathering and saving block until all have called them; what
-        # they find is the same in each. Negated, because the maximum over the processes is taken and the first bad step
-        # is the smallest.
+        # All processes come here at the same steps, because gathering and saving block until all have called them. All
+        # of them find the same. The step is negated, because the maximum over the processes is taken and the first bad
+        # step is the smallest.
         signals = torch.stack([-learner.first_bad, torch.full_like(learner.first_bad, interruption.is_set())])
         if learner.shard[1] > 1:
             signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)

@@ -32,7 +32,7 @@ from attnrx.workflows.save import save
 from attnrx.workflows.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares, portable_settings
 from attnrx.workflows.shrunk import require_result_folder
 
-SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
+SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # matches the name of a size's folder
 SHARES = each(or_percent(BELOW_ONE), "budgets: shares above 0 and below 1, e.g. (0.8, 0.6) or ('80%', '60%')")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
@@ -58,41 +58,41 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     seed: int = 0,
     log: Log = no_log,
 ) -> Elastic:
-    """Makes several sizes of a model in one folder, from which `load` returns the best one within a budget:
-    `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.65`.
+    """Makes several sizes of a model in one folder, for `load` to choose from.
 
-    Every size is planned, fitted and verified by itself and saved with its evidence in a folder of its own; the
-    original is the largest. All sizes are timed together, relative to the model in its own library. If you interrupt a
-    call, the next one goes on with the first size that is missing. A later call with other budgets adds sizes to the
-    folder. A speed that the original has by its kernels needs no size.
+    `load` returns the best size within a budget: `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the
+    command line, `FOLDER@macs=0.65`. Every size is planned, fitted and verified by itself, and saved with its evidence
+    in its own folder. The largest size is the original. All sizes are timed together, relative to the model in its own
+    library. If a call was interrupted, call again: it continues with the first missing size. A later call with other
+    budgets adds sizes to the folder. If the original reaches a speed through attnrx's kernels, no size is made for it.
 
     Args:
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
         folder: The folder of the sizes.
-        faster: Speed-ups, e.g. 1.3,1.6,2, than your model as you would run it without attnrx, in eager PyTorch.
+        faster: Speed-ups, e.g. 1.3,1.6,2, over your model as you would run it without attnrx, in eager PyTorch.
             Measured on this machine.
-        macs: Shares of the MACs that stay, e.g. 0.8,0.6,0.4.
-        params: Shares of the parameters that stay, e.g. 0.8,0.6.
-        batch: Images per forward pass whose latency is measured.
-        threads: CPU threads of that forward pass (torch's default).
-        effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
-        portable: Every size is a model of the library's own class, and its folder the checkpoint of the library, which
+        macs: The shares of the MACs to keep, e.g. 0.8,0.6,0.4.
+        params: The shares of the parameters to keep, e.g. 0.8,0.6.
+        batch: Images per timed forward pass.
+        threads: CPU threads of a timed forward pass (torch's default).
+        effort: How much is measured: quick, normal or thorough. The last two also distill sizes (see `shrink`).
+        portable: Makes every size a model of the library's own class. Its folder is a checkpoint of that library, which
             loads it without attnrx (see `shrink`).
-        multiple: Of portable sizes the number that their widths are multiples of; by default 8, and 64 on a GPU.
-        inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
-            tuple of arguments or a mapping of named ones. By default the batch is one of images.
-        weights: The weights of a model that is given by its name, in a local file.
+        multiple: For portable sizes: their widths are multiples of this number; by default 8, or 64 on a GPU.
+        inputs: What the forward of your own module takes from every batch: `inputs(batch)` returns a tensor, a tuple of
+            arguments or a mapping of named ones. By default a batch is a batch of images.
+        weights: A local file of weights, for a model given by its name.
         columns: The columns of images and labels, for tables.
         seed: Seeds every random draw.
         log: Receives a line for every step.
 
     Returns:
-        The sizes with their costs, as they are in the folder.
+        The sizes in the folder, with their costs.
 
     Raises:
-        InvalidInput: Not exactly one kind of budget, or a folder with sizes of another original, of other data or
-            settings.
+        InvalidInput: There is not exactly one kind of budget, or the folder has sizes that were made from another
+            original, with other data or with other settings.
         NoOpPrescription: The original meets every budget.
         NotSupported: No plan reaches a budget.
 
@@ -108,7 +108,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    # From the largest model to the smallest, by shares falling and speeds rising.
+    # From the largest model to the smallest: shares fall, and speeds rise.
     ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)
@@ -120,7 +120,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             data = ModelBatches.of(data, inputs)
             original = load_original(model, weights, data)
-            # Neither would a file of the user be overwritten, nor a saved model be hidden.
+            # Refuses a folder in which a user's file would be overwritten, or a saved model hidden.
             require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
             if (folder / "config.json").exists():
                 raise InvalidInput(
@@ -140,7 +140,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             # An interrupted call continues with the next size.
             for name, target in missing.items():
                 result = run.result(target)
-                if isinstance(result, TargetMet):  # by the original, which is a size itself
+                if isinstance(result, TargetMet):  # the original meets the target, and is a size itself
                     log(f"{name}: {result.reason}")
                     unneeded[name] = result
                     continue
@@ -149,7 +149,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             if len(unneeded) == len(targets):
                 raise NoOpPrescription(list(unneeded.values())[-1].reason)
         original = run.original  # at the size of the images
-        # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
+        # All sizes are timed in one run, because ratios of separate runs depend on the state of the machine.
         save(original, folder / ORIGINAL, portable=portable)
         names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))
         costs = family_of(original).costs(original)
@@ -166,16 +166,16 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
 
 
 def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -> list[str]:
-    """Returns the names of the sizes that a folder has, of these and of other budgets.
+    """Returns the names of the sizes that are in a folder, for these budgets and for others.
 
     Raises:
-        InvalidInput: A size was made under other conditions: for another original, on other data ...
+        InvalidInput: A size was made under other conditions: from another original, on other data ...
     """
     conditions: dict[str, Any] = {
         "reference": model_fingerprint(run.original),
         "data": run.images.verified.fingerprint,
         "seed": run.settings.seed,
-        "portable": None,  # absent in other sizes
+        "portable": None,  # the evidence of other sizes lacks it
         **run.about,
     }
     # A folder is saved atomically with its evidence: it is complete or absent.
@@ -196,7 +196,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
 
 
 def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
-    """Returns the costs of the stored sizes, all timed in turns."""
+    """Returns the stored sizes with their costs, all timed in turns."""
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
@@ -214,5 +214,5 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
         divergence = next((one.value for one in findings if one.details.get("quantity") == "divergence"), None)
         shares, latency = (costs.macs / original.macs, costs.params / original.params), 1 / speeds[name].faster.value
         measured.append(Size(name, *shares, fingerprint, latency, divergence))
-    # From the largest to the smallest, whatever the budgets they were made for.
+    # From the largest to the smallest, whatever budgets they were made for.
     return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))

@@ -36,7 +36,7 @@ from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fi
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
-# A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
+# `target_of` requires exactly one budget and validates its range, which depends on the kind of budget.
 BUDGET = optional(or_percent(number(0.0, expected="a positive number")))
 SOURCE = replace(
     either("a folder, a name such as timm:vit_tiny_patch16_224, or a model", PATH, MODEL),
@@ -77,50 +77,50 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     `source` is one of:
 
     - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
-    - `timm:NAME`, with the weights of the file `weights` or the weights that timm downloads;
+    - `timm:NAME`, with weights from the file `weights`, or downloaded by timm;
     - `hf:ID` or a transformers folder;
-    - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
-    - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or where they are
-      published the file `weights`);
-    - your module: a model of another library, or a module that contains one (a backbone with a decoder, several
-      outputs), or whose parts a `reader` names;
-    - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`: the size
-      of the least divergence within this budget;
-    - a file written by `export`: the returned module runs it with its runtime.
+    - `torchvision:NAME`, with weights like `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
+    - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or the published ones
+      from the file `weights`);
+    - your module: a model of another library, a module that contains one (a backbone with a decoder, several outputs),
+      or a module whose parts a `reader` names;
+    - the folder of an elastic model, with one of `macs`, `params` or `faster`, or both in one text, `FOLDER@macs=0.6`.
+      This loads the size with the least divergence within the budget;
+    - a file written by `export`: the returned module runs it in its runtime.
 
     Args:
         source: The model.
         seed: Seeds fresh weights.
-        weights: Weights in a local file (safetensors, or PyTorch's for a published model); of a folder those after
-            further training, as a file or a folder that the Trainer of transformers wrote.
+        weights: A local file of weights (safetensors, or PyTorch's format for a published model). For a saved folder:
+            its weights after further training, as a file or as a folder that transformers' Trainer wrote.
         pretrained: Whether timm and torchvision load their published weights.
-        trust: Run code of the model's author: of a .pt2 file (formats program and aotinductor), or of a repository
-            of transformers whose config.json or preprocessor_config.json names code (auto_map).
-        macs: The share of the original's MACs, for an elastic model.
-        params: The share of its parameters.
-        faster: The speed-up over it.
-        reader: The paths of the parts of a module of your own.
-        factory: Creates a module of your own again, with any weights: a function, or "module:function". With a reader
-            it is called as `factory(**reader.arguments)`, else without arguments; by default it is the class. A saved
-            folder of such a model needs it where the class has not been imported or needs arguments.
-        outputs: What the outputs are, where the model does not state it: "classes" (logits of classes, or of two
-            classes by one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
-            "embedding". All comparisons depend on it; copies of the model and saved folders keep it. The configuration
-            of a transformers model states it by `problem_type`; without any statement, outputs of a classifier are
-            classes.
-        inputs: An example of what the forward of a module of your own takes, where that is no batch of images: a
-            tensor, a tuple of arguments or a mapping of named ones, with two or more items, e.g. of the first batch of
-            your data. The module is then planned and verified on such inputs (`shrink(..., inputs=...)`).
-        image_size: The side of the images that the model is to take, or their (height, width): position embeddings are
-            interpolated as the library does it (timm, transformers, torchvision), and costs, plans and files are for
+        trust: Whether to run code by the model's author: from a .pt2 file (formats program and aotinductor), or from a
+            transformers repository whose config.json or preprocessor_config.json names code (auto_map).
+        macs: For an elastic model: the share of the original's MACs.
+        params: For an elastic model: the share of the original's parameters.
+        faster: For an elastic model: the speed-up over the original.
+        reader: The paths of the parts of your own module.
+        factory: Creates your own module again, with any weights: a function, or "module:function". It is called as
+            `factory(**reader.arguments)` if there is a reader, else without arguments. By default it is the class. To
+            load a saved folder of such a model, you need it if the class has not been imported or needs arguments.
+        outputs: What the outputs are, if the model does not state it: "classes" (logits of classes, or of two classes
+            by one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
+            "embedding". All comparisons depend on it. Copies of the model and saved folders keep it. A transformers
+            model states it in its configuration, as `problem_type`. Without any statement, the outputs of a classifier
+            are classes.
+        inputs: An example of what the forward of your own module takes, if that is not a batch of images: a tensor, a
+            tuple of arguments or a mapping of named ones. It has two or more items, e.g. the first batch of your data.
+            The module is then planned and verified on such inputs (`shrink(..., inputs=...)`).
+        image_size: The side of the images that the model is to take, or their (height, width). Position embeddings are
+            interpolated in the library's own way (timm, transformers, torchvision). Costs, plans and files are then for
             this size. By default the model's.
 
     Returns:
         The model.
 
     Raises:
-        InvalidInput: The source is no model, or a budget was given for a model of one size.
-        UnknownName: No model of the library has this name.
+        InvalidInput: The source is not a model, or there is a budget for a model that is not elastic.
+        UnknownName: The library has no model of this name.
         CheckpointError: There is nothing to load, or it is damaged.
         NotSupported: A library is missing, or the model has parts that attnrx does not read.
 
@@ -134,7 +134,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     has_budget = any(budget is not None for budget in (macs, params, faster))
     if inputs is not None and not isinstance(source, nn.Module):
         raise InvalidInput(f"load({described(source)}) takes no inputs: they are those of a module that is given.")
-    # Files of a runtime first: they are no folders, and have no configuration.
+    # Files of a runtime come first, because they are not folders and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         model = load_exported(source, trust)
     elif (found := size_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
@@ -154,7 +154,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
 
 
 def _no_model(value: object) -> str:
-    """Returns the end of a message about a value that is no model, though it belongs to one."""
+    """Returns the end of the message about a value that is not a model, if it is a model's state dict or class."""
     if isinstance(value, Mapping):
         return (
             ". A state dict has weights, but no architecture: load them into their model, model.load_state_dict(...), "
@@ -168,7 +168,7 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
     """Returns the elastic model that a source names, and its size for the budget; None for a source of another kind.
 
     Raises:
-        InvalidInput: An elastic model without a budget, or a budget for another source.
+        InvalidInput: There is no budget for an elastic model, or a budget for another source.
         NotSupported: No size is small enough.
     """
     if isinstance(source, str | Path):
@@ -187,7 +187,7 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
-    """Loads the model, with the inputs of the first batch of the data where those are no images."""
+    """Loads the model. If it does not take images, the first batch of the data is the example of its inputs."""
     begin("loading the model")
     batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
     inputs = batches.example() if isinstance(batches, ModelBatches) else None
@@ -202,10 +202,10 @@ def preflight(
     formats: Iterable[Format] = (),
     report: bool = False,
 ) -> None:
-    """Checks what a long call will need, in the first second.
+    """Checks in the first second what a long call will need.
 
-    `data` is checked where it is a name or a path, `formats` are the formats of files to write; with `report` the call
-    writes the HTML report.
+    `data` is checked if it is a name or a path. `formats` are the formats of the files that the call will write. Set
+    `report` if the call writes the HTML report.
 
     Raises:
         NotSupported: A library is missing; the message names the extra that installs it.

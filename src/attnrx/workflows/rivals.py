@@ -1,5 +1,7 @@
-"""The file of a result beside what a user has without a plan: the vendor's conversion of the unchanged model, its 8
-bits by the vendor's defaults, and the unchanged model as a file of attnrx, all in one run.
+"""The file of a result, measured in one run beside the files that you get without a plan.
+
+These are the vendor's conversion of the unchanged model, in float and in 8 bits by the vendor's defaults, and attnrx's
+file of the unchanged model.
 """
 
 import weakref
@@ -45,7 +47,7 @@ from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
 
-# The test images on which the files are compared: their mean divergence varies by some percent.
+# How many test images the files are compared on: with 500 the mean divergence varies by some percent.
 COMPARED_IMAGES = 500
 RESULT = "this result"
 
@@ -55,16 +57,17 @@ class MeasuredFile:
     """One file of a run.
 
     Attributes:
-        title: What it is.
+        title: What the file is.
         form: Its format.
         is_own: Whether attnrx wrote it; else the vendor's tool did.
-        speed: Its speed relative to the baseline: the vendor's file of the unchanged model in the precision asked for.
+        speed: Its speed relative to the run's baseline: the vendor's file of the unchanged model in the requested
+            precision.
         gain: Its speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of its outputs from the original's.
-        agreement: The decisions that are the original's, in %; None for outputs without decisions.
-        bytes: Its size.
-        timing: The comparison of times that both speeds are of.
-        file: The file itself, as long as its run is in use.
+        agreement: The share of decisions that equal the original's, in %; None for outputs without decisions.
+        bytes: Its size in bytes.
+        timing: The timings that both speeds are computed from.
+        file: The file itself. It exists only as long as its run is in use.
     """
 
     title: str
@@ -79,7 +82,7 @@ class MeasuredFile:
     file: Exported | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
-        """Whether it is faster than another file and its outputs are no farther from the original's."""
+        """Whether this file is faster than another one, and its outputs are no farther from the original's."""
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
     def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
@@ -102,8 +105,9 @@ class MeasuredFile:
 
 @dataclass(frozen=True)
 class FileRun:
-    """The files that were measured in one run, by their titles, and their findings; speeds are relative to the file of
-    the title `baseline`.
+    """The files that were measured in one run, by title, and their findings.
+
+    Speeds are relative to the file with the title `baseline`.
     """
 
     files: Mapping[str, MeasuredFile]
@@ -119,7 +123,7 @@ class FileRun:
         return self.files[UNCHANGED]
 
     def chosen(self, instead: MeasuredFile | None) -> MeasuredFile:
-        """Returns the file to deploy: the result's or the unchanged model's, or the one that is returned `instead`."""
+        """Returns the file to deploy: `instead` if it is given, else the result's, else the unchanged model's."""
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
@@ -130,8 +134,9 @@ class FileRun:
         return described_speed(check, file.timing, self.baseline, runtime, least, gained_by="attnrx's file")
 
     def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
-        """Returns the evidence with the findings, and a warning if a file of the unchanged model is better than the
-        result, or is returned `instead` of it.
+        """Returns the evidence with the findings of this run.
+
+        Adds a warning if a file of the unchanged model is better than the result, or is returned `instead` of it.
         """
         headline = self.headline(self.chosen(instead), 1 / target.limit if target.quantity == "latency" else None)
         about = dict(evidence.about)
@@ -154,13 +159,14 @@ class FileRun:
 def measure_baseline(
     original: nn.Module, form: Format, images: ImageSet, settings: PlanSettings, limit: float
 ) -> tuple[Baseline, float]:
-    """Returns the vendor's file of the unchanged model, which speeds are relative to, and the speed of attnrx's file of
-    it; files of 8 bits are quantized on these images. Logs both, the model in eager PyTorch, and what no plan can
-    exceed: the model without its blocks.
+    """Returns the vendor's file of the unchanged model, and the speed of attnrx's file of that model relative to it.
+
+    8-bit files are quantized on `images`. Both speeds are logged, with the speed of eager PyTorch. The model without
+    its blocks is timed too, because no plan can be faster.
 
     Raises:
-        NotSupported: The latency `limit`, a share of the baseline's, is below the model without its blocks; or the
-            model cannot be written in the format.
+        NotSupported: `limit`, a share of the baseline's latency, is below the latency of the model without its blocks;
+            or the model cannot be written in the format.
     """
     settings = settings.while_planning(family_of(original).costs(original).macs)
     baseline = Baseline.as_file(original, form, images, settings.log)
@@ -194,12 +200,13 @@ def measure_files(
     log: Log,
     baseline: Baseline | None = None,
 ) -> FileRun:
-    """Writes and measures the files in the runtime of a format: the vendor's of the unchanged model in float and 8
-    bits, attnrx's files of it in the format and in 8 bits, and the file of the `result`, if there is one.
+    """Writes files of the original and of the `result`, and measures them in the runtime of a format.
 
-    All are timed in turns on the `noise`, calibrated on the same images, and compared on the `tested` ones. A file that
-    cannot be written is left out and logged. Files of attnrx in the format itself have to be written. Those of a
-    `baseline`, which was calibrated on the same images, are not written again.
+    The vendor's tool writes the original in float, in the format and in 8 bits. attnrx writes the original in the
+    format and in 8 bits, and the `result`, if there is one, in the format. All files are timed in turns on the
+    `noise`, calibrated on the same images, and compared on the `tested` images. A file that cannot be
+    written is left out and logged, except for attnrx's files in the format itself: these must be written. The files of
+    a `baseline`, which was calibrated on the same images, are not written again.
 
     Raises:
         NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
@@ -211,7 +218,8 @@ def measure_files(
         for name, file, is_own in _written(original, result, form, calibration, folder, log, baseline):
             written[name] = file, is_own
         files = {name: file for name, (file, _) in written.items()}
-        # By the precision that was asked for; where the vendor's tool fails, by attnrx's file of the unchanged model.
+        # Speeds are relative to the vendor's file in the requested precision or, if the vendor's tool fails, to
+        # attnrx's file of the unchanged model.
         first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
         log(f"timing {len(files)} files in turns")
         speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
@@ -249,7 +257,7 @@ def _written(
     log: Log,
     baseline: Baseline | None,
 ) -> Iterator[tuple[str, Exported, bool]]:
-    """Yields the title of every file, the file, and whether attnrx wrote it; the vendor's float file, if any, first."""
+    """Yields every file's title, the file, and whether attnrx wrote it; the vendor's float file comes first, if any."""
     plain, bits = without_8_bits(form), with_8_bits(form)
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
@@ -280,7 +288,7 @@ def _written(
         path = folder / f"own{index}" / f"model{each.suffix}"
         path.parent.mkdir()
         try:
-            # A file that differs from its model could not be saved.
+            # If the file of a result differs from its model, this fails: such a result could not be saved.
             subject, is_compared = subject_of(model, each, calibration), name != UNCHANGED
             yield name, write_exported(subject, path, each, is_compared=is_compared), True
         except AttnrxError as error:

@@ -47,19 +47,19 @@ def save(
         folder: The folder, which is created if missing.
         prescription: The prescription that the model was realized from.
         evidence: The evidence of this model.
-        portable: The folder is the checkpoint of the model's own library, which loads it without attnrx: of timm
-            (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision
-            or open_clip (weights and a line of code). Where no argument of the class gives the sizes, as of layers of
-            different widths, the folder has modeling.py, which creates the model. The card has the code that loads it;
-            `load` reads it, too.
+        portable: Writes a checkpoint of the model's own library, which loads it without attnrx: timm
+            (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision or
+            open_clip (weights and a line of code). If no argument of the class states the sizes, e.g. because layers
+            have different widths, the folder also has modeling.py, which creates the model. The model card shows the
+            code that loads it. `load` reads the folder, too.
 
     Returns:
         The folder.
 
     Raises:
-        InvalidInput: A file would be overwritten that attnrx did not write, or the folder belongs to an elastic model.
-        FingerprintMismatch: The evidence is of another model.
-        NotSupported: A portable model of which the library has no parts: ranks, tokens.
+        InvalidInput: A file that attnrx did not write would be overwritten, or the folder belongs to an elastic model.
+        FingerprintMismatch: The evidence is for another model.
+        NotSupported: A portable model has parts that the library's class does not have: ranks, tokens.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -82,7 +82,7 @@ def save_with(
 ) -> Path:
     """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
 
-    `parts` are the files of the folder that are replaced, by default a model's.
+    `parts` names the files of the old folder that are replaced; by default these are a model's files.
     """
     model = stock_form(model) if portable else model
     require_no_sizes(Path(folder))
@@ -102,14 +102,14 @@ def save_with(
         write_text(new / "README.md", card)
         write_beside(new)
 
-    # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
+    # All files go to a new folder, which replaces the old one as a whole: model and documents always belong together.
     if portable:
         return save_stock(folder, model, write_documents, parts)
     return save_model(folder, model, write_beside=write_documents, parts=parts)
 
 
 def require_readable(document: type[Prescription] | type[Evidence], path: Path) -> None:
-    """Raises InvalidInput unless a file that was just written can be read, before it replaces anything."""
+    """Raises InvalidInput if a file that was just written cannot be read again; nothing has been replaced by then."""
     try:
         document.load(path)
     except CheckpointError as error:
@@ -118,7 +118,7 @@ def require_readable(document: type[Prescription] | type[Evidence], path: Path) 
 
 
 def require_no_sizes(folder: Path) -> None:
-    """Raises InvalidInput for the folder of an elastic model, beside whose sizes `load` finds no model."""
+    """Raises InvalidInput for the folder of an elastic model: `load` would not find a model beside the sizes."""
     if is_elastic(folder):
         raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
 
@@ -143,7 +143,7 @@ def _card(
 def _kept_card(folder: Path) -> str:
     """Returns the card of a folder if it was edited after attnrx wrote it, else an empty text."""
     card = folder / "README.md"
-    # A file that is no card is refused by the write itself, as any other that attnrx did not write.
+    # The write itself refuses to replace a file that is not a card, like any other file that attnrx did not write.
     if file_kind(card) != CARD_KIND:
         return ""
     text = card.read_text(encoding="utf-8")
@@ -174,24 +174,24 @@ def push_to_hub(
 ) -> str:
     """Uploads a folder written by `save` to the Hugging Face hub, and returns its address.
 
-    The folder is loaded first, so that no broken model and no evidence of another model is published. A card that was
-    not edited is written again from the files of the folder, e.g. with evidence.json that was added later.
-    `load("hub:OWNER/NAME")` loads the model again.
+    The folder is loaded first, so that no broken model and no evidence of another model is published. If you did not
+    edit the card, it is written again from the files of the folder, e.g. to include an evidence.json that was added
+    later. `load("hub:OWNER/NAME")` loads the model again.
 
     Args:
         folder: The folder of the model, with its card.
         repository: OWNER/NAME on the hub; created if missing.
-        license: Of the weights, an identifier of the hub, e.g. apache-2.0; in the header of the card.
-        base_model: The original on the hub; in the header of the card.
-        private: A new repository is private.
+        license: The license of the weights for the header of the card, as an identifier of the hub, e.g. apache-2.0.
+        base_model: The name of the original on the hub, for the header of the card.
+        private: Whether a new repository is private.
 
     Raises:
         InvalidInput: The folder has no card.
         CheckpointError: The folder has no model, or a damaged one.
-        FingerprintMismatch: The evidence in the folder is of another model.
+        FingerprintMismatch: The evidence in the folder is for another model.
     """
     folder = Path(folder)
-    # Loaded as others will load it; the fingerprint of its weights must be that of the evidence.
+    # The model is loaded as others will load it. The evidence must have the fingerprint of its weights.
     model, card = load_folder(folder), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
@@ -205,7 +205,7 @@ def push_to_hub(
             text = _card(folder, model, evidence, prescription, (folder / STOCK).exists())
     if license is not None or base_model is not None:
         text = card_with(text, license=license, base_model=base_model)
-    # The folder is changed only where the card is, so a second upload has the same files.
+    # Only the card can change in the folder, so a second upload has the same files.
     if text != written:
         write_text(card, text)
     return upload(folder, repository, private)

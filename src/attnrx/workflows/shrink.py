@@ -75,21 +75,21 @@ from attnrx.workflows.shrunk import (
 )
 from attnrx.workflows.verify import verify
 
-# A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
+# A latency target that saves less keeps the whole decoder, because a smaller decoder could meet it by itself.
 LARGEST_DECODER = 0.2
 
-# The plans that are made for an allowed divergence, the share of it that is enough, the share that the next plan aims
-# at, and the most by which its limit is raised.
+# For an allowed divergence: the most plans that are made, the share of it that is enough, the share that the next plan
+# aims at, and the largest factor by which its limit is raised.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
-# Neighbours of a target of recall, and the share of them that a cosine distance d loses, divided by its root: of a
+# A recall target counts this many neighbours. A cosine distance d loses the share LOST * sqrt(d) of them, measured on a
 # ViT-Tiny's features in an index of 10,000 images (2026-11).
 NEIGHBOURS, LOST = 10, 1.3
 
-# The unchanged model's file meets a target of speed if it was timed at so many times the target.
+# The unchanged model's file meets a speed target if its timed speed is at least this multiple of the target.
 ENOUGH_SPEED = 1.02
 
-# The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
-# the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
+# The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). The phases
+# before the repair have CPU seconds of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
 PHASE_SHARES = {
     "loading the model": 3.0,
     "reading the images": 8.0,
@@ -154,12 +154,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
     Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`. attnrx reads your data once:
-    as many images as the effort needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12
-    multiply-accumulates, or 256). Random transforms and samplers are one draw of `seed`. If your data have splits, the
-    plan sees training and validation images, and the evidence is about test images. Other data are divided into three
-    parts. No two parts have images of the same pixels.
+    as many images as the effort needs, and at most 10,000 to verify on. The effort "quick" verifies on fewer: as many
+    as take 6e12 multiply-accumulates, but at least 256. Random transforms and samplers are drawn once, from `seed`. If
+    your data have splits, the plan sees training and validation images, and the evidence is about test images. Other
+    data are divided into three parts. No image is in two parts; images with the same pixels count as one.
 
-    You get the unchanged model if it is as fast as requested, by its kernels or by the format.
+    You get the unchanged model if it is already as fast as requested, through attnrx's kernels or through the format.
 
     With `to`, attnrx also writes the vendor's own conversion of your unchanged model, in float and in 8 bits by the
     vendor's defaults. One run times all files and compares their outputs. If a file of the unchanged model is faster
@@ -168,49 +168,50 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     Args:
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
-        faster: The speed-up, e.g. 1.6, than your model as you would run it without attnrx: in eager PyTorch or, with
+        faster: The speed-up, e.g. 1.6, over your model as you would run it without attnrx: in eager PyTorch or, with
             `to`, as the vendor's own file in that runtime and precision. Measured on this machine.
-        macs: The share of the MACs that stays, e.g. 0.5 or 50%.
-        params: The share of the parameters that stays, e.g. 0.7 or 70%.
+        macs: The share of the MACs to keep, e.g. 0.5 or 50%.
+        params: The share of the parameters to keep, e.g. 0.7 or 70%.
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
-        max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05 (nats; for other outputs than
-            classes their own divergence), of the file with `to`: fewer MACs are planned as long as it allows them.
-        size: The megabytes of the file with `to`, or of the weights, e.g. 4.
+        max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05. It is in nats for classes;
+            other outputs have their own divergence. With `to`, it applies to the file. attnrx removes MACs as long as
+            the divergence allows it.
+        size: The megabytes of the file with `to`, else of the weights, e.g. 4.
         recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
-            embeddings, e.g. 0.98 or 98%: fewer MACs are planned as long as it is kept. It implies `keep_index`.
-        keep_index: Fits embeddings for search in an index of vectors that the original made. Every effort then distills
-            the model by the cosine distance to these vectors.
-        batch: Images per forward pass whose latency is measured.
-        threads: CPU threads of that forward pass (torch's default).
-        effort: How much is measured: quick (minutes), normal or thorough; both also distill the model from the
-            original at the end, normal only one of at most 5e9 MACs per image.
-        to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
-            is made with the latency of blocks in the runtime of the format; `Shrunk.save` writes the file.
-        portable: The result is a model of the library's own class, with other sizes, and `Shrunk.save` writes the
-            checkpoint of the library, which loads it without attnrx (see `save`). One width for all MLPs is pruned, and
-            heads where the class states their number; `faster` is then the speed in the library's own code.
-        multiple: Of a portable model the number that its width is a multiple of; by default 8, and 64 on a GPU.
-        inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
-            tuple of arguments or a mapping of named ones. By default the batch is one of images.
-        weights: The weights of a model that is given by its name, in a local file.
+            embeddings, e.g. 0.98 or 98%. attnrx removes MACs as long as this recall is kept. Implies `keep_index`.
+        keep_index: Fits embeddings for search in an index of vectors that the original made. The model is then
+            distilled by the cosine distance to these vectors; with quick only if it has at most 5e9 MACs per image.
+        batch: Images per timed forward pass.
+        threads: CPU threads of a timed forward pass (torch's default).
+        effort: How much is measured: quick (minutes), normal or thorough. The last two also distill the model from the
+            original at the end; normal does so only for at most 5e9 MACs per image.
+        to: The format of the file that the target applies to (see export), e.g. int8 or 'openvino(precision=bf16)'. For
+            `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file.
+        portable: Returns a model of the library's own class, with other sizes. `Shrunk.save` then writes a checkpoint
+            of that library, which loads it without attnrx (see `save`). attnrx prunes all MLPs to one width, and heads
+            if the class states their number. `faster` is then the speed in the library's own code.
+        multiple: For a portable model: its width is a multiple of this number; by default 8, or 64 on a GPU.
+        inputs: What the forward of your own module takes from every batch: `inputs(batch)` returns a tensor, a tuple of
+            arguments or a mapping of named ones. By default a batch is a batch of images.
+        weights: A local file of weights, for a model given by its name.
         columns: The columns of images and labels, for tables.
-        folder: Where `Shrunk.save` will write the results; files there that attnrx did not write are refused before the
-            work. One call at a time uses a folder.
+        folder: Where `Shrunk.save` will write the results. attnrx refuses it before the work starts if files that
+            attnrx did not write are in the way. Only one call at a time can use a folder.
         seed: Seeds every random draw.
         log: Receives a line for every step.
         divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
-            per image, 0 for equal outputs. The plan, the fits and the evidence use it; a fit, where it has gradients.
-        metric: Your measure of the outputs, `metric(outputs, (images, labels))`, for the evidence (see `verify`).
-        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`, for the evidence (see `verify`).
+            per image, 0 for equal outputs. The plan and the evidence use it, and so do the fits if it has gradients.
+        metric: Your measure of the outputs for the evidence, `metric(outputs, (images, labels))` (see `verify`).
+        metric_of_set: Your measure of a whole set for the evidence, `metric_of_set(outputs, labels)` (see `verify`).
 
     Returns:
         The smaller model with its prescription, plan and evidence.
 
     Raises:
-        InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
+        InvalidInput: There is not exactly one target, labels do not fit, or results in the `folder` would overwrite
             files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
-        NotSupported: No plan reaches the target, or a portable model of a class that states no width of its MLPs.
+        NotSupported: No plan reaches the target, or the class of a portable model has no argument for the MLPs' width.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -228,7 +229,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     form = None if to is None else parse_format(to)
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
-    # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
+    # Says what `Shrunk.save` will lack, before hours of work. It is not an error, because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(form or Onnx(),))):
         try:
             check()
@@ -256,7 +257,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         settings = PlanSettings.preset(effort, portable=portable, **about)
         if portable:  # before the work
             require_portable(original, settings)
-        # For a latency that the decoder alone is not expected to reach.
+        # The decoder is made smaller only for a latency that this is not expected to reach by itself.
         decoder = target.quantity == target.minimized == "latency" and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)
@@ -264,17 +265,17 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             require_labels(run.images.planned)
         result = run.result(target)
         if isinstance(result, TargetMet):
-            # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
+            # attnrx's kernels or the format reach the speed by themselves, so nothing has to be removed.
             log(result.reason)
             return run.unchanged(target)
         return result
 
 
 def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
-    """Returns the multiple of the width of a portable model; empty where none was given.
+    """Returns `multiple`, for the width of a portable model, as a setting; no setting if it is None.
 
     Raises:
-        InvalidInput: A multiple without a portable model.
+        InvalidInput: There is a `multiple`, but the model is not portable.
     """
     if multiple is not None and not portable:
         raise InvalidInput(f"multiple={multiple} is that of a portable model: give portable=True, too.")
@@ -284,16 +285,16 @@ def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
 def phase_shares(
     spend: str, effort: str, portable: bool = False, is_file: bool = False, keep_index: bool = False
 ) -> dict[str, float]:
-    """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
+    """Returns the phases of a call that limits the cost `spend`, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
-        # Blocks are timed, and so are whole plans. Seconds of wall clock on one thread of an idle machine (2026-11).
+        # Blocks and whole plans are timed. These are seconds of wall clock on one thread of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
         shares["timing your model"] = 20.0 if is_file else 0.0
     if EFFORTS[effort].distill_epochs or keep_index:
         shares["distilling"] = 150.0
-    if portable:  # plans of few sizes are compared by themselves
+    if portable:  # there are few plans, and each is measured by itself
         shares["measuring sensitivities"] = 0.0
     return {name: share for name, share in shares.items() if share}
 
@@ -304,16 +305,16 @@ class ShrinkRun:
 
     original: nn.Module
     diagnosis: Diagnosis
-    planned: FixedImages  # the images that the plan is chosen on, which are among those that weights are fitted to
+    planned: FixedImages  # the images that the plan is chosen on; weights are fitted to these and others
     images: ImageParts
     class_names: tuple[str, ...]
     effort: Effort
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
-    baseline: Baseline | None = None  # the vendor's file, for the speed of a file
+    baseline: Baseline | None = None  # the vendor's file, which the speed of a file is relative to
     planned_baseline: Baseline | None = None  # the same, with attnrx's files of the planned model
-    unchanged_speed: float = 0.0  # of attnrx's file of the unchanged model, relative to it
-    measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
+    unchanged_speed: float = 0.0  # the speed of attnrx's file of the unchanged model, relative to the baseline
+    measured: dict[str, Planner] = field(default_factory=dict)  # planners with what they measured, by cost
 
     @classmethod
     def start(
@@ -327,11 +328,11 @@ class ShrinkRun:
         target: Target | None = None,
         keep_index: bool = False,
     ) -> "ShrinkRun":
-        """Divides the images, diagnoses the model and, for a speed of a file, times what it is relative to.
+        """Divides the images and diagnoses the model; for the speed of a file, also times the vendor's file.
 
         Raises:
             NotSupported: The speed of the target is out of reach, whatever is removed.
-            InvalidInput: Too few images to verify the search in an index on.
+            InvalidInput: There are too few images to verify the search in an index on.
         """
         log, seed = settings.log, settings.seed
         begin("reading the images")
@@ -343,8 +344,8 @@ class ShrinkRun:
         needed = Effort.of(effort, kind, settings=settings, keep_index=keep_index)
         counts = needed.fitted_images, needed.predicted_images, needed.verified_images
         splits = splits_for(original, data, limit=sum(counts), seed=seed)
-        # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
-        # many on its own images, so its divergence there is too low.
+        # Choices, predictions and reported results are measured on disjoint images: the chosen plan is the best of many
+        # on its own images, so its divergence there is too low.
         images = three_parts(splits, *counts)
         for line in (images.summary, *images.notes):
             log(line)
@@ -390,11 +391,12 @@ class ShrinkRun:
         return self.effort.settings
 
     def result(self, target: Target) -> Shrunk | TargetMet:
-        """Returns the smaller model of a target: plans, realizes, fits and verifies it; or that the unchanged model
-        meets the target.
+        """Plans, realizes, fits and verifies the smaller model for a target.
+
+        Returns `TargetMet` if the unchanged model meets the target.
 
         Raises:
-            NotSupported: No plan meets it, or a file of attnrx cannot be written in the format.
+            NotSupported: No plan meets the target, or attnrx cannot write a file in the format.
         """
         if self.baseline is not None and self.unchanged_speed >= ENOUGH_SPEED / target.limit:
             speed, where = self.unchanged_speed, f"as {self.settings.to}"
@@ -413,14 +415,15 @@ class ShrinkRun:
         return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
-        """Returns the plan and the model with the fewest MACs whose loss on other images is within the target: the loss
-        of its file, if there is a format.
+        """Returns the plan and the model with the fewest MACs whose loss on other images is within the target.
+
+        If there is a format, this is the loss of the file.
 
         Raises:
-            NotSupported: No plan is.
+            NotSupported: No plan is within the target.
         """
-        # A plan is chosen by its divergence before the repair and in float, so the limit of the next one is corrected
-        # by what was measured.
+        # A plan is chosen by its divergence in float and before the repair, so the loss that is measured afterwards
+        # corrects the limit for the next plan.
         loss = self._loss_of(target)
         limit, best, last, measured = loss.limit, None, None, list[float]()
         refusal: NotSupported | None = None
@@ -432,11 +435,11 @@ class ShrinkRun:
                     break
                 refusal, limit = error, limit * FARTHEST**loss.power  # before the repair a plan may diverge by more
                 continue
-            assert isinstance(plan, Plan)  # the unchanged model meets targets of cost alone
+            assert isinstance(plan, Plan)  # the unchanged model can only meet targets of cost
             if last is not None and (plan.cost, plan.explained) == (last.cost, last.explained):
                 if best is not None:
                     break
-                limit /= FARTHEST  # so little less changes no choice
+                limit /= FARTHEST  # the limit fell too little to change a choice
                 continue
             last, made = plan, self._realized(replace(plan, target=str(target)))
             measured.append(loss.measured(made.model))
@@ -456,7 +459,7 @@ class ShrinkRun:
         raise NotSupported(f"{target}: the {reached}. {loss.advice(1.1 * min(measured))}, or take a greater effort.")
 
     def _loss_of(self, target: Target) -> "_Loss":
-        """Returns what a target of divergence or recall limits."""
+        """Returns the loss that a target of divergence or recall limits."""
         if target.quantity != RECALL:
 
             def most(loss: float) -> str:
@@ -468,7 +471,7 @@ class ShrinkRun:
             return f"Ask for recall={max(1 - loss, 0.0):.3f} or less"
 
         lost = 1 - target.limit
-        # The share of the neighbours that are lost grows with the root of the divergence.
+        # The share of lost neighbours grows with the root of the divergence.
         name, limit = "share of the neighbours that are lost", (lost / LOST) ** 2
         return _Loss(name, lost, limit, 2, self._share_lost_by, least)
 
@@ -477,21 +480,22 @@ class ShrinkRun:
         return self._answers_of(model).divergence("original", "result").double().mean().item()
 
     def _share_lost_by(self, model: nn.Module) -> float:
-        """Returns the share of the nearest neighbours in an old index that a model, or its file, does not find for the
-        images that predictions are made on, plus its standard error.
+        """Returns the share of the nearest neighbours in an old index that a model, or its file, does not find.
+
+        The queries are the images that predictions are made on. The standard error of the share is added.
         """
         answers = self._answers_of(model)
         old, new = answers.outputs["original"], answers.outputs["result"]
         index, own = torch.cat([old, self._stored]), torch.arange(len(old))
         lost = 1 - recalled((old, index), (new, index), (NEIGHBOURS,), own)
-        # A plan that is within the limit by the luck of a few queries is not on others.
+        # Without the standard error, a plan could be within the limit by the luck of a few queries, but not on others.
         return float(lost.mean() + lost.std(correction=0) / len(lost) ** 0.5)
 
     @cached_property
     def _stored(self) -> Tensor:
-        """The original's vectors of the images that are fitted to or verified on, [images, features].
+        """The original's vectors [images, features] for the images that are fitted to or verified on.
 
-        A plan is so tried in an index that is as large as the verified one. Its queries are other images.
+        With them a plan is tried in an index as large as the one it is verified in. The queries are other images.
         """
         parts = [self.images.planned, self.images.verified]
         rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
@@ -519,7 +523,7 @@ class ShrinkRun:
         log = self.settings.log
         begin("realizing and repairing")
         chosen = plan.with_predictions
-        # In bfloat16 if plans were compared in it.
+        # The fits use bfloat16 if plans were compared in it.
         bfloat16, fitted, form = bool(plan.about["bfloat16"]), self.images.planned, format_of(self.settings)
         bits = 8 if form is not None and form.calibrated else None
         slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log, bits)
@@ -529,9 +533,9 @@ class ShrinkRun:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
-            # The blocks are those of the original, which the prescription is about.
+            # Only the decoder differs from the original, and the prescription is about the blocks.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
-        # `attnrx realize` and the matched controls read this record, and repeat it.
+        # `attnrx realize` and the matched controls read this record, and repeat what it states.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
         return _Made(plan, slim, replace(chosen, about={**chosen.about, "realized": how}))
 
@@ -545,8 +549,9 @@ class ShrinkRun:
         return final_rounds(self.settings.batch, family_of(self.original).costs(self.original).macs)
 
     def _files(self, model: nn.Module | None) -> FileRun | None:
-        """Measures the file of a model beside the vendor's files, and attnrx's, of the unchanged model; None for a
-        target without a format.
+        """Measures a model's file beside the vendor's and attnrx's files of the unchanged model.
+
+        Returns None for a target without a format.
         """
         settings, form = self.settings, format_of(self.settings)
         if form is None:
@@ -558,10 +563,11 @@ class ShrinkRun:
         return measure_files(self.original, model, form, *images, protocol, noise, settings.log, self.baseline)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
-        """Returns the file of the unchanged model that is better than the plan's file, or None.
+        """Returns the file of the unchanged model that replaces the plan's file, or None.
 
-        It is faster, no farther from the original, and meets the target. A plan for MACs gives way to the unchanged
-        model in the same format alone, and one for parameters to none, because it need not be faster.
+        For latency, it is faster, no farther from the original, and meets the target. For parameters there is none,
+        because a plan need not be faster. For other costs it is the unchanged model in the same format if that is
+        faster.
         """
         log, result = self.settings.log, files.result
         for file in files.better():
@@ -574,14 +580,14 @@ class ShrinkRun:
         return next((file for file in files.better() if file.is_own and file.speed.value >= enough), None)
 
     def unchanged(self, target: Target, files: FileRun | None = None, instead: MeasuredFile | None = None) -> Shrunk:
-        """Returns the original with the evidence of its speed relative to its own library, and with the smaller decoder
-        that it was planned with.
+        """Returns the original, with the evidence of its speed relative to its own library.
 
-        With `instead` it is returned in place of a plan, whose file is worse than this one.
+        It has the smaller decoder that it was planned with. If `instead` is given, the file of a plan was worse than
+        this file, and the original is returned with its own decoder.
         """
         batch, model = self.settings.batch, self.planned_model if instead is None else self.original
         files = files or self._files(self.planned_model if self.has_smaller_decoder else None)
-        # The speed of a file is that of the run of files.
+        # The speed of a file was measured in the run of files.
         speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
         last = () if files is not None else (speed,)
         return self._verified(model, target, None, None, last, files, instead)
@@ -596,8 +602,9 @@ class ShrinkRun:
         files: FileRun | None = None,
         instead: MeasuredFile | None = None,
     ) -> Shrunk:
-        """Verifies a model, or its file if one is requested, against the original; `last` are the checks of what was
-        promised.
+        """Verifies a model, or its file if there is a format, against the original.
+
+        `last` are the checks of what was promised.
         """
         begin("verifying")
         tested, names = self.images.verified, self.class_names
@@ -608,12 +615,12 @@ class ShrinkRun:
         of_outputs = with_accuracy(tested, self.original, *checks_of(target, self.original, tested))
         checks = (*(of_outputs if file is None else ()), Costs(), *last)
         evidence = verify(model, self.original, tested, checks, about, **context)
-        if file is not None:  # it is what runs later: 8 bits may change answers that the model keeps
+        if file is not None:  # the file is what you run: 8 bits may change answers that the model keeps
             of_file = verify(file, self.original, tested, of_outputs, seed=self.settings.seed, batch_size=32)
             evidence = with_file(evidence, of_file, result_path(Path(), file.form).name, str(form))
         evidence = evidence if files is None else files.added_to(evidence, target, instead)
         samples, maps = samples_of(self.original, model, tested, names)
-        # Of the blocks, which a copy with a smaller decoder shares with the original.
+        # The diagnosis is about the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
@@ -630,8 +637,10 @@ class _Made:
 
 
 class _Loss(NamedTuple):
-    """What a target limits: how much is allowed, the first limit of the divergence of a plan and the power with which
-    it grows with the loss, how the loss of a model is measured, and what to ask for instead.
+    """The loss that a target limits.
+
+    `allowed` is how much loss the target allows. `limit` is the divergence that the first plan is limited to, which
+    grows with the loss to the `power`. `measured` returns the loss of a model, and `advice` what to ask for instead.
     """
 
     name: str
@@ -643,7 +652,7 @@ class _Loss(NamedTuple):
 
 
 def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:
-    """Returns the images with at most so many to verify on."""
+    """Returns the images with at most `most` to verify on."""
     if len(images.verified) <= most:
         return images
     log(f"{reason}: verified on {most:,} of {len(images.verified):,} images")

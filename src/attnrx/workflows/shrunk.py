@@ -1,6 +1,6 @@
 """`Shrunk`: the result of `shrink`, with the files of its folder.
 
-Saving replaces the files of an earlier result, and never anybody else's.
+Saving replaces the files of an earlier result, and never the files of others.
 """
 
 import re
@@ -62,7 +62,7 @@ from attnrx.workflows.load import preflight
 from attnrx.workflows.save import require_no_sizes, save_with
 from attnrx.workflows.verify import verify
 
-REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
+REPORT_IMAGES, REPORT_MAPS = 8, 4  # how many test images the report shows, and how many with their maps
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,19 +73,20 @@ class Shrunk:
 
     Attributes:
         model: The smaller model.
-        prescription: What was pruned, and how; None for the unchanged model, which meets the target by its kernels.
+        prescription: What was pruned, and how; None for the unchanged model.
         evidence: The comparison with the original.
         plan: The plan with its predictions; None for the unchanged model.
         target: The target of the call.
         diagnosis: The diagnosis of the original, for the report.
         samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
         class_names: The classes of the data, for exported files.
-        images: The images that it was planned and verified on.
+        images: The images that the model was planned and verified on.
         maps: The maps that the original and the smaller model return for some samples, for the report; None for other
             outputs.
-        timed_in_kernels: Whether a target of latency is that in attnrx's kernels, so that the model is accelerated.
-        form: The format of the file to write, as text, for a target of one: that of the call, or another one in which
-            the unchanged model is better than the plan.
+        timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was the target too, the model is
+            accelerated.
+        form: The format of the file to write, as text; None without `to`. It is the `to` of the call, or another
+            format in which the unchanged model is better than the plan.
     """
 
     model: nn.Module
@@ -106,11 +107,11 @@ class Shrunk:
 
     @property
     def is_portable(self) -> bool:
-        """Whether the model is one that its own library creates, loads and saves."""
+        """Whether the model's own library can create, load and save it."""
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result with a model of its own class, accelerated where its speed was measured so."""
+        """Returns the result with a model of its own class, accelerated if that is how its speed was measured."""
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -118,8 +119,9 @@ class Shrunk:
 
     @property
     def summary(self) -> Sentence:
-        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
-        of random ones. It may be called, too.
+        """The result in one sentence: speed with its factors, accuracy, costs.
+
+        It says if the images were drawn at random. You may also call it: `shrunk.summary()`.
         """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
         return Sentence("; ".join((summary_of(self.evidence), *draws)))
@@ -141,34 +143,34 @@ class Shrunk:
     ) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
-        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
-        replaced, and exports of other models removed; files that attnrx did not write are kept.
+        Everything is written to a new folder, which replaces the old one in one step. Files of an earlier result are
+        replaced, exports of other models removed, and files that attnrx did not write kept.
 
         One file is written for deployment: model.onnx or, after `shrink(to=...)`, the file of that format, e.g.
-        model-int8.onnx. The evidence of `shrink` is then about this file: its speed, its accuracy, its outputs. It is
-        calibrated on the images that the plan was made on, and verified on images that neither has seen.
+        model-int8.onnx. The evidence of `shrink` is then about this file: its speed, its accuracy, its outputs. The
+        file is calibrated on the images that the plan was made on, and verified on other images.
 
-        A file of another format `to` has its own evidence against the original, evidence-int8.json. Its speed is
-        relative to the original in its own library at the precision of the file. The original's file of the same format
-        is timed in turns with it, so you see what the format gave and what the compression gave.
+        If you pass another format as `to`, its file has its own evidence against the original, e.g. evidence-int8.json.
+        Its speed is relative to the original in its own library at the precision of the file. The original's file of
+        the same format is timed in turns with it, so you see what the format gave and what the compression gave.
 
         Args:
             folder: The folder.
-            onnx: Whether model.onnx is written, also beside the file of a format; by default without such a file.
+            onnx: Whether to write model.onnx, even beside the file of another format; by default only if there is none.
             to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`); by default the one that
                 `shrink` was given.
-            opset: The operator set version of model.onnx, 17 to 23: a smaller one for a runtime or a tool that does not
-                know the newest.
-            original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
-                original, for `reports.files_table`. A `to` that `shrink` was not given needs it.
-            batch: For `to`, the images of a timed batch.
+            opset: The operator set version of model.onnx, 17 to 23. Choose a smaller one for a runtime or a tool that
+                does not know the newest.
+            original: The model that you gave `shrink`. With it, model.onnx is timed beside the same file of the
+                original, for `reports.files_table`. You need it for a `to` that you did not give `shrink`.
+            batch: For `to`: the images of a timed batch.
             threads: CPU threads of the timings (torch's default).
 
         Returns:
             The folder.
 
         Raises:
-            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            InvalidInput: A file that attnrx did not write would be overwritten; nothing was changed.
             AttnrxError: The model cannot be exported; everything else was saved.
         """
         folder = Path(folder)
@@ -187,7 +189,7 @@ class Shrunk:
             try:
                 for path, form in files.items():
                     self._write_exported(new / path.name, form, to, original, batch, threads)
-            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
+            except AttnrxError as error:  # a file that cannot be written must not lose hours of work
                 failures.append(error)
 
         documents = self.prescription, self.evidence
@@ -200,8 +202,9 @@ class Shrunk:
     def _write_exported(
         self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
     ) -> None:
-        """Writes a file to a folder that has none: model.onnx with its speed beside the original's, if that is given,
-        or the file of another format with its evidence.
+        """Writes model.onnx, or the file of another format with its evidence, to a folder that does not have it yet.
+
+        With the original, model.onnx has its speed beside the original's.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
         calibration = images.planned if is_of_format and images is not None else None
@@ -239,7 +242,7 @@ class Shrunk:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
         tokens = None
         if self.samples is not None and reduction_of(self.model) is not None:
-            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+            with suppress(InvalidInput):  # patches that do not form a grid cannot be drawn
                 tokens = sample_tokens(self.model, *self.samples)
         return ReportContent(
             title,
@@ -255,8 +258,9 @@ class Shrunk:
 def samples_of(
     original: nn.Module, model: nn.Module, images: ImageSet, class_names: tuple[str, ...]
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
-    """Returns some images for the report with their classes, and the maps of both models for the first of them; None
-    for inputs that are no pictures, and for other outputs.
+    """Returns some images with their classes, and both models' maps of the first of them, for the report.
+
+    Both are None if the inputs are not pictures. The maps are None for other outputs.
     """
     if not getattr(family_of(original).inputs(original), "is_plain", True):
         return None, None
@@ -305,11 +309,11 @@ def evidence_of(path: Path) -> Path:
 
 
 def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Evidence:
-    """Returns the evidence of a model with the findings on the outputs of its file, by which you judge the result."""
+    """Returns the evidence of a model, with the findings on the outputs of its file in place of the model's."""
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
-    # A metric of yours is measured in both.
+    # Your own metric is measured on both, so the model's finding is left out.
     of_outputs = {finding.check for finding in of_file.findings}
     of_model = (finding for finding in evidence.findings if finding.check not in of_outputs)
     return Evidence((*of_file.findings, *of_model), {**about, "file": name, "format": form})
@@ -329,7 +333,7 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
 def result_parts(fingerprint: str) -> ReplacedFiles:
     """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
 
-    These are the model, its report, and exports of other models with their evidence; exports of this model stay, unless
+    These are the model, its report, and exports of other models with their evidence. Exports of this model stay unless
     they are written again.
     """
 
@@ -344,7 +348,7 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
                 names |= {each.name for each in files_of_export(path, facts)}
                 has_evidence = name and file_kind(evidence_of(path)) == EVIDENCE
                 names |= {evidence_of(path).name} if has_evidence else set()
-        # Facts and scripts without a file are those of an export that was interrupted.
+        # Facts and scripts without a file come from an export that was interrupted.
         paths = [folder / name for name in written]
         names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
         return names | {script.name for path in paths if (script := present_script(path)) is not None}

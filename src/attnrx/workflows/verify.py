@@ -38,7 +38,8 @@ def realization_of(prescription: Prescription | None) -> str | None:
     if not how:
         return None
     fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
-    # Weights that were fitted no longer follow from the kind of compression. The usual one equals the mask.
+    # Fitted weights do not follow from the kind of compression, so the fits are named. Without fits, the model that
+    # "compress" makes has the outputs of the mask.
     by = how["by"]
     return " and ".join(fitted) or ("exact" if by == "compress" else by)
 
@@ -46,13 +47,13 @@ def realization_of(prescription: Prescription | None) -> str | None:
 def stored_prescription(
     source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
-    """Returns the prescription in the folder of a candidate, else the given one, and notes.
+    """Returns the prescription in the folder of a candidate, or the given one if the folder has none, and notes.
 
-    A model that was realized twice has the prescription of its second step, which is for another model than the first
-    original: against that it is not used, with a note.
+    If a model was realized twice, its folder has the prescription of the second step, which is for another model than
+    the first original. It is not used in a comparison with the first original, and a note says so.
 
     Raises:
-        InvalidInput: The given prescription decides otherwise than the candidate's own.
+        InvalidInput: The given prescription makes other decisions than the candidate's own.
     """
     path = stored_folder(source) / "prescription.json"
     if not path.exists():
@@ -64,8 +65,8 @@ def stored_prescription(
             "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions."
         )
         return given, (note,)
-    # By rules and ranks, not by tensors: refits and calibrated thresholds are written into the prescription of a
-    # realized model, and its policy.
+    # Compares rules and ranks, but not tensors: realizing a model writes refits and calibrated thresholds into its
+    # prescription and policy.
     decided = [
         (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (given or stored, stored)
     ]
@@ -78,7 +79,7 @@ def stored_prescription(
 
 
 def stored_folder(source: str | Path) -> Path:
-    """Returns the folder with the prescription and the evidence of a model: its source, or the source of an elastic
+    """Returns the folder with the prescription and the evidence of a model: its source, or the folder of an elastic
     size.
     """
     found = size_of(source) if "@" in str(source) else None
@@ -112,38 +113,38 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
 ) -> Evidence:
     """Compares the candidate with the reference by checks, and returns the evidence.
 
-    A check that you request raises if it cannot run. The standard checks are the ones that your data and models allow;
-    the notes of the evidence list the others.
+    A check that you request raises an error if it cannot run. The standard checks are the ones that your data and
+    models allow; the notes of the evidence list the others.
 
     Args:
         candidate: A model, or the folder or file that `load` reads.
-        reference: The model that it was made from, or what `load` reads; used at the candidate's image size.
+        reference: The model that the candidate was made from, or what `load` reads. Used at the candidate's image size.
         data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
         checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
-        about: Added to the record of the evidence.
-        origin: The folder that the candidate was loaded from, by default the folder of a candidate given by name: its
-            prescription is used if it is one for the reference, and the masked model is made by it.
+        about: Facts to add to the record of the evidence.
+        origin: The folder that the candidate was loaded from, by default the folder of a candidate given by name. If
+            its prescription is for the reference, the prescription is used, and the masked model is made with it.
         prescription: The prescription that the candidate was made by.
-        masked: The reference with the pruned directions set to zero, for checks that compare with it; by default
-            made by the prescription of a candidate from a folder.
-        diagnosis: The diagnosis of the reference, for "controls" by name.
-        splits: The data with their training images, which "controls" and "transfer" by name are fitted on.
+        masked: The reference with the pruned directions set to zero, for checks that compare with it. By default it is
+            made with the prescription of a candidate from a folder.
+        diagnosis: The diagnosis of the reference, for the check "controls".
+        splits: The data with their training images, on which the checks "controls" and "transfer" are fitted.
         seed: Seeds every random draw.
         batch_size: Images per forward pass.
         device: The device of the models, by default the reference's.
         divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
-            per image, 0 for equal outputs. Both are outputs of some images as the model returns them.
+            per image, 0 for equal outputs. Both arguments are outputs for some images, as the model returns them.
         metric: Your measure of the outputs, `metric(outputs, (images, labels))`: one number per image, e.g. its
-            intersection over union with a mask. Of models without classes the labels may be tensors of any shape.
-        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`: one number of the outputs and
-            labels of all images, e.g. a mean average precision. Its interval is of 200 resamples of the images.
+            intersection over union with a mask. For models without classes, labels may be tensors of any shape.
+        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`: one number for the outputs and
+            labels of all images, e.g. a mean average precision. Its interval comes from 200 resamples of the images.
 
     Returns:
         The findings, and the conditions that they were measured under.
 
     Raises:
-        InvalidInput: A check that was requested cannot mean anything with these images, outputs and models; or the
-            prescription, the masked model and the candidate do not belong together.
+        InvalidInput: A requested check is meaningless for these images, outputs and models; or the prescription, the
+            masked model and the candidate do not belong together.
         FingerprintMismatch: The prescription is for another reference.
         DataError: There is no image, or a requested check needs labels that are missing.
 
@@ -164,7 +165,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     candidate = _loaded(candidate, device)
     require_weights(candidate, "candidate")
     reference = at_size_of(reference, candidate)
-    # Before any measurement, which may take long.
+    # This is checked before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
     fingerprint, notes = model_fingerprint(reference), list[str]()
@@ -193,7 +194,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
-    with scratch_folder() as folder:  # for the file of the reference
+    with scratch_folder() as folder:  # for the reference's file
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, folder, notes))
         # One comparison for all checks: the outputs of the models are computed once.
@@ -223,18 +224,18 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     if origin is not None:
         removed_share = None if prescription is None else prescription.removed_share
         facts |= {"realization": realization_of(prescription), "removed_share": removed_share}
-    return Evidence(findings, {**facts, **dict(about or {})})  # the last: it may replace any of these
+    return Evidence(findings, {**facts, **dict(about or {})})  # `about` is last: it may replace any of these
 
 
 def _of_users() -> tuple[Check, ...]:
-    """Returns the checks of the functions that this call was given."""
+    """Returns the checks for the `metric` and the `metric_of_set` of this call, if any."""
     judgement = current_judgement()
     checks: tuple[tuple[Any, Check], ...] = (judgement.metric, MetricCheck()), (judgement.metric_of_set, MetricOfSet())
     return tuple(check for function, check in checks if function is not None)
 
 
 def require_weights(model: nn.Module, role: str) -> None:
-    """Raises InvalidInput for a module without parameters, which is no model."""
+    """Raises InvalidInput for a module without parameters, which is not a model."""
     if next(model.parameters(), None) is None:
         raise InvalidInput(f"verify({role}=...): this {type(model).__name__} has no weights; give a model.")
 
@@ -260,8 +261,9 @@ def _instances(checks: Any) -> tuple[Check, ...]:
 
 
 def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str]) -> tuple[Finding, ...]:
-    """Runs the checks; where the candidate returns NaN or infinity, that is a finding, and a note lists the checks that
-    cannot run.
+    """Runs the checks.
+
+    If the candidate returns NaN or infinity, a finding says so, and a note lists the checks that cannot run.
     """
     findings: list[Finding] = []
     failed, problem = [], None
@@ -283,9 +285,9 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
 def _in_runtime(
     candidate: Exported, reference: nn.Module, images: ImageSet, folder: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns `unchanged`, a file of the reference in the folder, and `runtime` of a comparison with a file.
+    """Returns two fields for a comparison with a file: its `runtime`, and `unchanged`, a file of the reference.
 
-    Adds a note where the reference has no such file.
+    If the reference cannot be written in the format, `unchanged` is missing, and a note says why.
     """
     form, batch = candidate.form, candidate.images.batch
     runtime = form.runtime_at(candidate.images.precision)
@@ -312,8 +314,8 @@ def _busy_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    # Labels of another order of classes give no error, only an accuracy near chance. Those of nearest neighbours are
-    # labels of the data.
+    # Labels in another order of classes raise no error: the accuracy is near chance. Nearest neighbours take their
+    # classes from labels of the data, so they cannot differ in order.
     of_reference = {"quantity": "accuracy", "model": "reference"}
     for finding in findings if isinstance(comparison.kind, Logits) else ():
         is_accuracy = finding.check == "accuracy" and of_reference.items() <= finding.details.items()

@@ -13,13 +13,14 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
-# Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
+# Savings and sensitivities below this are rounding errors. It is also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
 # Savings are rounded to 1 / GRID of the cost of the unchanged model. Up to MAX_DEFICIT parts of negative savings are
 # allowed, because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because
 # of the rounding.
 GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
-# Plans of one to FEW stages, with tokens that fill the vectors and tiles of kernels, at most NUMBERS of them.
+# `few_stages` has plans of one to FEW stages. Their numbers of tokens are multiples of TILE, which fill the vectors and
+# tiles of kernels, and at most NUMBERS different ones.
 FEW, TILE, NUMBERS = 3, 16, 16
 
 
@@ -37,10 +38,10 @@ class Frontier:
     """The plans of minimal predicted divergence for every cost.
 
     A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
-    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Where a
-    plan may have few stages only (`Space.most_stages`), their number belongs to the state, too. Per state
-    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `GRID` of the unchanged model's cost, the
-    only approximation.
+    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. If the
+    stages of a plan are limited (`Space.most_stages`), their number belongs to the state, too. For every state the plan
+    with the lowest sensitivity is kept. The only approximation is that savings are rounded to 1 / `GRID` of the
+    unchanged model's cost.
     """
 
     space: Space
@@ -61,10 +62,10 @@ class Frontier:
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     def near(self, limit: float, start: Choices) -> Step:
-        """Meets a budget greedily from any plan: repeats the move with the largest savings per added divergence, then
-        undoes choices that the budget does not require.
+        """Meets a budget greedily, starting from any plan.
 
-        A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
+        Repeats the move with the largest savings per added divergence, then undoes choices that the budget does not
+        require. A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
 
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
@@ -90,8 +91,8 @@ class Frontier:
 
         For every number of stages these are the plans with the lowest predicted divergence at `count` sets of layers.
         """
-        # Costs and sensitivities add up over the stages, each of which changes them by the tokens before and after it,
-        # so that all plans are compared.
+        # Costs and sensitivities add up over the stages. A stage changes them only by the numbers of tokens before and
+        # after it, so all plans can be compared.
         table, space, found = self.cost_table, self.space, list[Choices]()
         if TOKENS not in space.axes:
             return ()
@@ -128,8 +129,8 @@ class Frontier:
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""
-        # Every round lowers the divergence, so the loop ends. It is needed after rounding, and after greedy moves, the
-        # last of which may save more than was missing. Latency rises in steps, up to which patches cost nothing.
+        # Every round lowers the divergence, so the loop ends. It is needed after rounding, and after greedy moves: the
+        # last move may save more than was missing. Latency rises in steps, so that some patches cost nothing.
         step = 1 if self.cost_table.quantity == "latency" else None
         while True:
             best = now
@@ -161,14 +162,14 @@ class Frontier:
     @cached_property
     def _numbers(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
-        # Multiples of the step only, beside the offset, to keep the number of states small.
+        # Only multiples of the step, plus the offset, to keep the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
         return np.array([0, *range(space.offset or space.step, most, space.step)])
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """The pruned patches of every state: of the first one, and then of all those after every number of stages."""
+        """The number of pruned patches of every state: none, then all numbers again for every count of stages."""
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
     def _after_stage(self, before: int, largest: int) -> slice:
@@ -186,8 +187,8 @@ class Frontier:
 
         Index MAX_DEFICIT of `saved` means no savings.
         """
-        # [gone, saved], infinite for states that no plan reaches. Before the first layer there is one: nothing is
-        # saved.
+        # [gone, saved], infinite for states that no plan reaches. Before the first layer there is only one state:
+        # nothing is saved.
         least = np.full((len(self._gone), MAX_DEFICIT + GRID + 1), np.inf)
         least[0, MAX_DEFICIT] = 0.0
         backpointers = []
@@ -210,7 +211,7 @@ class Frontier:
         at_totals = np.array([self.sensitivities.of_pruned(layer, int(gone)) for gone in self._gone])
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
-            # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.
+            # Vectorized over the totals that one stage can reach; only the loop over the totals before it is in Python.
             after = self._after_stage(before, largest)
             # [saved]; a stage has a cost, which shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
@@ -238,8 +239,8 @@ class Frontier:
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the savings (in units of 1 / GRID), sensitivities and levels of all Pareto-optimal rank choices of a
         layer."""
-        # Dominated options are removed, so that the loop in `_choose_ranks` has few: an option stays if it saves more
-        # than every one of lower sensitivity.
+        # Dominated options are removed, so that the loop in `_choose_ranks` has few. An option stays if it saves more
+        # than every option of lower sensitivity.
         levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
             sensitivity += self.sensitivities.ranks[axis][layer, level]
@@ -268,7 +269,7 @@ class Frontier:
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        # Of the unchanged model's own cost: as a share of the original's it may be above 1, and so may its savings.
+        # As a share of the unchanged model's own cost, which may be more than the original's.
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
@@ -302,10 +303,10 @@ class Frontier:
 
 
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
-    """Returns a lower bound of every plan's cost, and raises NotSupported for one below it; sensitivities need not be
-    known.
+    """Returns a lower bound of every plan's cost; raises NotSupported if `limit` is below it.
 
-    The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
+    It needs no sensitivities. The bound has the cheapest ranks of every layer. Before every layer it prunes as many
+    patches as stages can, at no cost.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches

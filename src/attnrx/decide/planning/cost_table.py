@@ -16,9 +16,9 @@ from attnrx.vit.spec import compression_of
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
-# Costs of compressed blocks as shares of those of the whole block: below and above these a table is nonsense. The
-# savings of attention and MLP are added up, so that the least costs can be slightly negative. A block of a small model
-# is one call of a kernel, and after a stage of merging, where its parts are called, took seven times as long.
+# A table is nonsense if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Costs can
+# be slightly negative, because the savings of attention and MLP are added up. They can be high: a block of a small
+# model is one call of a kernel, and took seven times as long after a stage of merging, where its parts are called.
 BELOW, ABOVE = 0.1, 10.0
 
 
@@ -39,7 +39,7 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
-        # Not strict: a model whose MLPs are not pairs of linear maps has none here.
+        # `strict` is off, because a model whose MLPs are not pairs of linear maps has none here.
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
@@ -55,7 +55,7 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 class CostTable:
     """The cost of every layer by ranks and tokens; `whole` is the original's cost.
 
-    The `quantity` is "latency" (of any unit of time), "macs" or "params".
+    The `quantity` is "latency" (in any unit of time), "macs" or "params".
 
     `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
     number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
@@ -81,8 +81,8 @@ class CostTable:
         numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
         if not all(np.isfinite(each).all() for each in numbers):
             return "a cost is not finite"
-        # [layers, levels of qk, levels of vo, tokens] with the full MLP, which is a part of these costs, and with the
-        # least one, at the numbers of tokens that are timed.
+        # Costs of blocks [layers, levels of qk, levels of vo, tokens] with the full MLP, and with the cheapest MLP at
+        # the numbers of tokens that are timed.
         full, timed = self.attention[:, 0, 0, -1], (self.prefix + self.patches) // 4
         least = (self.attention + self.mlp.min(axis=1)[:, None, None])[..., timed:].min(axis=(1, 2, 3))
         largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
@@ -122,7 +122,7 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
-    # Costs are linear or quadratic in the number of tokens: one evaluation per level gives those at all numbers.
+    # Costs are linear or quadratic in the number of tokens, so one evaluation per level gives the costs at all numbers.
     steps = np.arange(tokens + 1) / tokens
     tables = {axis: _by_level(space, before, axis, quantity, steps) for axis in RANKS}
     # No part depends on the levels of both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
@@ -140,7 +140,7 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
 
 
 def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
-    """Returns [layer, level, tokens]."""
+    """Returns the costs of an axis, [layer, level, tokens]."""
     table = np.empty((space.depth, len(space.levels), len(steps)))
     # Levels that are not available are never chosen; they hold the original's costs, so that no entry is undefined.
     allowed = (0, *space.available(axis))
@@ -159,10 +159,10 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
 
 # The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
 STAGES = (1, 3, None)
-# The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
-# are limited to it, because timings of whole models are noisy.
+# The savings of an axis in a whole model are at most this multiple of the savings of its blocks by themselves. Larger
+# factors are limited to it, because timings of whole models are noisy.
 MOST = 1.5
-# The largest share by which a whole model saves more by tokens than its blocks, which are timed with the operations of
+# The most that a whole model saves by tokens beyond its blocks, as a share. Blocks are timed with the operations of
 # their token sizes.
 MORE = 0.15
 # Predicted savings below this share of the latency are rounding.
@@ -175,12 +175,16 @@ def corrected(
 ) -> CostTable:
     """Converts the costs to shares of the baseline's latency, by timing whole models.
 
-    `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
-    unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
-    that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some
-    stages fix, by least squares, the cost of a stage, a constant and a part proportional to its number of input tokens,
-    and the share of the savings by tokens that a whole model misses, because a block that is timed alone finds its
-    weights in the cache, or has in addition (negative).
+    `latency_shares` returns the latencies of models by name, as shares of the reference's, measured interleaved. These
+    models fix the numbers of the table:
+
+    - The unchanged model fixes the overall scale.
+    - Models with one axis at a middle level in all layers scale the savings of that axis.
+    - A model with both qk and vo scales what they save together beyond the sum.
+    - Models with token reduction at some stages fix three numbers by least squares. Two are the cost of a stage: a
+      constant, and a part proportional to its number of input tokens. The third is the share of the savings by tokens
+      that a whole model misses, because a block that is timed alone finds its weights in the cache. It is negative if
+      the whole model saves more.
     """
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
@@ -200,7 +204,7 @@ def corrected(
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
     factors = {axis: _factor(*both) for axis, both in saved.items()}
     for at in joint.values():
-        # What is left of the measured saving after those of both axes, and what the table has for it.
+        # What is left of the measured saving after the savings of both axes, and what the table has for it.
         of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
         factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
@@ -210,7 +214,7 @@ def corrected(
     tokens = space.shape.layout.tokens
     # Three unknowns by non-negative least squares over the models: measured minus predicted share = constant * stages +
     # slope * input tokens of all stages + missed * predicted savings. All are costs, which noise must not make
-    # negative. The constant is that of calling operations, of which a stage has many: most of its cost for one image.
+    # negative. The constant is the time of calling a stage's many operations: most of its cost for one image.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     inputs = [cost_table.stage_inputs(choices).values() for choices in some.values()]
     stage_tokens = np.array([*map(sum, inputs)]) / cost_table.whole
@@ -232,13 +236,13 @@ def corrected(
 
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
-    """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
+    """Returns costs [..., tokens] that lose the share `missed` of the savings by fewer tokens."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
 def _factor(measured: float, predicted: float) -> float:
-    """Returns the factor between a measured and a predicted saving; 1 where none is predicted."""
-    # Not negative: noise must not make a saving a cost.
+    """Returns the factor between a measured and a predicted saving; 1 if no saving is predicted."""
+    # It is not negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
 
@@ -272,8 +276,8 @@ def never_slower(
     """Returns the least-squares fit of times [level, level of another axis, tokens] in which no lower level is slower.
 
     The savings of both axes are additive, with an interaction term for levels that both have reached, because a kernel
-    may pad one to the other. They are subtracted from a common intercept or, where the times are differences from the
-    full level, `from_zero`. Fitting few parameters to many times also reduces measurement noise.
+    may pad one to the other. They are subtracted from a common intercept or, with `from_zero`, from zero: then the
+    times are differences from the full level. Fitting few parameters to many times also reduces measurement noise.
     """
     # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
     # per indicator the fitted times cannot rise from a level to the next.
@@ -311,7 +315,7 @@ def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
             blocked = positive & (free <= 0)
             if not blocked.any():
                 break
-            # To the first entry that reaches zero on the way.
+            # Moves up to the first entry that reaches zero on the way.
             found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
             positive &= found > 1e-15
         found = free

@@ -22,18 +22,18 @@ from attnrx.vit.models.boundary.verbs import verb
 def least_needed_blocks(
     model: nn.Module, images: ImageData, count: int = 1, *, batch_size: int = 32
 ) -> DepthPrescription:
-    """Chooses blocks to remove, one after the other: each is the one without which the outputs diverge least.
+    """Chooses blocks to remove, one after the other: each time the block without which the outputs diverge least.
 
-    The divergence is that from the original on all images, without any fit. Pass the result to `prescribe`.
+    The divergence from the original is measured on all images, without any fit. Pass the result to `prescribe`.
 
     Args:
         model: The model.
         images: Images, normalized for the model, in any form; no labels.
-        count: How many blocks are removed.
+        count: How many blocks to remove.
         batch_size: Images of one forward pass.
 
     Returns:
-        The blocks, with the divergence without each in its reason.
+        The blocks; the reason of each states the divergence without it.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

@@ -65,20 +65,21 @@ from attnrx.vit.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; times in between are interpolated.
 TIMED = (0.25, 0.5, 0.75, 1.0)
-# Kernels compute tokens in groups, e.g. 16 in a vector, so that the time rises in steps: those of the unchanged block
-# are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES; not if
-# a pass of the model takes LONG_PASS multiply-accumulates, or LONG_PASS_IN_FILES.
+# Kernels compute tokens in groups, e.g. 16 in a vector, so the time rises in steps. The unchanged block is timed at
+# every FINE tokens to find the steps; in the runtime of a format, which may compile for each number, at every
+# FINE_IN_FILES. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES for a
+# format).
 FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 8, 1e11
-# The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
+# The stage is before this layer. The block after that layer is timed, or the layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
-# The successive blocks that are timed as one in the runtime of a format, where a call costs as much as a part of a
-# block, of which the time of a call without blocks is a half.
+# How many successive blocks are timed as one in the runtime of a format. A call costs as much there as a part of a
+# block, and a call without blocks has only half of that cost.
 BLOCKS_OF_FORMAT = 4
-# The images that files of 8 bits are quantized on to be timed: their time does not depend on the ranges.
+# Files of 8 bits that are only timed are quantized on this many images: their time does not depend on the ranges.
 TIMED_ON = 8
-HEADER = 64  # bytes of a safetensors file for every tensor, beside its name
-# Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
-# largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
+HEADER = 64  # bytes of a safetensors file for every tensor, in addition to its name
+# How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
+# the unchanged model's latency is below SLOWEST times the original's: beside other processes kernels wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 OLDEST = 30  # days after which a table is measured again
 REFERENCE, ALL = "original", "all"
@@ -89,7 +90,7 @@ PACKAGE, MEASURED_CODE = Path(__file__).parents[2], (("vit", "change", "exportin
 @cache
 def measured_code() -> str:
     """Returns the hash of the source files of MEASURED_CODE."""
-    # Not the version alone: between releases, e.g. in a checkout, the same version has other code.
+    # The version is not enough: between releases, e.g. in a checkout, the same version has other code.
     files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
     digest = sha256()
     for path in files:
@@ -102,17 +103,17 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
 
     It is kept in the cache folder for OLDEST days, for this hardware and its governor, these versions of torch and the
     runtime, this code of attnrx (`measured_code`) and these kernels. A table that no model can have
-    (`CostTable.problem`) is measured again; one that was measured beside other processes, or of noisy timings, is used
-    for this call with a warning, and not kept.
+    (`CostTable.problem`) is measured again. A table that was measured beside other processes, or has noisy timings, is
+    used for this call with a warning, and not kept.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
     """
     family = family_of(space.model)
-    # No weights: latency does not depend on their values, so models of one architecture share a table.
+    # Weights are left out: latency does not depend on their values, so models of one architecture share a table.
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
-    outside = family.costs(space.model).macs  # with what is around the blocks, which a decoder is a part of
+    outside = family.costs(space.model).macs  # including what is around the blocks, e.g. a decoder
     form = format_of(settings)
     facts = (
         device_name(str(settings.conditions.device)),
@@ -122,7 +123,8 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         kernel_version(),
         {} if form is None else installed_versions(*form.libraries),
     )
-    # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
+    # The layout is included: models with other patch sizes have the same layers and input shape, and other numbers of
+    # tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple, space.width_multiple
     timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
     timing.append(form)
@@ -163,7 +165,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
-        # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
+        # Through numpy: torch would store the floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
 
@@ -173,17 +175,17 @@ def measured_cost_table(
 ) -> CostTable:
     """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
 
-    After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
-    by the original block's in the same round. The costs are shares of the latency of attnrx's own model and do not
-    include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
+    After a stage attention may use token sizes (proportional attention), and so does the timed block. Each time is
+    divided by the original block's in the same round. The costs are shares of the latency of attnrx's own model and do
+    not include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
     """
     timer, counts = _Timer(space, protocol, images), np.arange(space.shape.layout.tokens + 1)
-    # Blocks are timed on a grid of levels and numbers of tokens, axes with an interaction (qk and vo, which share the
-    # kernel of attention) in all pairs, the MLP by itself. The rest of the table is interpolated, made monotone, and
-    # scaled to the time of the whole model.
+    # Blocks are timed on a grid of levels and numbers of tokens. qk and vo interact, because they share the kernel of
+    # attention, so they are timed in all pairs; the MLP is timed by itself. The rest of the table is interpolated, made
+    # monotone, and scaled to the time of the whole model.
     grid = timer.grid
     # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
@@ -191,7 +193,7 @@ def measured_cost_table(
     qk, vo, mlp_levels = ((0, *space.measured(axis, levels)) for axis in RANKS)
     for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
         attention[level, other] = timer.block({"qk": level, "vo": other})
-    # First qk, for the pairs with measured levels of vo, then vo for all.
+    # First along qk, for the measured levels of vo, then along vo for all levels of qk.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space.available("qk"), space.available("vo"))
     mlp = np.zeros((len(space.levels), len(grid) + 1))
@@ -199,9 +201,9 @@ def measured_cost_table(
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = between_levels(space, "mlp", mlp, mlp_levels, 0)[:, None]
     mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
-    # The last block is timed without compression only; its share of a block's time is assumed for all levels.
+    # The last block is only timed without compression; its share of a block's time is assumed for all levels.
     last = timer.last() / attention[0, 0]
-    # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
+    # The tables of all layers; the last layer may be cheaper (last-layer class-token shortcut).
     tables = [
         np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
         for part in (attention, mlp)
@@ -230,7 +232,7 @@ def file_cost_table(
     exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
     unchanged = (exact.attention[:, 0, 0] + of_mlp[:, 0])[timer.layers.start]
-    # The time of a multiply-accumulate [tokens]. Of a last block that computes the class token alone it is the same.
+    # The time of a multiply-accumulate [tokens]. It is the same in a last block that only computes the class token.
     unit = np.divide(times, unchanged, out=np.zeros_like(times), where=unchanged > 0)
     attention, mlp = unit * (exact.attention + of_mlp[:, None]), unit * (exact.mlp - of_mlp)
     return timer.whole(attention, mlp, (baseline.unchanged, baseline.empty))
@@ -241,7 +243,7 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
     Below the last known level the line through the last two is continued.
     """
-    # Not by level number: `space.levels` need not be evenly spaced.
+    # By share and not by level number, because `space.levels` need not be evenly spaced.
     complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
@@ -252,11 +254,10 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Successive blocks with the arguments that their model passes beside the tokens, e.g. the rotations of rotary
-    positions.
+    """Successive blocks with the arguments that their model passes beside the tokens, e.g. rotary positions.
 
     With a `reduction` the blocks are in their state after a stage: every token has a size and the index of a patch.
-    With `last`, the shortcut of the last block, that block computes the class token only.
+    With `last`, the shortcut of the last block, the last block computes only the class token.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        with ExitStack() as states:  # in the call, as in a model's: a copy of a module has no state of a call
+        with ExitStack() as states:  # entered in the call, like in a model: a copied module has no state of a call
             if self.last is not None:
                 states.enter_context(self.last.forward_pass(True))
             if self.reduction is not None:
@@ -285,15 +286,15 @@ class _Called(nn.Module):
             for block in self.blocks:
                 output = block(tokens, *self.args, **self.kwargs)
                 tokens = output[0] if isinstance(output, tuple) else output
-        # Without blocks an operation that a runtime does not remove.
+        # Without blocks there is one operation, which a runtime does not remove.
         return tokens if self.blocks else 2 * tokens
 
 
 class _Timer:
-    """Times blocks and models in one runtime, in units of the original block with all tokens, at the numbers of tokens
-    of the `grid`.
+    """Times blocks and models in one runtime, at the numbers of tokens of the `grid`.
 
-    The timed blocks are those after a stage, or without the axis of tokens the first ones.
+    Times are in units of the original block with all tokens. The timed blocks come after a stage; without the axis of
+    tokens they are the first blocks.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -306,18 +307,18 @@ class _Timer:
             )
         self.space, self.protocol, self.images = space, protocol, images
         tokens = space.shape.layout.tokens
-        # Without the axis of tokens it is the number of all tokens alone. With one patch torch.export would fix it.
+        # Without the axis of tokens the grid has only the number of all tokens. torch.export would fix a single patch.
         least = min(space.shape.layout.prefix + 2, tokens)
         grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
         first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
-        # Without the last layer, which may be shorter.
+        # The last layer is left out, because it may compute less.
         count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
         self.layers = range(first, first + count)
-        # The arguments of a block, e.g. rotary tables, and the images per call, which may be a part of the batch, come
-        # from a real forward pass; without compilation, whose graphs hooks would break.
+        # A real forward pass gives the arguments of a block, e.g. rotary tables, and the images per call, which may be
+        # a part of the batch. It is not compiled, because hooks would break the graphs.
         to = self.conditions.device, PRECISIONS[self.conditions.precision]
         model, plain = copy_module(space.model).eval().to(*to), replace(self.conditions, compiled=False, graphs=False)
         blocks = blocks_of(model, self.family)[:1]
@@ -334,8 +335,8 @@ class _Timer:
         self.spreads: list[float] = []
         self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
         self.original = self._prepared(space.model, self.layers)
-        # The time of a call without blocks, which a model has once, in units of the original block: that of the others
-        # is without it.
+        # The time of a call without blocks, in units of the original block. A model has it once, so it is subtracted
+        # from the times of blocks.
         self.calls = dict.fromkeys(grid, 0.0)
         if form is not None:
             nothing = self._prepared(space.model, range(0))
@@ -349,7 +350,8 @@ class _Timer:
         key = layers, shortened, after_stage
         if model is self.space.model and key in self._ready:
             return self._ready[key]
-        # After a stage no example of all tokens, whose number may be that of a table of positions, and is fixed then.
+        # After a stage the example has fewer tokens: the number of all tokens may be the size of a table of positions,
+        # and would be fixed then.
         rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
         if after_stage:
             reducer, staged = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
@@ -383,8 +385,9 @@ class _Timer:
         return self._times(self.space.model, range(depth - 1, depth), True)
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
-        """Returns the factors [counts] between the times of the unchanged block at these numbers of tokens and the
-        straight lines between the grid's times: 1 where they are not timed.
+        """Returns factors [counts] that turn straight lines between the grid's times into times of the unchanged block.
+
+        A factor is 1 if the block is not timed at that number of tokens.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -396,13 +399,13 @@ class _Timer:
         times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
         # More tokens never take less time.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
-        # A number between two takes the time of the larger one.
+        # A number between two timed ones takes the time of the larger one.
         stairs = times[np.searchsorted(fine, counts).clip(max=len(fine) - 1)]
         factors = stairs / np.interp(counts, [0, *self.grid], [0.0, *stairs[self.grid]]).clip(min=times[0] / counts[-1])
         return np.where((counts < fine[0]) | (counts == counts[-1]), 1.0, factors)
 
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
-        """Returns the times of all these layers together, the last of which may be `shortened`."""
+        """Returns the times of all these layers together; the last one may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
         runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
@@ -412,11 +415,11 @@ class _Timer:
 
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Returns the median over rounds of every time, in units of the original block in the same round."""
-        # In turns with it: the load of other processes is common to a round, and cancels in the ratio.
+        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
         runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
             # One block is not repeated: in a model it follows others, which leave little of it in the caches. Several
-            # blocks of a format, which follow each other, are.
+            # blocks of a format follow each other, so they are repeated.
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
             seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=repeated)
@@ -428,11 +431,12 @@ class _Timer:
         return {name: float(values.median()) for name, values in ratios.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray, files: Sequence[Exported | None] = ()) -> CostTable:
-        """Times the whole model and the model without blocks, by their `files` if there are some, and returns the cost
-        table.
+        """Times the whole model and the model without blocks, and returns the cost table.
+
+        If there are `files`, they are timed in place of the models.
         """
         space, images = self.space, self.conditions.prepare_images(self.images)
-        # What blocks cost together is the time of the model less that of the model with identity blocks.
+        # All blocks together cost the time of the model minus the time of the model with identity blocks.
         models, runs = (space.model, without_blocks(space.model)), dict[str, Callable[[], object]]()
         for name, model, file in zip_longest(("own", "empty"), models, files):
             runs[name] = partial(file or self.runtime.prepare(model, images), images)
@@ -449,9 +453,10 @@ class _Timer:
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
-    """Returns the times at every number of tokens: linear between those after a stage; the last entry at all tokens."""
-    # [levels, grid + 1]. No tokens take no time. Below all tokens a stage was before the block; the entry of the grid
-    # at all tokens is the end of that line only, and the last entry is the time at all tokens, before any stage.
+    """Returns the times at every number of tokens: linear between times after a stage; the last entry at all tokens."""
+    # [levels, grid + 1]. No tokens take no time. If there are fewer than all tokens, a stage was before the block. The
+    # grid's entry at all tokens is only the end of that line; the last entry is the time at all tokens, before any
+    # stage.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
@@ -460,10 +465,12 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
 def timing_conditions(
     model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
 ) -> Conditions:
-    """Returns the conditions of the timings: the model's own precision if it is timed, or the precision of a format's
-    files; on a CUDA device recorded graphs, if the model can be recorded.
+    """Returns the conditions of the timings.
+
+    The precision is the model's own if models are timed in it, or the precision of a format's files. On a CUDA device
+    graphs are recorded, if the model can be recorded.
     """
-    # Of models in float64 neither is timed at its own.
+    # Neither models nor files are timed in float64.
     weight = next(model.parameters())
     precision = precision_for(model, form or parse_format("program")) or dtype_name(weight.dtype)
     # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
@@ -471,8 +478,8 @@ def timing_conditions(
     conditions = Conditions(str(weight.device), precision, threads)
     if not conditions.on_cuda or form is not None:
         return conditions
-    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which
-    # is that of a busy processor, and hardly depends on what is removed.
+    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels. It
+    # depends on the load of the processor, and hardly on what is removed.
     recorded = replace(conditions, graphs=True)
     images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
     try:
@@ -492,7 +499,7 @@ def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> Late
 
 
 def few_images(images: ImageSet) -> ImageSet:
-    """Returns the images that a file is quantized on which is only timed."""
+    """Returns the images on which a file is quantized that is only timed."""
     return images.take(min(TIMED_ON, len(images)))
 
 
@@ -509,7 +516,7 @@ def written_files(
         except NotSupported as error:  # e.g. classes of a notebook, which no other process finds
             failed.append(error)
 
-    # It ends with its process, which an interrupted call ends.
+    # A daemon ends with its process, which an interrupted call ends.
     worker = threading.Thread(target=write_there, daemon=True)
     worker.start()
     _write_files({name: subject for name, subject in subjects.items() if name not in there}, folder, form)
@@ -525,8 +532,9 @@ def _write_files(subjects: Mapping[str, ExportSubject], folder: Path, form: Form
 
 
 class PlanTimer:
-    """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files that are calibrated on
-    `images`.
+    """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files.
+
+    The files are calibrated on `images`.
     """
 
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
@@ -554,7 +562,7 @@ class PlanTimer:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
             if form is None:
-                # In a process of their own, as whole models: after the blocks were timed in it, these were slower.
+                # Timed in their own process, like whole models: these were slower in a process that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
@@ -579,7 +587,7 @@ class PlanTimer:
             speed = compare_latency(self._written[1], baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
-                # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
+                # With so few images a part is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
                 settings = replace(settings, batch=self.requested.batch)
                 noise = settings.noise(self.space.model)
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
@@ -609,7 +617,7 @@ class PlanTimer:
     def megabytes(self, model: nn.Module) -> float:
         """Returns the size of a model's file in the format of the settings, or of its weights without one."""
         if self.settings.to is None:
-            # Weights of several names are stored once for each.
+            # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
         with scratch_folder() as folder:
             return self._file(model, folder, "size").bytes / 1e6
@@ -636,13 +644,13 @@ class PlanTimer:
 
     @cached_property
     def _folder(self) -> Path:
-        """A folder for the life of this timer: files are read while they are timed."""
+        """A folder that lives as long as this timer, because files are read while they are timed."""
         stack = ExitStack()
         weakref.finalize(self, stack.close)
         return stack.enter_context(scratch_folder())
 
     def _file(self, model: nn.Module, folder: Path, name: str) -> Exported:
-        """Writes a file to be timed alone: a few images to quantize it on give it the operations that it will have.
+        """Writes a file that is only timed: quantized on a few images, it has the operations of the final file.
 
         Raises:
             NotSupported: The model cannot be written in the format.

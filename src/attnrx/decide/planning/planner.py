@@ -1,7 +1,7 @@
 """The planner: what is measured for plans, the optimal allocation, its refinement by measured divergence, and the plan.
 
 The search changes a few choices of the best plan at random, and greedy moves meet the budget from there. The next plan
-depends on the trials before it alone.
+depends only on the trials before it.
 """
 
 from collections.abc import Sequence
@@ -41,29 +41,30 @@ from attnrx.vit.outputs import OutputKind, current_judgement
 # The phases of a plan and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
 PHASES["predicting on other images"] = 5.0
-# Every attempt of a plan for latency aims at RETRY_FACTOR times the target; where few attempts follow to correct a
-# miss, and timings are short, at QUICK_FACTOR times, so that the result reaches the target when it is measured again.
+# Every attempt of a plan for latency aims at RETRY_FACTOR times the target. A quick plan has few attempts to correct a
+# miss, and short timings. It aims at QUICK_FACTOR times, so that the result reaches the target when it is measured
+# again.
 RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
-# A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
-# more than TOLERATED nats and twice as far; machines vary by as much.
+# After all attempts, a plan may miss a target of latency by less than this factor. It is returned if the plans that
+# reach the target diverge by more than TOLERATED nats and twice as far; machines vary by as much.
 MISSED, TOLERATED = 1.05, 0.01
 # A timing that differs from the prediction by a larger share is repeated.
 DOUBTFUL = 0.08
 # The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
 LARGEST = 0.99
-# A plan is measured on one batch first, and no further if its divergence there is so many times that of the best plan.
+# A plan is measured on one batch first, and no further if its divergence is more than this multiple of the best plan's.
 HOPELESS = 1.2
-# The plans of one, two and three stages that a search for latency measures too, of each number.
+# A search for latency also measures this many plans of one stage, of two and of three stages.
 FEW_STAGES = 5
 # The first trials start from at most EVEN even schedules of pruned patches; others vary the best plan by at most
 # MOST_VARIED choices. Of several new variations (`PlanSettings.variations`), from at most ATTEMPTS, the one with the
 # lowest predicted divergence is measured.
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
-# The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
+# A plan's outputs are kept if an image has at most this many. Dense models have more: as many as pixels.
 KEPT = 4096
 # Bisection steps of the search for an allowed loss: the cost is found to 1 / 64.
 HALVINGS = 6
-# A plan for a size is not corrected if its file is at most so much smaller.
+# A plan for a size is not corrected if its file has at least this share of the size.
 NEARLY = 0.98
 
 
@@ -82,16 +83,16 @@ def plan(
 
     The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency). Their
     sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up.
-    That is an approximation, so a search then varies the best plan by the measured divergence of whole plans: all on a
-    part of `images`, the best on all of them. The images are held in memory. The predictions are measured on `others`,
-    which are not used for any choice. You need labels for a target of accuracy only; without labels of `others` no
-    change of accuracy is predicted.
+    That is an approximation, so a search then varies the best plan and measures the divergence of whole plans: all of
+    them on a part of `images`, the best on all images. The images are held in memory. The predictions are measured on
+    `others`, which are not used for any choice. You need labels only for a target of accuracy. If `others` have no
+    labels, no change of accuracy is predicted.
 
     Args:
         model: The model.
-        diagnosis: Its diagnosis, with moments for a plan of values and MLP.
-        target: A target or its text, e.g. "macs=0.6x" or "faster=1.6", which counts from your model as you would run
-            it without attnrx.
+        diagnosis: The diagnosis of the model, with moments for a plan of values and MLP.
+        target: A target or its text, e.g. "macs=0.6x" or "faster=1.6". A speed is relative to your model as you would
+            run it without attnrx.
         images: The images that the plan is chosen on.
         others: Other images, which the predictions are measured on.
         settings: The search space, the conditions of timings, and how much is measured.
@@ -131,11 +132,12 @@ def plan_sharing(
     reference: nn.Module | None = None,
     baseline: Baseline | None = None,
 ) -> Plan | TargetMet:
-    """Returns a plan as `plan` does, by the planner of earlier targets of the same cost, or adds one to `planners`; or
-    that the unchanged model meets the target.
+    """Returns a plan like `plan` does, or `TargetMet` if the unchanged model meets the target.
 
-    All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
-    with a smaller decoder; latencies to the `baseline`, by default the model as it runs without attnrx.
+    Targets of the same cost share a planner: it is taken from `planners`, or added to them. All divergences and shares
+    of costs are relative to the `reference`. By default this is the model; the model may also be a copy of the
+    reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs without
+    attnrx.
 
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair.
@@ -148,7 +150,7 @@ def plan_sharing(
     settings = settings or PlanSettings()
     format_of(settings)  # an unknown one raises before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    # Those that predictions are not measured on.
+    # The images that predictions are not measured on.
     distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
@@ -179,7 +181,7 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
     """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer, or moves a stage."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        # Both directions: what the change costs or saves is balanced by the greedy rule, which meets the budget again.
+        # In both directions: the greedy rule meets the budget again, whatever the change costs or saves.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
@@ -187,11 +189,11 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 
 
 class Planner:
-    """The plans of one kind of cost, and what is measured for them, everything once: costs and sensitivities of single
-    choices, deviations and latencies of whole plans. Targets of the same cost share it.
+    """The plans for one kind of cost, which targets of the same cost share.
 
-    Deviations are those from the `reference`, by default the model of the space, which may be a copy of it with a
-    smaller decoder. Sensitivities are about that model, which the choices change.
+    Everything is measured once: costs and sensitivities of single choices, deviations and latencies of whole plans.
+    Deviations are measured from the `reference`, by default the model of the space. That model may also be a copy of
+    the reference with a smaller decoder. Sensitivities are measured from that model, which the choices change.
     """
 
     def __init__(
@@ -207,13 +209,13 @@ class Planner:
         self.log, self.details = settings.log, details(settings.log)
         self.reference, self.images = reference or space.model, images
         self.timer = PlanTimer(space, settings, images, baseline)
-        self.trials: tuple[Trial, ...] = ()  # of the last search
+        self.trials: tuple[Trial, ...] = ()  # the trials of the last search
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
-        self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
-        self._realized: dict[Choices, nn.Module] = {}  # of the last plan alone, which is measured on more images
+        self._outputs: dict[Choices, list[Tensor]] = {}  # the outputs of plans, per batch, on the first images
+        self._realized: dict[Choices, nn.Module] = {}  # only of the last plan, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
 
-    # After the cost table, by which an impossible target is known.
+    # Computed after the cost table, which shows whether a target is impossible.
     @cached_property
     def answers(self) -> Answers:
         """The outputs of the reference on all images."""
@@ -222,7 +224,7 @@ class Planner:
 
     @cached_property
     def trial_answers(self) -> Answers:
-        """Those on the first images: whole plans are many in a search, and only finalists are measured on all."""
+        """The reference's outputs on the first images. A search has many plans, and measures only finalists on all."""
         return self.answers.first(self.settings.trial_images)
 
     @cached_property
@@ -253,7 +255,7 @@ class Planner:
         """Returns the deviation of a plan on some of the images."""
         key = len(answers), choices
         if key not in self._deviations:
-            # More images are the first ones and others: what was measured is not computed again.
+            # A larger number of images begins with the same ones, so what was measured is not computed again.
             outputs = self._outputs.get(choices, [])
             if len(outputs) < len(answers.batches):
                 outputs = [*outputs, *answers.outputs_of(self.realized(choices), len(outputs))]
@@ -274,8 +276,9 @@ class Planner:
         return self._latencies[choices]
 
     def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
-        """Returns the plan of a target, with predictions that are measured on other images, and explained choices; or
-        that the unchanged model meets the target.
+        """Returns the plan for a target, with explained choices and predictions that are measured on other images.
+
+        Returns `TargetMet` if the unchanged model meets the target.
 
         Raises:
             NotSupported: No plan meets it.
@@ -319,8 +322,9 @@ class Planner:
         )
 
     def best(self, target: Target) -> Trial | TargetMet:
-        """Returns the best plan of a target: for latency and size by repeated measurement, for a loss the cheapest one;
-        or that the unchanged model meets the target.
+        """Returns the best plan for a target: measured repeatedly for latency and size, the cheapest for a loss.
+
+        Returns `TargetMet` if the unchanged model meets the target.
 
         Raises:
             NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
@@ -338,8 +342,9 @@ class Planner:
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
     def _require_reachable(self, limit: float) -> None:
-        """Raises NotSupported for a cost below every plan's, before sensitivities are measured; says which speed needs
-        no plan, and which is out of reach.
+        """Raises NotSupported if every plan costs more than `limit`, before sensitivities are measured.
+
+        For a speed, logs how fast the unchanged model is, and which speed is out of reach.
         """
         is_speed = self.minimized == "latency"
         if is_speed:
@@ -353,8 +358,9 @@ class Planner:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
-        """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
-        enough, unless the unchanged model is.
+        """Repeats planning with a target that the measured latency corrects.
+
+        Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is.
         """
         # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
         # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
@@ -364,10 +370,10 @@ class Planner:
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
         timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
-        # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
+        # A correction never asks for more than plans can save. If the target itself does, `Frontier.at` refuses it.
         least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
-        # The baseline is the model without attnrx, than which its kernels and its files may be faster.
+        # The baseline is the model without attnrx; attnrx's kernels and files may be faster.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
@@ -386,7 +392,7 @@ class Planner:
                 break
             if allowed <= least and ratio > largest_ratio and searched:
                 break  # the fastest plan is not fast enough
-            # From the predicted cost of the plan itself, which may be below the allowed one.
+            # Corrects the predicted cost of the plan itself, which may be below the allowed one.
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
         enough = [timed for timed in timings if timed[1] <= largest_ratio]
         enough = enough or [timed for timed in timings if timed[1] <= limit]
@@ -394,7 +400,7 @@ class Planner:
         near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
-            # A plan that is fast enough but answers far worse is of less use than one that nearly is.
+            # A plan that is fast enough but answers far worse is less useful than a plan that is nearly fast enough.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
                 if best[1] > limit:
@@ -423,8 +429,8 @@ class Planner:
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among plans reached from the best trials and plans of few stages."""
-        # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost. Those
-        # of few stages, because the trials may be for a cost that was wrong.
+        # Greedy moves start from plans that are measured already, so there is no search, and few plans are measured at
+        # the new cost. Plans of few stages are included, because the trials may be for a cost that was wrong.
         order = sorted(self.trials, key=BY_SOFTENED)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         starts += self.frontier.few_stages(limit, 1)
@@ -447,7 +453,7 @@ class Planner:
         """Measures the optimal plan at a cost and further ones, and returns the best of them."""
         trials, few = [self._first(limit)], ()
         if self.minimized == "latency":
-            # A stage takes time, and what many patches pruned at once change is more than the sum of sensitivities.
+            # A stage takes time, and pruning many patches at once changes more than the sum of sensitivities.
             few = self.frontier.few_stages(limit, FEW_STAGES)
         number = self.settings.trials + len(few) if self.settings.trials > 1 else 0
         starts = (*few, *self.space.even_schedules()[:EVEN]) if number else ()
@@ -459,8 +465,9 @@ class Planner:
         return self._best(trials)
 
     def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
-        """Returns the plan to measure after these trials, the first of which is the closed form's: from every one of
-        the `starts`, then variations of the best plan.
+        """Returns the next plan to measure: first a plan near each of the `starts`, then variations of the best plan.
+
+        The first of the `trials` is the plan of the closed form.
         """
         number = len(trials) - 1
         if number < len(starts):
@@ -485,7 +492,7 @@ class Planner:
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)
         if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
-            # Few images have easier or harder ones among them, as they have for the best plan.
+            # These few images may be easier or harder than others, by the same factor for this plan and the best one.
             factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
@@ -498,7 +505,7 @@ class Planner:
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
-        # By choices, because several trials may have one plan.
+        # Stored by choices, because several trials may have the same plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.answers
@@ -510,13 +517,15 @@ class Planner:
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
-        """Repeats planning with a share of the parameters corrected by the size of the plan's file, and returns the
-        plan with the least divergence whose file is small enough, unless the unchanged model's is.
+        """Repeats planning with a share of the parameters that the size of the plan's file corrects.
+
+        Returns the plan with the least divergence whose file is small enough, or `TargetMet` if the unchanged model's
+        is.
 
         Raises:
             NotSupported: No file is so small.
         """
-        # Not all parameters can be removed, nor take as many bytes as the others.
+        # Some parameters cannot be removed, and not all of them take equally many bytes.
         whole, limit = self.timer.megabytes(self.space.model), target.limit
         what = "the weights" if self.settings.to is None else f"the file in {self.settings.to}"
         if whole <= limit:
@@ -529,7 +538,7 @@ class Planner:
             found.append((trial, size))
             if NEARLY * limit <= size <= limit or (size > limit and share <= least):
                 break
-            # Megabytes by removed share of the parameters, aimed at a little less than the limit.
+            # Megabytes per removed share of the parameters. The next plan aims at a little less than the limit.
             slope = max(whole - size, 1e-9) / (1 - trial.step.cost)
             share = 1 - (whole - (1 + NEARLY) / 2 * limit) / slope
         fitting = [trial for trial, size in found if size <= limit]
@@ -547,13 +556,13 @@ class Planner:
         Raises:
             NotSupported: No plan keeps the loss within the limit.
         """
-        # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
-        # the smallest cost so far whose loss is allowed, at which a search follows.
+        # Only closed forms are used: a search at every step would be repeated for every cost. `low` costs too little.
+        # `high` is the smallest cost so far whose loss is allowed; a search follows there.
         low, high, cheapest, least = 0.0, 1.0, None, inf
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
-                # NotSupported: no plan is so cheap, so the smallest possible cost is above.
+                # NotSupported: no plan is this cheap, so the smallest possible cost is above.
                 step = self.frontier.at(middle)
             except NotSupported:
                 low = middle
@@ -567,7 +576,7 @@ class Planner:
         if cheapest is None:
             raise NotSupported(f"no plan keeps {target}: the least that one loses is {least:.3g}. Allow more.")
         found = self._searched(high)
-        # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
+        # The search is for the lowest divergence, so its plan may lose more accuracy than the closed form's.
         if self._loss(found.step, target) > target.limit:
             found = self.trial(cheapest, self.answers)
         return found
@@ -636,8 +645,8 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
-    # `outputs.flip_divergence` is that of an image whose decision is in doubt.
+    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. An image whose
+    # decision is in doubt has a divergence of `outputs.flip_divergence`.
     more = {"divergence": outputs.flip_divergence**2, "agreement": 1.0, "change": 1.0}
     spreads = {
         name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
@@ -650,7 +659,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Returns one line per choice: its savings given all other choices, and its sensitivity alone."""
+    """Returns one line per choice: its savings given all other choices, and its sensitivity by itself."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):
@@ -661,7 +670,7 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
             what = f"{value} patches pruned"
             if axis != TOKENS:
                 what = f"{100 * space.levels[value]:g} % of the ranks of {AXIS_WORDS[axis]} kept"
-            # Savings are given all other choices, because those of ranks depend on the tokens that remain.
+            # Savings are given all other choices, because the savings of ranks depend on the tokens that remain.
             saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
             cost = sensitivities.total(nothing.with_choice(axis, layer, value))
             gain = f"saves {saved:.2f} % of the {cost_table.quantity}"

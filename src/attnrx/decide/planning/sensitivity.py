@@ -1,5 +1,6 @@
-"""The deviation of outputs from the original's, and sensitivities: the effect of each choice alone on the outputs,
-measured from the changed layer on.
+"""The deviation of outputs from the original's, and sensitivities: how each single choice changes the outputs.
+
+Sensitivities are measured from the changed layer on.
 """
 
 import copy
@@ -35,8 +36,8 @@ from attnrx.vit.models import (
 from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
 
-# What bfloat16 changes is measured on so many images; at most such a share of the divergence of an image whose decision
-# is in doubt.
+# The change by bfloat16 is measured on ROUNDED images. It may be at most MOST_ROUNDING times the divergence of an image
+# whose decision is in doubt.
 ROUNDED, MOST_ROUNDING = 4, 0.01
 
 
@@ -63,8 +64,9 @@ class Deviation:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Batches of images in memory, and the original's outputs for them; `bfloat16`: all matrix products are computed in
-    it.
+    """Batches of images in memory, and the original's outputs for them.
+
+    With `bfloat16`, all matrix products are computed in it.
     """
 
     batches: tuple[Tensor, ...]
@@ -78,7 +80,7 @@ class Answers:
         """Computes the original's outputs; images may have no labels.
 
         Raises:
-            DataError: There are no images, a label fits no head, or an embedding is zero.
+            DataError: There are no images, a label does not fit a head, or an embedding is zero.
         """
         weight, kind = next(model.parameters()), output_kind_of(model)
         has_labels = images.has_labels and kind.has_decisions
@@ -116,7 +118,7 @@ class Answers:
         return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
-        """Returns the first `count` images, of the last batch a part."""
+        """Returns exactly the first `count` images: the last batch is cut."""
         some = self.first(count)
         *whole, last = some.batches
         return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
@@ -131,7 +133,7 @@ class Answers:
         return self.deviation(self.outputs_of(candidate))
 
     def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
-        """Runs a candidate on the images from a batch on, and returns its outputs per batch."""
+        """Runs a candidate on the batches from `start` on, and returns its outputs per batch."""
         with evaluating([candidate]), bfloat16_products(self.batches[0].device, self.bfloat16):
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
@@ -147,8 +149,9 @@ class Answers:
 
 
 def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
-    """Whether products of bfloat16 take less time on the model's device, and change its outputs by far less than a plan
-    does.
+    """Whether plans can be compared in bfloat16.
+
+    Its products must be faster on the model's device, and change the outputs by far less than a plan does.
     """
     weight = next(model.parameters())
     if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
@@ -163,20 +166,19 @@ def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     return suits
 
 
-BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
+BlockCalls = Sequence[Sequence[ModuleCall]]  # calls of every block; several if a module calls the model several times
 
 
 @contextmanager
 def resumed(
     model: nn.Module, family: Family, given: Sequence[Any], layer: int, earlier: BlockCalls = ()
 ) -> Iterator[None]:
-    """Skips the first `layer` blocks: the last of them returns `given`, for each of its calls, in the format of a
-    block's output. One forward pass is run inside the context.
+    """Skips the first `layer` blocks in one forward pass, which is run inside the context.
 
-    Where attention is not read, blocks are MLPs with other parts between them: then only the last one is skipped.
-
-    With 0 the whole model runs. Hooks on the blocks still run. `earlier` are the calls whose outputs the other skipped
-    blocks return, which a decoder may read.
+    The last skipped block returns one entry of `given` for each of its calls, in the format of a block's output. The
+    other skipped blocks return the outputs of their `earlier` calls, which a decoder may read. If attention is not
+    read, blocks are MLPs with other parts between them: then only the last one is skipped. If `layer` is 0, the whole
+    model runs. Hooks on the blocks still run.
     """
     # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
     # tables and the pooling; the skipped blocks return at once.
@@ -195,10 +197,10 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """The mean softened divergence of the outputs (`Deviation`) for each choice alone.
+    """The mean softened divergence of the outputs (`Deviation`) for each single choice.
 
     `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
-    pruned patches, and `tokens` [layer, point] the logarithms of the divergences measured there; in between and beyond,
+    pruned patches, and `tokens` [layer, point] the logarithms of the divergences measured there. In between and beyond,
     the divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
     divergences at the totals, because the remaining patches are less redundant.
     """
@@ -233,9 +235,8 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     """Measures every axis at the probed levels in one layer at a time.
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
-    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
-    measured (`layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the
-    layers.
+    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. For layers that are not
+    measured (`layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
     """
     probes = {
         (axis, level): realize(space.model, space.prescription(space.uniform(axis, level)))
@@ -253,9 +254,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     measured = {key: np.zeros(space.depth) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts)))
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
-    # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
+    # Every probe is a model with one level of one axis in all layers; only single blocks of it are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
-    # In the model's precision: rounding to bfloat16 changes the outputs as much as many a choice alone does.
+    # Measured in the model's precision: rounding to bfloat16 changes the outputs as much as many single choices do.
     with evaluating([space.model, *probes.values()]):
         works = (None, *probes, *range(len(counts)))  # None: a new batch
         parts = [(part, work) for part in answers.batches for work in works]
@@ -313,7 +314,7 @@ class _BatchProbe:
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if reducer.every_layer else layer - 1 if reducer.needs else layer
             sums[layer] = self._from(changed, [call.tokens_as_output for call in self.calls[start]], start)
-        # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
+        # Row 0 is only an end of the interpolation over layers: no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums
 
@@ -332,16 +333,16 @@ def _curves(
     levels = [level for measured_axis, level in measured if measured_axis == axis]
     if not levels:
         return sensitivities
-    # To second order the divergence is proportional to the squared error of a map, which is the removed energy: in
-    # logarithms it is a line of slope one with an offset per layer, so both interpolations are of small deviations from
-    # it.
+    # To second order the divergence is proportional to the squared error of a map, which is the removed energy. In
+    # logarithms this is a line of slope one with an offset per layer, so both interpolations only concern small
+    # deviations from it.
     energies = {
         level: np.log(np.maximum(removed_energies(space, axis, level), 1e-30)) for level in space.available(axis)
     }
     # [layer, measured level], as `logs`.
     log_errors = np.stack([energies[level] for level in levels], axis=1)
     logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
-    # The offset is interpolated over the layers and not the divergence, which follows the energies of its own layer.
+    # The offset is interpolated over the layers, and not the divergence: it follows the energies of its own layer.
     logs = log_errors + over_layers(logs - log_errors, layers)
     for layer in range(space.depth):
         for level, per_layer in energies.items():

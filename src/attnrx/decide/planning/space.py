@@ -29,9 +29,10 @@ Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 
 # The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
 JUMPS = (1, 2, 4, 8, 16)
-# The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
+# The step is STEP patches, or less for images with few patches, so that a stage has at least two numbers to choose
+# from.
 STEP = 4
-# The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
+# The relevance of `ward` for outputs of a class token. Of 0, 0.1, 0.2 and 0.3 it had the smallest divergence for the
 # ImageNet ViT-Tiny in two policies (docs/results/plan.md).
 RELEVANCE = 0.3
 
@@ -73,7 +74,7 @@ class Choices:
         return cls(zeros, zeros, zeros, zeros)
 
     def of(self, axis: str) -> tuple[int, ...]:
-        """Returns the levels of a rank axis per layer, or of the tokens the numbers of pruned patches."""
+        """Returns the levels of a rank axis per layer, or for tokens the numbers of pruned patches."""
         return self.num_pruned if axis == TOKENS else getattr(self, axis)
 
     def with_choice(self, axis: str, layer: int, value: int) -> "Choices":
@@ -92,11 +93,11 @@ class Choices:
 class Space(Displayed):
     """All plans for one model.
 
-    `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same
+    `form` is the rule for a level. "total_rank" allocates the layer's directions to its heads. "uniform_rank", the same
     rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
-    rank. Ranks are multiples of `multiple`, hidden widths of `width_multiple`; the number of pruned patches is `offset`
-    and a multiple of `step`, so that for latency the number of tokens can be a multiple of the vectors and tiles of
-    kernels. A plan has `most_stages` stages at most; None: any number.
+    rank. Ranks are multiples of `multiple`, hidden widths of `width_multiple`. The number of pruned patches is `offset`
+    plus a multiple of `step`. For latency, the number of tokens can thus be a multiple of the vectors and tiles of
+    kernels. A plan has at most `most_stages` stages; None for any number.
     """
 
     model: nn.Module
@@ -116,8 +117,8 @@ class Space(Displayed):
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
         """Returns the search space of a plan.
 
-        It keeps to the row of the table `nouns.runtime` for the place where the model will run. Heads have equal ranks,
-        too, where they cannot be reordered by their ranks (under a norm over the outputs of all heads).
+        It keeps to the row of the table `nouns.runtime` for the place where the model will run. Heads also get equal
+        ranks if they cannot be reordered by their ranks (under a norm over the outputs of all heads).
 
         Raises:
             NotSupported: The model lacks an axis that was named, or all of them.
@@ -128,8 +129,8 @@ class Space(Displayed):
         uniform = runtime.equal_heads or any(spec.fixes_values for spec in specs)
         # MACs and parameters have no steps. They allow every rank and width, unless the place is known.
         is_stepped = is_latency or runtime is not RUNTIMES["eager"]
-        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result. The
-        # smallest head and MLP decide, so that all of them have every level.
+        # Begins with all rank axes: what is prescribed to find out whether the model has an axis is kept for the
+        # result. The smallest head and MLP decide, so that all of them have every level.
         space, present, reasons = (
             cls(
                 model,
@@ -148,7 +149,7 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # For maps too, whose divergence is smaller with it (docs/results/dense.md).
+                    # Also used for maps, whose divergence is smaller with it (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
                     step = max(1, min(STEP, layout.patches // 4))
@@ -161,7 +162,7 @@ class Space(Displayed):
                     require_fewer_tokens(pruned)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
-                # An axis that the model has, but the diagnosis did not measure, is not left out.
+                # If the model has an axis that the diagnosis did not measure, the axis is not left out.
                 is_requested = settings.axes is not None or (axis == TOKENS and settings.reducer is not None)
                 if is_requested or isinstance(error, MissingMoments):
                     raise
@@ -189,8 +190,8 @@ class Space(Displayed):
         family = family_of(self.model)
         if TOKENS in self.axes:
             return family.token_shape(self.model)
-        # No token is pruned, so all of them are as those before the patches. The layout of the family does not exist
-        # for models whose tokens cannot be pruned, e.g. with attention pooling.
+        # No token is pruned, so all of them are like the tokens before the patches. The layout of the family does not
+        # exist for models whose tokens cannot be pruned, e.g. with attention pooling.
         tokens = family.costs(self.model).layers[0].tokens
         specs = family.specs(self.model)
         return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
@@ -207,20 +208,21 @@ class Space(Displayed):
 
     @property
     def metric(self) -> str | None:
-        """The metric of qk: "mix", or None for layers whose own directions stay, in an order of their own.
+        """The metric of qk: "mix", or None if layers keep their own directions in an order of their own.
 
-        Those are layers with norms, which run over the directions of the model, and with directions that heads share.
+        These are layers with norms, which run over the directions of the model, and layers whose heads share
+        directions.
         """
         has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
         return None if has_own_order else "mix"
 
     @cached_property
     def mlp_maps(self) -> tuple[str, ...]:
-        """The maps of the axis "mlp": the hidden units where they were measured, else the ranks of both maps."""
+        """The maps of the axis "mlp": the hidden units if they were measured, else the ranks of both maps."""
         measured = all(
             layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
         )
-        # Without a unit both maps are smaller; a low rank adds a second factor to each.
+        # Removing a unit makes both maps smaller; a low rank adds a second factor to each.
         return (HIDDEN,) if measured else LINEAR_MAPS
 
     @cached_property
@@ -236,13 +238,14 @@ class Space(Displayed):
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns the available `levels`; the middle one where none is, or none without any."""
+        """Returns the available ones of these `levels`; if there is none, the middle available level, if any."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers, cached and without weights (`refit` of
-        `prescribe_maps`); None for a no-op.
+        """Returns the prescription of one level of one axis in all layers; None if it changes nothing.
+
+        It is cached, and has no weights (`refit` of `prescribe_maps`).
         """
         key = (axis, level)
         if key not in self._pieces:
@@ -286,14 +289,15 @@ class Space(Displayed):
     ) -> Prescription:
         tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
-        # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
+        # The metric of the data, and not of the weights, sorts directions by their effect on the scores.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
-        """Returns plans without ranks that prune equal numbers of patches before every layer but the first, most
-        first; before as many as a plan may.
+        """Returns plans that only prune tokens, equal numbers before every layer but the first; largest numbers first.
+
+        If a plan's stages are limited, they are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
@@ -309,8 +313,9 @@ class Space(Displayed):
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches in one layer, by a
-        multiple of `step`, by default the space's.
+        """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches, in one layer.
+
+        The numbers of pruned patches are multiples of `step`, by default the space's.
         """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
@@ -337,7 +342,7 @@ class Space(Displayed):
                     yield fitted
 
     def shifts(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan with one stage that prunes as many patches, one layer earlier or later."""
+        """Yields every plan in which one stage moves to the layer before or after, with the same number of patches."""
         for layer, count in enumerate(choices.num_pruned):
             for other in (layer - 1, layer + 1):
                 if count and 0 < other < self.depth and not choices.num_pruned[other]:
@@ -355,7 +360,7 @@ class Space(Displayed):
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits the number of patches pruned at every stage to half of its input patches."""
-        # From the first stage on: patches pruned by one stage are missing at the later ones.
+        # Begins with the first stage: patches pruned by one stage are missing at the later ones.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))

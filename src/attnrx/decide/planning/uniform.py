@@ -1,8 +1,8 @@
 """Plans for portable models: one width for all MLPs and one number of heads, as a library's class states them.
 
-Costs are known in closed form (for latency two timed models fix a straight line of the MACs), and for every number of
-heads the largest width within the budget is the best one, so that a search compares as many plans as there are numbers
-of heads. Which units and heads stay is decided layer by layer, as in every plan.
+Costs are known in closed form; for latency, two timed models fix a straight line in the MACs. For every number of heads
+the largest width within the budget is the best one. So a search compares only one plan for each number of heads. Which
+units and heads stay is decided layer by layer, as in every plan.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class UniformSpace(Space):
         """Returns the space of a model.
 
         Raises:
-            NotSupported: The library's class states no width of its MLPs, or no smaller one is a multiple.
+            NotSupported: The library's class states no width of its MLPs, or no smaller width is a multiple.
         """
         space = cls(model, diagnosis, None, (HIDDEN,), multiple=width_multiple(model, settings))
         require_portable(model, settings, space.stock)
@@ -78,11 +78,11 @@ class UniformSpace(Space):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of hidden units, largest first, the model's among them."""
+        """The numbers of hidden units, largest first, beginning with the model's own."""
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules of a plan: per layer the strongest units and heads, as many in each."""
+        """Returns the rules of a plan: every layer keeps the same number of its strongest units and heads."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -116,7 +116,7 @@ def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
 
 
 def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | None = None) -> None:
-    """Raises NotSupported where the model's library can hold no model of a smaller width, with what to do."""
+    """Raises NotSupported, and says what to do, if the model's library cannot hold a model of a smaller width."""
     stock, multiple = stock or Stock(model), width_multiple(model, settings)
     widths = smaller_widths(stock, multiple)
     if not widths:
@@ -129,7 +129,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
             f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
             "units. Leave portable out."
         )
-    # One in the middle; whole ratios, because some classes take no others.
+    # Tries a width in the middle, then whole ratios, because some classes take only these.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
     held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
     if held:
@@ -143,7 +143,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
 
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
-    """Narrows the MLPs outside the blocks that have the width of those in the blocks, in place."""
+    """Narrows, in place, the MLPs outside the blocks whose width follows the MLPs in the blocks."""
     family = family_of(model)
     hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
     if pairs := stock.followers(hidden, heads):
@@ -154,7 +154,7 @@ def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn
     """Returns a working copy of a realized plan as its library creates it; MLPs outside the blocks are narrowed, too.
 
     Raises:
-        NotSupported: The class of the library cannot hold it.
+        NotSupported: The class of the library cannot hold the model.
     """
     follow_(model, Stock(original), images)
     return working_copy(stock_form(model))
@@ -162,8 +162,9 @@ def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn
 
 @dataclass(frozen=True, eq=False)
 class UniformCosts:
-    """The cost of every plan as a share of the original's: `base` plus `slope` times the share of its MACs (for
-    latency), or the share of the `quantity`.
+    """The cost of every plan as a share of the original's.
+
+    For latency it is `base` plus `slope` times the share of the plan's MACs, else the share of the `quantity`.
     """
 
     space: UniformSpace
@@ -173,7 +174,7 @@ class UniformCosts:
 
     @classmethod
     def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
-        """Times the unchanged model and one of a middle width."""
+        """Returns the costs for latency, after timing the unchanged model and a model of a middle width."""
         exact, heads = cls(space, "latency"), space.stock.heads
         plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
         middle = next(filter(exact.holds, plans))
@@ -187,7 +188,7 @@ class UniformCosts:
         return {}
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the library creates such a model."""
+        """Whether the library can create such a model."""
         return self.space.stock.arguments(sizes.hidden, sizes.heads) is not None
 
     def total(self, sizes: Any) -> float:
@@ -216,13 +217,13 @@ def middle_first(values: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class UniformFrontier:
-    """For every budget and number of heads the plan of the largest width."""
+    """The plans with the largest width, for every budget and number of heads."""
 
     space: UniformSpace
     costs: UniformCosts
 
     def at(self, limit: float, heads: int | None = None) -> Step:
-        """Returns the plan of the largest width with these heads, by default with all of them, or as many as fit.
+        """Returns the plan of the largest width with `heads` heads; by default with all heads, or as many as fit.
 
         Raises:
             NotSupported: No plan is cheap enough.
@@ -241,7 +242,7 @@ class UniformFrontier:
         )
 
     def steps(self, limit: float) -> list[Step]:
-        """Returns the plans of all numbers of heads."""
+        """Returns the plan for every number of heads that has one within the limit."""
         found = []
         for heads in self.space.numbers_of_heads:
             try:

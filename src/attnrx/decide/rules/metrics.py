@@ -1,10 +1,10 @@
-"""Metrics in which the directions of a head are optimal, also for rotary attention, and spectra rewritten in them.
+"""Metrics in which the directions of a head are optimal, including rotary attention, and spectra rewritten in them.
 
-In rotary attention a pair of rows is rotated by an angle that depends on the token's position, so only maps that
-commute with the rotation preserve its scores: a pair is kept or removed as one. Many frequencies hardly rotate over the
-positions of an image. Such pairs can be stored without rotation, times the mean cosine of the rotation between two
-positions, and the singular value decomposition then applies to their rows as in other attention. For every rank the
-number of slow pairs with the least error in the metric is chosen.
+In rotary attention a pair of rows is rotated by an angle that depends on the token's position. Only maps that commute
+with the rotation preserve its scores, so a pair is kept or removed as a whole. Many frequencies hardly rotate over the
+positions of an image. Such slow pairs can be stored without rotation, times the mean cosine of the rotation between two
+positions. The singular value decomposition then applies to their rows as in other attention. For every rank the number
+of slow pairs with the least error in the metric is chosen.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ OWN = "own"
 MIX = 0.7
 
 
-# The moments of the keys, and their shares, in the metrics of the data; the other moment is that of the queries.
+# The moments of the keys, and their shares, in the metrics of the data. The queries always have their own moment.
 KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "activation": {"key_gram": 1.0},
     "centered": {"key_covariance": 1.0},
@@ -39,13 +39,14 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
 }
 
-# weights: the matrices W_Q W_K^T. augmented: with the query bias as one more row, because it changes the
-# softmax; the key bias does not. activation: the mean square of the scores on the data. centered: that of the scores
-# minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
+# weights: the matrices W_Q W_K^T. augmented: with the query bias as one more row, because it changes the softmax; the
+# key bias does not. activation: the mean square of the scores on the data. centered: the mean square of the scores
+# minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax. mix: a
+# mixture of softmax and centered.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
 COHERENCE = "rotation_coherence"
-"""The reading [heads, frequencies]: the mean cosine of the rotation between a patch and those that it attends to."""
+"""The reading [heads, frequencies]: the mean cosine of the rotation between a patch and the patches it attends to."""
 
 LEAST_COHERENCE = 0.05
 """A pair with a smaller coherence is never stored without rotation: nothing of it would be left."""
@@ -54,11 +55,12 @@ FLOOR = 1e-13
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirections":
-    """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric; of rotary
-    attention the forms that are best at every rank.
+    """Returns the score directions that are optimal at every rank in a metric, for every head of a layer.
+
+    For rotary attention these are the forms that are best at every rank.
 
     Raises:
-        UnknownName: The metric is none of METRICS.
+        UnknownName: The metric is not one of METRICS.
         NotSupported: The rows of the layer are divided by their norms and must not be combined, its heads share their
             directions, or it has a norm over all features of query and key.
         InvalidInput: The diagnosis lacks the moments of the metric.
@@ -84,7 +86,7 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
         keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
         grams = layer.reading("query_gram"), keys
         return balance(*grams) if spectrum.pairs is None else RotaryDirections(*grams, layer)
-    # Rows [heads, directions, features] of query and key, whose Grams have lost digits; the last feature is the bias.
+    # Rows [heads, directions, features] of query and key; their Grams have lost digits. The last feature is the bias.
     query, key = spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
     if spectrum.pairs is None:
         return svd_directions(query, key)
@@ -114,7 +116,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     spectrum, balanced = layer.spectrum, directions_in(metric, layer)
     if isinstance(balanced, RotaryDirections):
         return _rotary_layer(layer, balanced)
-    # Balanced directions are sorted by strength, so those of a head with fewer rows are its first ones.
+    # Balanced directions are sorted by strength, so a head with fewer rows uses its first ones.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
         spectrum,
@@ -149,8 +151,10 @@ def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[Lay
 
 @dataclass(frozen=True)
 class _Choice:
-    """A form of one head: how many of the slowest pairs are not rotated, and how many directions of these and how many
-    rotated pairs it keeps.
+    """A form of one head.
+
+    The `slow` slowest pairs are not rotated. The form keeps `unrotated` directions of these and of other unrotated
+    rows, and `rotated` pairs.
     """
 
     error: float
@@ -160,11 +164,11 @@ class _Choice:
 
 
 class _Head:
-    """The forms of one head for every rank, from the Grams of its rows: unrotated ones, real parts, imaginary parts."""
+    """The forms of one head for every rank, from the Grams of its rows: unrotated rows, real parts, imaginary parts."""
 
     # For every number of slow pairs: the unrotated rows and the slow pairs, times their mean cosines, are balanced into
     # ordinary directions, and the fast pairs are sorted by energy. A greedy path through both lists gives an error for
-    # every rank, and each rank takes the number of slow pairs with the smallest one.
+    # every rank, and each rank takes the number of slow pairs with the smallest error.
 
     def __init__(
         self,
@@ -182,7 +186,7 @@ class _Head:
         # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
         products = left * right.mT
         self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
-        self.energy = self.products.diagonal()  # the mean square of what a pair adds to the scores, alone
+        self.energy = self.products.diagonal()  # the mean square of what a pair adds to the scores by itself
         self.slowest = self.mean.argsort(descending=True, stable=True)
         self.choices = self._choices()
 
@@ -204,8 +208,8 @@ class _Head:
 
     def _path(self, slow: int) -> list[_Choice]:
         """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
-        # The squared error has three parts, as if independent: what slow pairs lose without rotation (`lost`), the
-        # removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
+        # The squared error is the sum of three parts, as if independent: what slow pairs lose without rotation
+        # (`lost`), the removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
         static, fast = self.slowest[:slow], self._fast(slow)
         lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
         gains = self._unrotated(slow).strength[0].square()
@@ -236,7 +240,7 @@ class _Head:
         return fast[self.energy[fast].argsort(descending=True, stable=True)]
 
     def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-        """Returns the rows without rotation, and the mean cosine of each."""
+        """Returns the rows without rotation, and their mean cosines."""
         static = self.slowest[:slow]
         rows = torch.cat([torch.arange(self.num_unrotated), self.rows_of[static].flatten()])
         ones = torch.ones(self.num_unrotated, dtype=torch.float64)
@@ -304,7 +308,7 @@ class RotaryDirections:
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
         """Returns the decision that keeps the best forms of these ranks.
 
-        A head may keep one direction less than its rank: one row is no pair.
+        A head may keep one direction less than its rank, because one row is not a pair.
         """
         shape = self.used.shape
         left = torch.zeros(*shape, shape[1], dtype=torch.float64)
@@ -354,7 +358,7 @@ def coherence(
     """Returns the mean cosine of the rotation between a patch and the patches it attends to, weighted by attention.
 
     `heads` are the indices of the heads in the original model. Positions are the same for all images. Patches attend to
-    near ones, so more pairs count as slow than in the mean over all patches of an image.
+    nearby ones, so more pairs count as slow than in the mean over all patches of an image.
     """
     assert positions.cos is not None and positions.sin is not None
     # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of
@@ -362,8 +366,8 @@ def coherence(
     rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
     rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
     weights = attention[:, :, positions.prefix :, positions.prefix :].double()
-    # Without the attention to tokens before the patches. A patch that attends to those alone has coherence 0, with
-    # which a pair counts as rotating.
+    # Attention to tokens before the patches is left out. A patch that attends only to those has coherence 0, with which
+    # a pair counts as rotating.
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
     differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
     return differences.real.mean((0, 2)).cpu()

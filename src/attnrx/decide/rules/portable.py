@@ -1,4 +1,4 @@
-"""Prescriptions for portable models: hidden units and heads alone, as many in every layer."""
+"""Prescriptions for portable models: only hidden units and heads, the same number in every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,7 +14,7 @@ def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: i
     """Returns the rules, with the hidden units' rule rounded to the multiple if it states none.
 
     Raises:
-        NotSupported: There are rules for `others`, the maps that no class of a library holds pruned.
+        NotSupported: There are rules for `others`: maps that no class of a library can hold when they are pruned.
     """
     if others:
         raise NotSupported(
@@ -31,10 +31,10 @@ def _rounded(rule: Any, multiple: int) -> Rule:
 
 
 def require_uniform(prescription: Prescription, multiple: int) -> None:
-    """Raises InvalidRule if layers keep different numbers of hidden units or heads, or no multiple of units."""
+    """Raises InvalidRule unless all layers keep the same numbers of hidden units and heads, units in multiples."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
-        # None: all of them stay. In the order of the layers, without repetitions.
+        # None means that all of them stay. The counts are in the order of the layers, without repetitions.
         counts = dict.fromkeys(None if each is None else int(each.keep.sum()) for each in decisions)  # type: ignore[union-attr]
         if len(counts) > 1 or any(count is not None and count % unit for count in counts):
             kept = " and ".join("all" if count is None else str(count) for count in counts)

@@ -79,16 +79,16 @@ def prescribe(
             `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
             prescription with trained predictors (`prescribed_tokens`). "depth=without:5,9" removes these blocks,
             counted from 1; `least_needed_blocks` finds the ones to remove.
-        portable: Only what the library's own class holds: `hidden`, rounded to the multiple, `heads`, as many in every
-            layer, and `depth`. `save` with portable=True then writes the checkpoint of the library.
-        multiple: Of a portable prescription the number that its width is a multiple of; 8 by default.
+        portable: Prescribes only what the library's own class can hold: `hidden`, rounded to the multiple, `heads`, the
+            same number in every layer, and `depth`. `save` with portable=True then writes a checkpoint of the library.
+        multiple: For a portable prescription: its width is a multiple of this number, 8 by default.
 
     Returns:
         The prescription: for every map the directions that are kept, with the reasons.
 
     Raises:
         NoOpPrescription: The rules keep everything.
-        InvalidInput: Rules with a model in place of a diagnosis.
+        InvalidInput: Rules need a diagnosis, and a model was given in its place.
         InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
 
     Examples:
@@ -124,7 +124,7 @@ def prescribe(
 
 
 def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
-    """Returns a diagnosis of the spectra alone: a token policy needs no readings, and its user need not diagnose."""
+    """Returns a diagnosis with only the spectra: a token policy needs no readings, so its user need not diagnose."""
     if rules:
         raise InvalidInput(
             "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
@@ -144,14 +144,14 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
-    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
-    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the rule of
-    "hidden" in one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no reading, because tokens are
-    selected for every image at run time. The prescription records the rules with their metrics, and all information of
-    the diagnosis about its model and data.
+    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own directions.
+    Without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the
+    rule of "hidden" in one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no reading, because
+    tokens are selected for every image at run time. The prescription records the rules with their metrics, and all
+    information of the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
-    Without `refit` the decisions about values and hidden units are not ones to realize: they have no weights.
+    Without `refit` the decisions about values and hidden units have no weights, so they cannot be realized.
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -166,7 +166,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         tokens.policy.require_depth(len(diagnosis.layers))
     _require_changeable(diagnosis, rules_by_map)
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
-    # Without removed heads the diagnosis itself, which keeps what is computed from it.
+    # If no head is removed, this is the diagnosis itself, which keeps what is computed from it.
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     of_kept = diagnosis
     if HEADS in stated:
@@ -176,9 +176,9 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         of_kept = replace(diagnosis, layers=kept)
     scores, spectra = _decide_scores(of_kept, stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
-    # By map a list over the layers; transposed below.
+    # A list over the layers for every map; transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
-    # Removed heads change vo without a rule of its own, too: the output projection is refitted to the other heads.
+    # Removed heads change vo even without a rule for vo: the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
         decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads, refit)
     decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
@@ -191,7 +191,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         )
         for decisions in zip(*decisions_by_map.values(), strict=True)
     )
-    # Decisions about units exist only in layers where some are removed.
+    # Decisions about units exist only in layers from which some are removed.
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
     is_smaller = drops or units or depth is not None
@@ -211,7 +211,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
-    """Raises NotSupported for maps of which nothing can be removed in some layer, or that exclude one another."""
+    """Raises NotSupported if nothing of a map can be removed in some layer, or if maps exclude one another."""
     linear = [name for name in LINEAR_MAPS if name in names]
     if HIDDEN in names and linear:
         raise NotSupported(
@@ -239,7 +239,7 @@ def _applies(rule: Rule, name: str) -> bool:
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """Returns the rule with its metric stated, unless that is the model's own by default."""
+    """Returns the rule with its metric stated, unless the default is the model's own directions."""
     if not _applies(rule, name):
         other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
@@ -299,7 +299,7 @@ def output_metric(rule: Rule, name: str) -> str:
     known, default = OUTPUT_METRICS, CENTERED
     if name == HEADS:
         first = rule
-        while parts := inner_rules(first):  # of a combination the default of its first part
+        while parts := inner_rules(first):  # a combination has the default of its first part
             first = parts[0]
         known, default = HEAD_METRICS, first.head_metric
     elif name == HIDDEN:
@@ -311,9 +311,9 @@ def output_metric(rule: Rule, name: str) -> str:
 
 
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
-    """Returns the decision about the heads of every layer; None where all stay.
+    """Returns the decision about the heads of every layer; None if all of them stay.
 
-    For the rule a layer is one unit whose directions are its heads. In the metric "centered" the square of a strength
+    The rule sees a layer as one unit whose directions are its heads. In the metric "centered" the square of a strength
     is the increase of the error in backward elimination (`elimination_losses`).
 
     Raises:
@@ -333,7 +333,7 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
         spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
         numbers = torch.tensor([layer.spectrum.heads])  # in the original model
-        readings.append({**layer.readings, "heads": numbers})  # those of pairs of heads among them
+        readings.append({**layer.readings, "heads": numbers})  # including the readings of pairs of heads
     decided = _decided(rule, diagnosis, spectra, readings)
     decisions = [
         HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))
@@ -345,15 +345,15 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
 def decide_values(
     diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None], refit: bool = True
 ) -> list[OutputDecision | None]:
-    """Returns the decision about the values of every layer; None where all value dimensions are kept.
+    """Returns the decision about the values of every layer; None if all value dimensions are kept.
 
     Without a rule, all value dimensions of the kept heads stay, and the output projection is refit to them.
 
     In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
-    the output projection, so that a squared strength is the error of removing the direction from that head alone. The
-    output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
-    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept. Without `refit`, which takes
-    most of the time, there is no output projection: for decisions that are not realized.
+    the output projection: a squared strength is the error of removing the direction only from that head. The output
+    projection is then refit to the kept directions of all heads together. In "weights" the directions are the singular
+    vectors of every head's W_O W_V; nothing is refit, and the value bias is kept. A refit takes most of the time.
+    Without `refit` there is no output projection, for decisions that are not realized.
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -378,7 +378,8 @@ def decide_values(
             continue
         is_centered = metric == CENTERED
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
-        # A constant needs no direction: the mean output, or the value bias, which passes unchanged, as rows sum to 1.
+        # A constant needs no direction. It is the mean output, or the value bias: this passes unchanged, because the
+        # rows of attention sum to 1.
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
         kept = int(decision.keep.sum())
         weight = read_out(directions, decision.keep, covariance) if refit else _no_weight(len(center), kept)
@@ -406,7 +407,7 @@ def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
 
 
 def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
-    """Returns the decision without directions of removed heads, which is their reason."""
+    """Returns the decision without the directions of removed heads; their reason states the removal."""
     if heads is None:
         return decision
     is_kept = heads.keep.tolist()
@@ -415,7 +416,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters.
+    """Returns the rank of one map of every MLP; None if two factors would not have fewer parameters.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.
@@ -434,7 +435,7 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
     ]
     decisions: list[OutputDecision | None] = [None] * len(maps)
-    # Of the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    # Decides about the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
     decided = _decided(rule, diagnosis, spectra)
     for (index, entry), decision, table in zip(entries.items(), decided, tables, strict=True):
         (rank,) = decision.ranks
@@ -448,10 +449,10 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
 
 
 def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
-    """Returns the decision about the hidden units of every MLP; None where all stay.
+    """Returns the decision about the hidden units of every MLP; None if all of them stay.
 
-    For the rule an MLP is one unit whose directions are its hidden units. Without `refit`, which takes most of the
-    time, there is no second map: for decisions that are not realized.
+    The rule sees an MLP as one unit whose directions are its hidden units. A refit takes most of the time. Without
+    `refit` there is no second map, for decisions that are not realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
@@ -490,7 +491,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
 
 def _no_weight(outputs: int, kept: int) -> Float[Tensor, "outputs kept"]:
     """Returns zeros that nobody reads."""
-    # Of NumPy, whose memory is not touched: the weights of all levels of a ViT-L would take gigabytes.
+    # NumPy does not touch the memory: the weights of all levels of a ViT-L would take gigabytes.
     return torch.from_numpy(np.zeros((outputs, kept)))
 
 
@@ -508,7 +509,7 @@ def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
 
 
 def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
-    """Returns the value directions of a layer, as many used ones per head as the head has value features."""
+    """Returns the value directions of a layer; every head uses as many as it has value features."""
     spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
     # Readings are padded with zeros to the widest head. A feature without values and without columns of the output
     # projection is padding. Directions are sorted by strength, so those that combine padding only are the last ones.
@@ -528,8 +529,9 @@ def _spectrum(
 def _decided(
     rule: Rule, diagnosis: Diagnosis, spectra: Sequence[Spectrum], readings: Sequence[Mapping[str, Tensor]] = ()
 ) -> list[ScoreDecision]:
-    """Returns the decisions of a rule about another map: it sees a diagnosis with this map's spectra in place of the
-    scores'.
+    """Returns the decisions of a rule about another map than qk.
+
+    The rule sees a diagnosis in which this map's spectra replace the spectra of the scores.
     """
     readings = readings or [{}] * len(spectra)
     layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))

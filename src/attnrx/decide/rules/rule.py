@@ -1,5 +1,6 @@
-"""The interface of a rule, what rules read of a diagnosis and decide by masks, rules that keep directions by their
-strength, the combinations of rules, and rules by name and as text.
+"""Rules: their interface, rules that keep directions by strength, combinations of rules, and rules as text.
+
+Helpers read a diagnosis for a rule, and turn masks into decisions.
 """
 
 import math
@@ -55,11 +56,11 @@ class Rule(ABC):
     default_metric: ClassVar[str | None] = None
     """The default metric for scores without norms."""
     applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
-    """The maps that it can decide about; ("qk",) where it uses attention, changeable strengths or shared directions."""
+    """The maps that it can decide about; ("qk",) if it uses attention, changeable strengths or shared directions."""
     head_metric: ClassVar[str] = "centered"
     """The default metric for "heads" (HEAD_METRICS)."""
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The kinds of its knobs, where they are not those of their types: natural numbers, shares, rules."""
+    """The kinds of its knobs, if they differ from the kinds of their types: natural numbers, shares, rules."""
 
     def __post_init__(self):
         rule = instance(RULE, Rule)
@@ -79,8 +80,9 @@ class Rule(ABC):
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the kept directions of one layer, their strengths, and the reasons; `LayerDiagnosis.reading` has what
-        it reads besides the spectrum.
+        """Returns the kept directions of one layer, their strengths, and the reasons.
+
+        A rule reads the spectrum of the layer, and `LayerDiagnosis.reading` for everything else.
         """
 
     def __and__(self, other: "Rule") -> "And":
@@ -98,8 +100,8 @@ class Rule(ABC):
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
 
-    Other equal strengths are accepted: learned ones, and a dead layer's, which are all zero or (in a metric) all at the
-    noise floor.
+    Other equal strengths are accepted: learned strengths, and the strengths of a dead layer, which are all zero or (in
+    a metric) all at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -123,7 +125,7 @@ def rank_positions(
 def largest(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the `ranks` directions of each head with the largest amount; all where a head has fewer."""
+    """Returns a mask of the `ranks` directions of each head with the largest amount; of all if a head has fewer."""
     return (rank_positions(amount, used) < ranks[:, None]) & used
 
 
@@ -133,7 +135,7 @@ def fewest_holding(
     """Returns a mask of the smallest set of each head that holds this share of the head's amount (SVDA, Eq. 45 for the
     energy).
 
-    Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
+    Ties are resolved by index. At least one direction is kept. A share of 1 keeps all whose amount is not zero.
     """
     if share == 1:
         # Counted, because a rounded sum can reach its total before the last amounts.
@@ -149,9 +151,9 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
     """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (SVDA, Theorem 1, Eq.
     12).
 
-    The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
-    removed. It is infinite for dense attention with any change (its rows have any length), and for directions that
-    all heads share.
+    The bound holds because the rows of query and key have unit length, even if strengths are changed instead of
+    removed. It is infinite for dense attention with any change, because its rows have any length, and for directions
+    that all heads share.
     """
     if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
@@ -166,7 +168,7 @@ def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes:
     """Returns a decision that keeps these directions at their strengths.
 
     `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
-    combined by strength alone.
+    combined only by strength.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
@@ -220,9 +222,9 @@ def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
-    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all that are not zero. The removed
-    energy is at most 1 - rho of the head's, so no masked score changes by more than sqrt(1 - rho) * norm(strength) *
-    scale. Needs learned strengths.
+    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all whose strength is not zero. The
+    removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than sqrt(1 - rho) *
+    norm(strength) * scale. Needs learned strengths.
     """
 
     rho: float
@@ -253,7 +255,7 @@ class UniformRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         available = spectrum.used.sum(-1)
         target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
-        # The number of directions of a head may be no multiple: a head can always keep all of them.
+        # The number of directions of a head need not be a multiple: a head can always keep all of them.
         ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
 
@@ -336,7 +338,8 @@ class Combination(Rule):
         keep = torch.stack([decision.keep for decision in decisions])
         strength = torch.stack([decision.strength for decision in decisions])
         is_and = isinstance(self, And)
-        # Removed directions have strength 0 (`keep_only`): of a union, the strength is that of a rule that keeps it.
+        # Removed directions have strength 0 (`keep_only`), so a union takes the strength of a rule that keeps the
+        # direction.
         index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
         spectrum = diagnosis.layers[layer].spectrum
         combined = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, index[None])[0])
@@ -351,7 +354,7 @@ class Combination(Rule):
 
 @dataclass(frozen=True)
 class And(Combination):
-    """Keeps the directions that all of its rules keep, with the smallest strength of them."""
+    """Keeps the directions that all of its rules keep, with the smallest of their strengths."""
 
     how: ClassVar[str] = "All of"
     sign: ClassVar[str] = " & "
@@ -359,7 +362,7 @@ class And(Combination):
 
 @dataclass(frozen=True)
 class Or(Combination):
-    """Keeps the directions that any of its rules keeps, with the largest strength of them."""
+    """Keeps the directions that any of its rules keeps, with the largest of their strengths."""
 
     how: ClassVar[str] = "Any of"
     sign: ClassVar[str] = " | "
@@ -394,7 +397,7 @@ def inner_rules(rule: Rule) -> tuple[Rule, ...]:
 
 
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
-    """Returns the metric that a rule and its parts state, None for none; with `defaults`, the default of each part.
+    """Returns the metric that a rule and its parts state, or None; with `defaults`, the default of each part.
 
     Raises:
         InvalidRule: Parts have different metrics; their directions cannot be combined.
@@ -408,7 +411,7 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
 
 
 def in_metric(rule: Rule, metric: str) -> Rule:
-    """Returns the rule with its metric stated, in each of its parts where it has parts."""
+    """Returns the rule with its metric stated; if it has parts, each of them states it."""
     if not inner_rules(rule):
         return replace(rule, metric=metric)
     changed: dict[str, Any] = {}
@@ -418,15 +421,15 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = in_metric(value, metric)
         elif isinstance(value, tuple):
             changed[name] = tuple(in_metric(part, metric) for part in value)
-    # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
+    # Only the parts state it, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
 
 
-# The rules by their names in texts; those of papers and matched controls are registered by the laboratory.
+# The rules by their names in texts. The laboratory registers the rules of papers and matched controls.
 RULES = Registry[type[Rule]]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | DepthPrescription | None]
-"""The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
+"""The rules of several maps: one text, a mapping from maps to rules or their texts, or only the rule of qk."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 

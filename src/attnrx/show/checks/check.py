@@ -27,11 +27,11 @@ from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, outpu
 class Comparison:
     """A candidate and its reference on one set of images.
 
-    `masked` is the reference with the pruned directions set to zero, `prescription` and `diagnosis` are those the
-    candidate was made from, `splits` the data with training images; each is needed by some checks only. For a candidate
-    that is an exported file `verify` sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of
-    the reference in both, with which a speed is divided into what the runtime gave and what the compression gave. The
-    models are on `device`; `seed` seeds all random draws of the checks.
+    `masked` is the reference with the pruned directions set to zero. The candidate was made from `prescription` and
+    `diagnosis`. `splits` are the data with training images. Only some checks need these. If the candidate is an
+    exported file, `verify` sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the
+    reference in both. With it a speed is divided into what the runtime gave and what the compression gave. The models
+    are on `device`; `seed` seeds all random draws of the checks.
     """
 
     candidate: nn.Module
@@ -68,17 +68,17 @@ class Comparison:
             NonFiniteOutputs: The candidate returns NaN or infinity.
             DataError: The labels do not fit the outputs.
         """
-        # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
-        # By model, because one may have several roles, e.g. a candidate that is the mask.
+        # Computed on first use: a check that needs no outputs, e.g. of latency, runs no model over the data.
+        # Stored by model, because a model may have several roles, e.g. a candidate that is the mask.
         roles: dict[nn.Module, str] = {}
         for role, model in self.models.items():
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            # What a user gave runs its own code, and not attnrx's in its place.
+            # A user's model runs its own code, and not attnrx's in its place.
             models = {role: own_model(model) for model, role in roles.items()}
             computed = predict(models, self.data, self.batch_size, device=self.device)
-            # Cached as they are: several checks meet a model that returns NaN, which runs once.
+            # Cached even if they are not finite: a model that returns NaN runs once for several checks.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
         classes = {role: values.shape[1] for role, values in outputs.items()}
@@ -96,14 +96,14 @@ class Comparison:
         return output_kind_of(self.reference)
 
     def require_logits(self, check: str) -> Logits:
-        """Returns what the models return; raises InvalidInput for outputs that are no logits of classes."""
+        """Returns what the models return; raises InvalidInput for outputs that are not logits of classes."""
         kind = self.kind
         if not isinstance(kind, Logits):
             raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
         return kind
 
     def of(self, candidate: nn.Module) -> "Comparison":
-        """Returns the comparison of another candidate, whose outputs are not kept beside these models' outputs."""
+        """Returns the comparison with another candidate; its outputs are not kept beside these models' outputs."""
         return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
 
     def taking(self, images: int | None) -> "Comparison":
@@ -143,7 +143,7 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
     """Returns a warning if the reference's accuracy, in %, is not above guessing the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
-    # By the interval, because the accuracy on a few images exceeds guessing by chance.
+    # The interval decides, because the accuracy on a few images may exceed guessing by chance.
     if accuracy.low > guessing:
         return []
     measured = f"{accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} images"
@@ -162,22 +162,22 @@ class Check(ABC):
     """
 
     name: ClassVar[str]
-    """The name in texts and findings: by default that of the class in snake case."""
+    """The name in texts and findings; by default the name of the class in snake case."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """What the check needs of images, outputs and models: see `unmet_needs`."""
 
     measures_speed: ClassVar[bool] = False
-    """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
+    """Whether the check times the models. For an exported file it then needs the unchanged model's file, too."""
 
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The values of knobs that their types do not state."""
+    """The allowed values of knobs, if their types do not state them."""
 
     def __init_subclass__(cls):
         cls.name = text_name(cls)
 
     def __post_init__(self):
-        # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
+        # Counts, shares and limits. Infinity is refused: JSON has none, so evidence with it could not be read again.
         by_type = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
         require_fields(self, by_type, **self.kinds)
 
@@ -237,7 +237,7 @@ class Check(ABC):
         quantity: str = "accuracy change",
         **more: Any,
     ) -> Finding:
-        """Returns the finding for a paired change of accuracy, in points; a claim unless `most_drop` is None.
+        """Returns the finding for a paired change of accuracy, in points. It is a claim unless `most_drop` is None.
 
         Args:
             where: What is appended to the claim, e.g. " over all corruptions".
@@ -246,7 +246,7 @@ class Check(ABC):
             n: The number of images.
             measure: What is counted as correct.
             quantity: The short name of the quantity.
-            **more: The seed and the details, as of `finding`.
+            **more: The seed and the details, as in `finding`.
 
         Returns:
             The finding.
@@ -265,11 +265,11 @@ class Check(ABC):
 
 
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
-    """Returns what checks may need and the images, outputs and models do not meet, each with the reason.
+    """Returns the needs that the images, outputs and models do not meet, each with the reason.
 
-    These are labels that are class indices of the model; logits of classes, which embeddings have not; decisions, which
-    the numbers of a regression do not make; embeddings, as neighbours of class logits are not what such a model is used
-    for; and layers, which an exported file has not.
+    Checks may need labels that are class indices of the model, or logits of classes, which embeddings do not have. They
+    may need decisions, which a regression does not make. They may need embeddings: nobody searches for neighbours of
+    class logits. They may need layers, which an exported file does not have.
     """
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
@@ -286,7 +286,7 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
 
 
 def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
-    """Raises InvalidInput for a check that cannot mean anything with these images, outputs and models."""
+    """Raises InvalidInput for a check that is meaningless with these images, outputs and models."""
     unmet = unmet_needs(comparison)
     for check in checks:
         check.require(comparison)
@@ -299,7 +299,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
 def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
     """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
     notes = []
-    # One note per reason, and a check without labels and logits in the first only.
+    # One note per reason. A check that lacks both labels and logits is only in the first one.
     for need, reason in unmet_needs(comparison).items():
         names = ", ".join(check.name for check in checks if need in check.needs)
         if names:
@@ -315,5 +315,5 @@ def _plain(knob: Any) -> Any:
         return to_dict(knob)
     if isinstance(knob, tuple):
         return list(knob)  # JSON has no tuples
-    # Modules, functions and tensors are no settings that a record could repeat.
+    # Modules, functions and tensors are not settings that a record could repeat.
     return knob if isinstance(knob, bool | int | float | str) else None

@@ -30,12 +30,12 @@ from attnrx.vit.costs import (
 from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.models import counted_by_spec, family_of, timed_form
 
-# The runtimes of models that are no exported files.
+# The runtimes of models that are not exported files.
 KERNELS, PYTORCH = "attnrx's kernels", "PyTorch"
-# With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice
-# the promise holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
+# With this multiple of the plan's images, their own interval suffices: with a lognormal divergence of sigma 1.5, a
+# promise of half the divergence holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
 MANY_TIMES = 4
-MIN_LOSS = 0.02  # of the images: a loss that differs by less from the promised one is the promised one
+MIN_LOSS = 0.02  # a share of the images: a loss that differs by less from the promised loss keeps the promise
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def speed_findings(
     limit: float | None = None,
     promise: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
-    """Times the candidate beside the baseline, and returns its speed as a finding of a check, then the factors of it.
+    """Times the candidate beside the baseline, and returns its speed as a finding of a check, then the speed's factors.
 
-    There are factors where the unchanged model is timed too, in the runtime of the candidate: if this is neither the
-    baseline itself nor a file without a file of the unchanged model beside it. `limit` is the least speed; `promise`
-    are the details of a speed that a plan promised.
+    There are factors if the unchanged model is timed, too, in the runtime of the candidate. It is not timed if it
+    is the baseline itself, or if a file has no file of the unchanged model beside it. `limit` is the least speed.
+    `promise` has the details of a speed that a plan promised.
     """
     begin("measuring speed")
     model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS
@@ -112,7 +112,7 @@ def speed_findings(
         unchanged = comparison.reference
     in_kernels = protocol.conditions.in_kernels
     if not in_kernels and comparison.runtime is None:
-        runtime, unchanged = PYTORCH, None  # the model's own code: what was removed is all of its speed
+        runtime, unchanged = PYTORCH, None  # the model's own code: all of its speed is by what was removed
     times = compare_latency(timed_form(comparison.candidate, in_kernels), model, images, protocol, unchanged)
     return described_speed(check, times, baseline_name, runtime, limit, promise)
 
@@ -129,11 +129,11 @@ def described_speed(
     """Returns a measured speed as a finding of a check, then its factors, if the unchanged model was timed.
 
     `runtime` is where the candidate runs, and `gained_by` what makes the unchanged model faster there than the
-    `baseline`, by default the runtime. `limit` and `promise` are those of `speed_findings`.
+    `baseline`, by default the runtime. `limit` and `promise` are as in `speed_findings`.
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
-        record["runtime"] = runtime  # of a file; else the version of torch is recorded
+        record["runtime"] = runtime  # for a file; else the version of torch is recorded
     if gained_by is not None:
         record["gained_by"] = gained_by
 
@@ -160,9 +160,9 @@ def described_speed(
 class Latency(Check):
     """The speed of a forward pass relative to the reference, measured interleaved, and the ratio of peak memory.
 
-    The speed has two factors where the candidate and the baseline differ in more than the compression: what the
-    runtime gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file) and what the compression gave
-    (`speed by compression`: relative to the unchanged model in the same runtime and precision).
+    The speed has two factors if the candidate and the baseline differ in more than the compression: what the runtime
+    gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file), and what the compression gave (`speed by
+    compression`: relative to the unchanged model in the same runtime and precision).
 
     `batch` is the batch size. The device comes from the comparison, the other conditions from the protocol, by default
     with the rounds divided between PROCESSES processes. `faster` is the least speed, e.g. 1.5; on a busy machine the
@@ -179,7 +179,7 @@ class Latency(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Times both models, then measures their memory."""
-        # Latency depends on the number of images only: they are repeated if there are fewer.
+        # Latency depends only on the number of images, so images are repeated if there are fewer.
         available = min(self.batch, len(comparison.data))
         first = next(iter(comparison.data.batches(available, device=comparison.device))).images
         images = first[torch.arange(self.batch, device=first.device) % len(first)]
@@ -204,11 +204,12 @@ class Promises(Check):
     end of the plan's prediction interval for this number of images. They hold if it is not, and if the interval of the
     mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
     but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided; its limit is
-    then twice what was promised. Where the prediction interval ends with the quantity's range, no model can miss it,
-    and the mean is reported without a limit. The claim about speed in PyTorch, relative to the library's
-    reference implementation, holds if a pass takes at most the share `within` longer than predicted. Precision,
-    threads, clock and batch size are the plan's. `promised` replaces the record of the prescription
-    (`Plan.predictions`).
+    then twice what was promised. If the prediction interval ends with the quantity's range, no model can miss it, and
+    the mean is reported without a limit.
+
+    The claim about speed in PyTorch is relative to the library's reference implementation. It holds if a pass takes at
+    most the share `within` longer than predicted. Precision, threads, clock and batch size are the plan's. `promised`
+    replaces the record of the prescription (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True
@@ -244,7 +245,7 @@ class Promises(Check):
         graphs = promised.get("graphs", False) and torch.device(comparison.device).type == "cuda"
         sides = str(comparison.device), promised["precision"], promised["threads"]
         conditions = Conditions(*sides, graphs=graphs, plain=promised.get("plain", False))
-        # As the plan was timed: by the same clock, and in processes of its own if it was.
+        # Timed like the plan: by the same clock, and in new processes if the plan was.
         processes = min(PROCESSES, max(self.rounds // 2, 1)) if promised.get("in_subprocess", False) else 1
         # As long passes have few rounds, one is enough to warm up.
         warmup = 2 if self.rounds >= 4 * processes else 1
@@ -292,7 +293,7 @@ def judged_promise(
 ) -> dict[str, Any]:
     """Returns the mean of a quantity over images, as arguments of `Finding`, with the outcome of its promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
-    # Of shares and changes of few images all may be equal, e.g. zero: their intervals have nonzero width.
+    # Shares and changes of few images may all be equal, e.g. zero: their intervals have nonzero width.
     interval, measured = promised.interval(n), ESTIMATES[quantity](values, seed)
     worst = interval[1] if more_is_worse else interval[0]
     # A claim that every model meets would hold without saying anything about this one.
@@ -301,9 +302,9 @@ def judged_promise(
     # whatever its own interval is.
     verdict = against_limit(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
-        # On few images the limit is far from the promise: a model that is twice as bad would often meet it. Excluded
-        # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images
-        # of either lack the tail.
+        # On few images the limit is far from the promise: a model that is twice as bad would often meet it. So twice
+        # the loss has to be excluded by the interval of these images and, unless they are many times more, by the
+        # spread of the plan's images: a few images of either lack the tail.
         double, spread = doubled_loss(quantity, promised)
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:

@@ -36,7 +36,7 @@ from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, ne
 PatchTable = Float[Tensor, "images patches features"]
 STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
 PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
-# All other images of a group are neighbours for any model.
+# Counts of neighbours. With too many of them, all other images of a group are neighbours for any model.
 COUNTS = each(COUNT, "numbers of neighbours, 1 or more", least=1)
 VECTORS = Kind("vectors, a tensor [images, features]", lambda value: isinstance(value, Tensor) and value.ndim == 2)
 NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)
@@ -46,9 +46,9 @@ NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP 
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    Embeddings have no classes: theirs is the accuracy of the label of the nearest neighbour (`attnrx.vit.outputs`),
-    and is called 1-nearest-neighbour accuracy in the findings. Of several labels per image all must be right: exact-
-    match accuracy.
+    Embeddings have no classes: for them it is the accuracy of the nearest neighbour's label (`attnrx.vit.outputs`),
+    called 1-nearest-neighbour accuracy in the findings. If images have several labels, all must be right: exact-match
+    accuracy.
 
     The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
     satisfies the limit, fails if no part of it does, and is undecided otherwise: a small image set cannot show a small
@@ -99,7 +99,7 @@ class Calibration(Check):
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []  # by model [images, bins]
         for role in roles:
-            # Of every image, from which the error of any resample is a mean of columns and a sum.
+            # Gaps of every image, from which the error of any resample is a mean of columns and a sum.
             confidence = kind.class_logits(predictions.outputs[role].double()).softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
         # Both models share the resamples, so that the change is paired. [models, bins] and [models, draws, bins]
@@ -151,9 +151,9 @@ class Metric(Check):
 
 @dataclass(frozen=True)
 class MetricOfSet(Check):
-    """The `metric_of_set` that `verify` or `shrink` was given, e.g. a mean average precision: one number of all images.
+    """The `metric_of_set` that `verify` or `shrink` was given, e.g. a mean average precision over all images.
 
-    The findings are the numbers of both models and their change, with intervals of so many paired resamples (`draws`).
+    The findings are the numbers of both models and their change, with intervals from `draws` paired resamples.
     """
 
     draws: int = 200
@@ -190,12 +190,12 @@ class MetricOfSet(Check):
 class Fidelity(Check):
     """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
-    Of logits, predictions agree and the divergence is Kullback and Leibler's in nats (of one logit: over the sigmoid's
-    probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings, nearest
-    neighbours agree and the divergence is the cosine distance; of a regression, the divergence is the squared error
-    relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
+    For logits, predictions agree, and the divergence is Kullback and Leibler's in nats. (For one logit it is over the
+    sigmoid's probabilities. For the logits of labels it is the sum of theirs, and label decisions agree.) For
+    embeddings, nearest neighbours agree, and the divergence is the cosine distance. For a regression, the divergence is
+    the squared error relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
 
-    The paper compares the compressed model with the masked one only; here both are compared with the reference too.
+    The paper compares the compressed model only with the masked one; here both are also compared with the reference.
     `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` are limits for the candidate against
     the reference.
     """
@@ -206,7 +206,7 @@ class Fidelity(Check):
     most_divergence: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns three findings per pair of models, of labels four and of a regression two.
+        """Returns three findings per pair of models, four for labels and two for a regression.
 
         Raises InvalidInput for a limit of the agreement of a regression.
         """
@@ -223,7 +223,7 @@ class Fidelity(Check):
         return findings + self._at_other_sizes(comparison)
 
     def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns the agreement and the divergence on the images of other sizes, all of them together."""
+        """Returns the agreement and the divergence on all images of other sizes together."""
         sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
         if not sets or isinstance(comparison.candidate, Exported):  # a file has one size
             return ()
@@ -252,7 +252,7 @@ class Fidelity(Check):
         least_agreement: float | None = None,
         most_divergence: float | None = None,
     ) -> tuple[Finding, ...]:
-        """Compares the model of the role `other` with the one of the role `base`; what has no limit is reported."""
+        """Compares the models of the roles `other` and `base`; a quantity without a limit is reported."""
         predictions, seed = comparison.predictions, comparison.seed
         n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
         kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])
@@ -327,7 +327,7 @@ class Retrieval(Check):
     """The share of the nearest neighbours of every image that the candidate keeps.
 
     The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`. A
-    group of at most k + 1 images has no others, and is not counted.
+    group of at most k + 1 images has no other images, and is not counted.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
@@ -356,16 +356,15 @@ class Retrieval(Check):
 
 @dataclass(frozen=True)
 class Index(Check):
-    """Search in an index of vectors that the reference made: how many of the reference's own nearest neighbours are
-    found for every k of `ks`.
+    """The share of the reference's nearest neighbours that are found in an index of its vectors, for every k of `ks`.
 
     Every image is a query. By default all other images are the index. New queries, embedded by the candidate, are
     sought among vectors of the reference; old queries, embedded by the reference, among vectors of the candidate.
     Vectors are compared by cosine similarity, in an exact search. The neighbours in a larger index are nearer to each
     other, and harder to keep.
 
-    Pass `stored`, the vectors of your own index, to search there for images that it does not have. They must be the
-    reference's; the old queries then have no index.
+    Pass `stored`, the vectors of your own index, to search there for images that it does not have. The reference must
+    have made them; the old queries then have no index.
 
     `least_recall`, in %, is the limit for new queries and the last k.
     """
@@ -376,7 +375,7 @@ class Index(Check):
     least_recall: float | None = None
     stored: Tensor | None = field(default=None, compare=False, repr=False)
     least: ClassVar[int] = 12
-    """The fewest images for the usual neighbours: an index of fewer has no others, which every model finds."""
+    """The fewest images for the usual neighbours: a smaller index has no other images, so every model finds all."""
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, seed = comparison.predictions.outputs, comparison.seed

@@ -15,7 +15,7 @@ from attnrx.support.estimate import Estimate
 from attnrx.support.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
-TAIL, SHORT = (1 - LEVEL) / 2, 70  # of each tail; the number of images at which half of it is left (`studentized`)
+TAIL, SHORT = (1 - LEVEL) / 2, 70  # the share of each tail; the number of images that halve it (`studentized`)
 DRAWS = 2000  # bootstrap resamples
 # Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
@@ -23,7 +23,7 @@ CHUNK = 2**23
 
 def proportion(successes: int, n: int) -> Estimate:
     """Returns a share with its Wilson score interval, which has nonzero width at 0 and 1."""
-    # The interval of all shares whose score test does not reject the observed one.
+    # The interval has all shares whose score test does not reject the observed share.
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -88,19 +88,19 @@ def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     """Returns a change whose estimate may be biased with an interval from its bootstrap samples.
 
-    The samples are biased by as much as the estimate, so that their percentiles are twice as wrong as the value: the
-    interval covers the samples' own interval, centred on the value, and the basic one, which is centred on the value
-    less the bias. It contains the value.
+    The samples have the same bias as the estimate, so their percentiles are twice as wrong as the value. The interval
+    therefore covers two intervals: the samples' own, centred on the value, and the basic one, which is centred on the
+    value minus the bias. It contains the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
-    # The basic interval is that of the percentiles, reflected at the value.
+    # The basic interval is the interval of the percentiles, reflected at the value.
     basic = 2 * value - percentiles.high, 2 * value - percentiles.low
     low, high = min(basic[0], percentiles.low - bias), max(basic[1], percentiles.high - bias)
     return Estimate(value, min(low, value), max(high, value))
 
 
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean over images with its studentized bootstrap interval, which is not negative for such values."""
+    """Returns the mean over images with its studentized bootstrap interval; not negative if no value is."""
     minimum = 0.0 if bool((values >= 0).all()) else -math.inf
     return studentized(values[:, None], lambda means: means[..., 0], seed, minimum)
 
@@ -114,9 +114,9 @@ def studentized(
     """Returns a smooth function of column means over images, with its studentized bootstrap interval.
 
     Every resample is divided by its own standard error (Efron and Tibshirani, 1993, section 12.5), by the delta method.
-    A resample without the few images of a heavy tail has a low mean and a small error too: the quotient shows the skew,
-    which percentiles do not. Of n images the tails are TAIL * n / (n + SHORT) instead of TAIL, because a short sample
-    has too few images of its tail for any bootstrap (benchmarks/coverage.py).
+    A resample without the few images of a heavy tail has a low mean and a small error, too. The quotient shows this
+    skew, and percentiles do not. For n images the tails are TAIL * n / (n + SHORT) instead of TAIL, because a small
+    sample has too few images of its tail for any bootstrap (benchmarks/coverage.py).
 
     Args:
         values: One row per image.
@@ -125,7 +125,7 @@ def studentized(
         minimum: The smallest possible value of the quantity.
 
     Returns:
-        The value with its interval, of no width where all images are equal.
+        The value with its interval, which has no width if all images are equal.
     """
     values = values.double().cpu()
     n, columns = values.shape
@@ -138,7 +138,7 @@ def studentized(
     value, gradient = _with_gradient(function, means[None])
     samples, gradients = _with_gradient(function, means + shifts)
     error = (centered @ gradient[0]).square().mean().sqrt()
-    # Where all images are equal to rounding, or the value is at the end of its range, there is no error to divide by.
+    # If all images are equal up to rounding, or the value is at the end of its range, there is no error to divide by.
     if not (error.isfinite() and error > 1e-14 * values.abs().max()):
         return Estimate(float(value), float(value), float(value))
     errors = (gradients[:, None] @ covariances @ gradients[:, :, None])[:, 0, 0].clamp(min=0).sqrt()
@@ -161,10 +161,10 @@ def _with_gradient(
 
 
 def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean of shares in [0, 1]: where all are 0 or 1 with the interval of `proportion`, else the bootstrap.
+    """Returns the mean of shares in [0, 1], with the interval of `proportion` if all are 0 or 1, else of the bootstrap.
 
-    Two pseudo-images, of 0 and of 1, are added to the resampled ones, so that the interval has nonzero width where all
-    shares are equal.
+    Two pseudo-images, of 0 and of 1, are added to the resampled ones, so that the interval has nonzero width even if
+    all shares are equal.
     """
     if bool(((shares == 0) | (shares == 1)).all()):
         return proportion(int(shares.sum()), len(shares))
@@ -186,9 +186,10 @@ def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) 
 def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"], seed: int) -> Estimate:
     """Returns the mean change of a metric of any unit, after minus before, with its interval over images.
 
-    A metric that many images share, such as a share of few objects, changes in few images, as a decision does
-    (`mean_change`): by the size of the changes that were found, and without any by the least difference of two images.
-    The interval then has nonzero width. Where every image changes, it is the studentized bootstrap.
+    Many images may have the same value of a metric, e.g. of a share of few objects. It then changes in few images, as a
+    decision does (`mean_change`). The unit of `mean_change` is the size of the changes or, if there are none, the least
+    difference between two images, so the interval has nonzero width. If every image changes, the interval is the
+    studentized bootstrap.
     """
     changes = (after - before).double()
     if bool((changes != 0).all()):
@@ -202,7 +203,7 @@ def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
     """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
-    # [images, bins] and not bins alone: column means of a resample give its calibration error.
+    # [images, bins] and not only [bins]: column means of a resample give its calibration error.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
     gap = confidence.double() - correct.double()
@@ -215,13 +216,13 @@ def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, 
 
 
 def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
-    """Returns the expected calibration error with an interval that covers the population's, in bins as well.
+    """Returns the expected calibration error in bins, with an interval that covers the population's error.
 
-    The error is a sum of magnitudes, which noise increases: on few images a calibrated model has an error well above
-    zero, and resamples have a higher one still, so that percentiles of it may exclude the value itself. The error
-    differs from the population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality),
-    whose quantile is the distance to the lower end. The upper end is as far above the value as the low resamples are
-    below their mean; the bias is not subtracted from it. Contains the value; conservative.
+    The error is a sum of magnitudes, which noise increases. On few images a calibrated model has an error well above
+    zero, and resamples have a higher one still, so percentiles may exclude the value itself. The error differs from the
+    population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality). The quantile of
+    this sum is the distance to the lower end. The upper end is as far above the value as the low resamples are below
+    their mean; the bias is not subtracted from it. Contains the value; conservative.
     """
     value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
     distances = calibration_error(resampled_gaps - mean_gaps)

@@ -21,8 +21,8 @@ CAPTIONS = {
     UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
 }
 
-# Captions of the readings, in the order of the page; other readings follow. The first OPEN_FIGURES are open: the
-# effective rank in a metric, because that of a plain dense head is the number of its directions.
+# Captions of the readings, in the order of the page; other readings follow. The first OPEN_FIGURES are open. They begin
+# with the effective rank in a metric, because the plain one of a dense head is only the number of its directions.
 MEANING = {
     "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
@@ -58,7 +58,7 @@ class HeatMap:
 
 
 def colour_step(share: float) -> int:
-    """Returns the step of the colour scale of a share of its range; shares outside [0, 1] are clipped."""
+    """Returns the step of the colour scale for a share of its range; shares outside [0, 1] are clipped."""
     return min(LEVELS - 1, max(0, int(share * LEVELS)))  # the highest value would begin one more step
 
 
@@ -103,12 +103,12 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns what was removed, in words, and one heat map per map that lost ranks; None where nothing was."""
+    """Returns what was removed, in words, and one heat map per map that lost ranks; None if nothing was removed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
         kept, full = sum(kept or 0 for kept, _ in parts), sum(full for _, full in parts)
-        if kept == full:  # a map of a single colour
+        if kept == full:  # it would be a map of a single colour
             continue
         what = "units" if title == UNITS else "ranks"
         words = f"{percent(1 - kept / full)} of the {what} removed, {number(kept)} of {number(full)} kept"
@@ -129,15 +129,15 @@ def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str
     return {"facts": facts, "figures": figures, "steps": LEVELS} if facts else None
 
 
-# The kept and the full rank of a unit; None in place of the kept one for a removed head, and in place of both where an
-# earlier compression had removed the head.
+# The kept and the full rank of a unit. The kept rank is None for a removed head. The pair is None if an earlier
+# compression had removed the head.
 Rank = tuple[int | None, int] | None
 
 
 def ranks(
     prescription: Prescription, diagnosis: Diagnosis | None = None
 ) -> dict[str, tuple[tuple[str, ...], list[list[Rank]]]]:
-    """Returns columns and rows, one per layer, of the table of every map: query and key, and those that are reduced.
+    """Returns columns and rows (one per layer) of the table of every map: query and key, and every reduced map.
 
     The diagnosis provides the original indices of the heads and their numbers of directions.
     """

@@ -58,17 +58,17 @@ import attnrx as rx
 model = rx.load("path/to/this/folder")
 {call}  # images normalized as in config.json{accelerated}
 ```"""
-# Of a portable model, before USE.
+# For a portable model, shown before USE.
 PORTABLE = "Its own library loads it, without attnrx:\n\n```python\n{code}\n```\n\nSo does attnrx:"
-# Where the speed was measured in attnrx's kernels, which `load` does not use.
+# Shown if the speed was measured in attnrx's kernels, which `load` does not use.
 ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
-# Of a class of transformers.
+# For a transformers model.
 PIPELINE = '\nanswers = transformers.pipeline("{task}", model=model, image_processor=processor)'
-# Those of the hub, of embeddings and of classifiers.
+# The hub's tasks for embeddings and for classifiers.
 TASKS = "image-feature-extraction", "image-classification"
 
-# The last line, by which an edit is found: a comment, which is not shown.
+# The last line, which reveals an edit: a comment, which is not shown.
 SEAL = "<!-- attnrx card {} -->\n"
 
 
@@ -121,7 +121,7 @@ def write_report(
 ) -> Path:
     """Writes the report as one HTML file that uses no network: readable without scripts, printable, light and dark.
 
-    Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title. The page
+    Pass evidence, prescription and diagnosis, or instead a `content` with these, other parts and a title. The page
     as text, e.g. for an iframe of a notebook, is `render(ReportContent(title, evidence=evidence))`.
 
     Args:
@@ -181,8 +181,9 @@ def render(content: ReportContent) -> str:
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
     diagnosis, records = content.diagnosis, content.records
     provenance = {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None
-    # The name, which is the anchor and the file name of the template, the title, and the data: of a part, by a function
-    # that may find nothing to show. With a "summary" a section is folded: the page shows this line until it is opened.
+    # A section has a name (its anchor, and the file name of its template), a title, a part, and a function that returns
+    # the data of the part, or None if there is nothing to show. A section with a "summary" is folded: the page shows
+    # this line until it is opened.
     every_section: list[tuple[str, str, Any, Callable[[Any], dict[str, Any] | None]]] = [
         ("verdict", "Result", records, partial(verdict, content.evidence)),
         ("changes", "What changed", content.prescription, partial(changes, diagnosis=diagnosis)),
@@ -204,10 +205,10 @@ def render(content: ReportContent) -> str:
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=script,
-        # The content security policy of the page allows the script of this hash and no other.
+        # The content security policy of the page only allows the script with this hash.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sections=sections,
-        # Without another open section than the result the folded ones are the content of the page.
+        # If only the result is open, the folded sections are the content of the page.
         unfold=all("summary" in data for _, _, data in sections[1:]),
     )
 
@@ -221,12 +222,12 @@ def model_card(
 ) -> str:
     """Returns the model card as Markdown, with a YAML header for the hub: README.md of a saved model.
 
-    It has measured and recorded facts only. Every saved model has one, so that it needs nothing beyond the base
-    install: `huggingface_hub.ModelCard` would be a fifth dependency, for the fifteen lines of the header.
+    It only has measured and recorded facts. Every saved model has a card, so it needs nothing beyond the base install:
+    `huggingface_hub.ModelCard` would be a fifth dependency, for the fifteen lines of the header.
 
     Args:
-        facts: What the table states; "name" is the heading, and "outputs" the name of an `OutputKind`: a model of
-            embeddings is no classifier on the hub.
+        facts: What the table states. "name" is the heading, and "outputs" the name of an `OutputKind`: a model that
+            returns embeddings is not a classifier on the hub.
         evidence: What `verify` measured.
         prescription: The prescription that the model was made by.
         library_code: The code with which the library of a portable model loads it.
@@ -235,7 +236,7 @@ def model_card(
         The card, whose last line seals it (`is_unedited`).
     """
     rows, returned = [], RETURNED.get(str(facts.get("outputs")), "logits")
-    # A model of transformers returns its answer among others.
+    # A transformers model returns its answer among other outputs.
     is_transformers = facts.get("family") == "huggingface"
     call = "output = model(images)" if is_transformers else f"{returned} = model(images)"
     pipeline = PIPELINE.format(task=TASKS[returned == "logits"]) if is_transformers else ""
@@ -279,8 +280,8 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
     lines = ["library_name: attnrx", f"pipeline_tag: {task}"]
     # The hub reads these fields for its search and, from model-index, for the results that it shows.
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
-    # That of nearest neighbours is no result of a classifier, nor is one that cannot be compared: of several labels, or
-    # against labels that are not those of the model.
+    # An accuracy of nearest neighbours is not the result of a classifier. An accuracy of several labels, or against
+    # labels that are not the model's, cannot be compared.
     is_comparable = (
         task == "image-classification"
         and facts.get("outputs") not in ("multilabel", "label_probabilities")

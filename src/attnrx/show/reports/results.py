@@ -14,7 +14,7 @@ from attnrx.vit.costs import factors_text, speed_text
 from attnrx.vit.outputs import KINDS
 
 Record = Mapping[str, Any]
-TOP_1 = "top-1 accuracy"  # of findings that do not name their measure
+TOP_1 = "top-1 accuracy"  # the measure of findings that do not name one
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMES = {
     "query_key": "query and key",
@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One measured amount with its conditions, its 95 % interval and its factors as text, empty where there is none."""
+    """One measured amount with its conditions, its 95 % interval and its factors as text; empty if there is none."""
 
     amount: str
     conditions: str = ""
@@ -40,9 +40,9 @@ class SummaryPart(NamedTuple):
 class MeasuredSpeed:
     """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
 
-    `record` is a `LatencyComparison`'s. `by_runtime` and `by_compression` are the factors of the speed, if the
-    unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it is
-    recorded; `where` are the threads of a CPU, or another device, for the sentence.
+    `record` is the record of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if
+    the unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it
+    is recorded. `where` is for the sentence: the threads of a CPU, or another device.
     """
 
     def __init__(self, record: Record):
@@ -87,8 +87,9 @@ class MeasuredSpeed:
 
 
 def summary_of(evidence: Evidence) -> str:
-    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images; it
-    begins with what has to be known first, e.g. that nothing was removed.
+    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images.
+
+    It begins with what you have to know first, e.g. that nothing was removed.
     """
     sentence = ", ".join(str(part) for part in summary_parts(evidence))
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
@@ -100,7 +101,7 @@ def nothing_removed(evidence: Evidence) -> bool:
 
 
 def statements(evidence: Evidence) -> list[str]:
-    """Returns what has to be known before the numbers are read."""
+    """Returns what you have to know before you read the numbers."""
     warnings = list(evidence.warnings)
     if not nothing_removed(evidence):
         return warnings
@@ -115,7 +116,7 @@ def statements(evidence: Evidence) -> list[str]:
 def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     """Returns the parts of the sentence, each if it was measured."""
     parts = []
-    for speed in speeds(evidence)[:1]:  # one sentence has no room for those at other batch sizes
+    for speed in speeds(evidence)[:1]:  # one sentence has no room for speeds at other batch sizes
         where = f" on {speed.where}" if speed.where else ""
         setting = f"{'than' if speed.value >= 1 else 'of'} {speed.baseline} at batch {speed.batch}{where}"
         parts.append(SummaryPart(speed.text, setting, speed.interval, speed.factors))
@@ -144,10 +145,10 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     if divergence is not None and known(divergence.value) is not None:
         outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
         name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
-        decimals = ".3g" if "divergence" in evidence.about else ".3f"  # of a user's divergence no scale is known
+        decimals = ".3g" if "divergence" in evidence.about else ".3f"  # a user's divergence has no known scale
         parts.append(SummaryPart(f"{name} {divergence.value:{decimals}}"))
     recalls = [each for each in evidence.of("index") if each.details.get("quantity") == "index recall"]
-    for recall in recalls[-1:]:  # of the most neighbours
+    for recall in recalls[-1:]:  # the recall of the most neighbours
         neighbours = "neighbour is" if recall.details["k"] == 1 else f"{recall.details['k']} neighbours are"
         found = (
             f"{recall.value:.1f} % of the nearest {neighbours} found in the old index of {recall.details['index']:,}"
@@ -203,8 +204,9 @@ def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
 
 
 def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the result: one sentence, the outcomes of the claims, and the quantities before and after; with the notes
-    on images of the records of all parts.
+    """Returns the result: one sentence, the outcomes of the claims, and the quantities before and after.
+
+    It has the notes on images from the records of all parts.
     """
     evidence = found or Evidence((), {})
     notes = [str(note) for record in records.values() for note in record.get("notes") or ()]
@@ -227,7 +229,7 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
 
 
 def deployed(evidence: Evidence) -> tuple[str, str]:
-    """Returns which file to deploy, and what is said of it; empty for evidence of no result of `shrink`."""
+    """Returns which file to deploy, and a sentence about it; empty if the evidence is not of a result of `shrink`."""
     name = evidence.about.get("file")
     if isinstance(name, str):
         return name, "the speed, the accuracy and the outputs on this page are this file's."
@@ -245,8 +247,9 @@ def sentence(evidence: Evidence | None) -> str:
 
 
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
-    """Returns the times of the original, of the unchanged model in the runtime of this one, and of this model: name,
-    share of the original's, and text; empty where the unchanged model was not timed.
+    """Returns the times of the original, of the unchanged model in the runtime of this one, and of this model.
+
+    Each has a name, a share of the original's time, and a text. There is none if the unchanged model was not timed.
     """
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
@@ -259,8 +262,8 @@ def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
 def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured: name, before, after and change."""
     for speed in speeds(evidence)[:1]:
-        # All from the speed of the sentence: the ratio of the two median times differs from the median of their ratios
-        # where the load of the machine changes between rounds.
+        # Both times follow from the speed of the sentence. The ratio of the two median times differs from the median of
+        # their ratios if the load of the machine changes between rounds.
         before, times = speed.reference_seconds, [MISSING] * 2
         if before is not None:
             times = [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
@@ -355,7 +358,7 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
             changed = was and now != was
             change = with_unit(fixed(100 * (now - was) / was, 2, signed=True), "%") if changed else MISSING
             cells += [number(was), number(now), change]
-        # Of the original's MACs, for the bar of the row; four digits, because it is part of the page.
+        # A share of the original's MACs, for the bar of the row; four digits, because it is part of the page.
         share = round(old["macs"] / max(total_before["macs"], 1), 4)
         title = NAMES.get(name, name.replace("_", " "))
         rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
@@ -366,9 +369,9 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     """Returns a record for every model file of a folder that `Shrunk.save` wrote.
 
     `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
-    the same runtime and precision, `accuracy` is in its evidence, in %; None where they were not measured, as the
-    accuracy of model.onnx, which has the model's logits. `unchanged` states that nothing was removed. `problem` is why
-    the evidence of a file cannot be read; it then has no numbers.
+    the same runtime and precision. `accuracy` is the accuracy in its evidence, in %. Both are None if they were not
+    measured: model.onnx has no accuracy, because it has the model's logits. `unchanged` states that nothing was
+    removed. `problem` says why the evidence of a file cannot be read; such a file has no numbers.
     """
     folder = Path(folder)
     main, judged = folder / "evidence.json", None  # the file that the evidence of the folder is about

@@ -65,9 +65,10 @@ def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images ch
 
 @dataclass(frozen=True)
 class MapSamples:
-    """Sample images in the unit range and the map that every model returns for them, [images, height, width], by name;
-    the original is the first. Of several numbers per position it is the index of the largest. `labels` are the classes
-    of the images.
+    """Sample images in the unit range, and the map that every model returns for them.
+
+    `maps` holds maps [images, height, width] by the name of the model, the original first. If there are several numbers
+    per position, it is the index of the largest. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -78,7 +79,7 @@ class MapSamples:
 def sample_maps(
     models: Mapping[str, nn.Module], images: Float[Tensor, "images channels height width"], labels: tuple[str, ...] = ()
 ) -> MapSamples | None:
-    """Returns the first maps among the outputs of models for a few images; None for outputs without any.
+    """Returns the first maps among the outputs of models for a few images; None if the outputs have no map.
 
     Args:
         models: The models by name, the original first.
@@ -115,7 +116,7 @@ def sample_tokens(
         The samples for `ReportContent.tokens`.
 
     Raises:
-        InvalidInput: The model has no token policy, there is no image, or the patches are no grid of squares.
+        InvalidInput: The model has no token policy, there is no image, or the patches do not form a grid of squares.
     """
     reduction = reduction_of(model)
     if reduction is None:
@@ -189,7 +190,7 @@ def _label(samples: MapSamples | TokenSamples, index: int) -> str:
 
 
 def outputs(samples: MapSamples) -> dict[str, Any]:
-    """Returns, per image, the map that every model returns, all on the scale of the original's."""
+    """Returns the map of every model for each image, all on the scale of the original's map."""
     first = next(iter(samples.maps.values()))
     images = []
     for index, picture in enumerate(samples.images):
@@ -207,7 +208,7 @@ def outputs(samples: MapSamples) -> dict[str, Any]:
 
 
 def tokens(samples: TokenSamples) -> dict[str, Any]:
-    """Returns the policy as a table, and per image a picture per stage."""
+    """Returns the policy as a table, and for each image a picture after every stage."""
     policy, stages = samples.policy, []
     for layer, keep, left, count in zip(
         policy.layers, policy.keep, samples.left.unbind(1), samples.tokens, strict=True
@@ -293,17 +294,17 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
 
 
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
-    """Returns an image as one that can be drawn: of more channels than a picture has, e.g. bands, their mean."""
+    """Returns an image that can be drawn: more channels than a picture has, e.g. bands, are averaged."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
 
 
 def as_colours(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "3 height width"]:
-    """Returns an image as one of three channels, without transparency."""
+    """Returns an image with three channels, without transparency."""
     return shown(image.double().cpu())[:3].expand(3, -1, -1)
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image in the unit range as a PNG data URI, of more channels than a picture has their mean."""
+    """Returns an image in the unit range as a PNG data URI; more channels than a picture has are averaged."""
     from PIL import Image
 
     image = shown(image)
@@ -323,11 +324,11 @@ def patch_picture(
     groups: Int[Tensor, "rows columns"] | None = None,
     fills: Mapping[int, str] | None = None,
 ) -> str:
-    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+    """Draws the image with the id `shown`; its patches form a grid, and patches that are not `left` are covered.
 
-    Patches of the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one for
-    this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains it
-    as the data URI `address`; the others refer to its id.
+    Patches with the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one
+    for this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains
+    it as the data URI `address`; the others refer to its id.
     """
     rows, columns = left.shape
     size = f'width="{columns}" height="{rows}"'
