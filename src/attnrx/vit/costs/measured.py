@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from attnrx.support.arguments import COUNT, checked, one_of, optional, require_fields, whole
+from attnrx.support.arguments import COUNT, checked, number, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.estimate import Estimate
 from attnrx.support.hardware import Load, device_name
@@ -31,6 +31,8 @@ PASSES_BEFORE = 3
 # The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts that a run is divided into.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
+# A protocol that ends when the speeds are precise looks at them after every so many rounds, and not before the first.
+LOOK_EVERY, FIRST_LOOK = 8, 32
 # The number of processes for measurements that are evidence. Runs in different processes differ by more than the rounds
 # of one run, and these depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times as
 # wide (benchmarks/coverage.py).
@@ -203,7 +205,13 @@ def _median(values: Float[Tensor, "values"]) -> Float[Tensor, ""]:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, clock: str = "wall", repeated: bool = True
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    clock: str = "wall",
+    repeated: bool = True,
+    is_enough: Callable[[Mapping[str, Float[Tensor, "runs"]]], bool] | None = None,
 ) -> dict[str, Float[Tensor, "runs"]]:
     """Times every run once per round and returns the seconds by name.
 
@@ -247,15 +255,21 @@ def interleave(
     gc.collect()
     gc.disable()
     try:
-        for _ in track(range(rounds), "measuring latency"):
+        for done in track(range(1, rounds + 1), "measuring latency"):
             for name, run in order:
                 for _ in range(before[name]):
                     run()
                 seconds[name].append(measure(run))
             order.reverse()
+            if is_enough is not None and done >= FIRST_LOOK and done % LOOK_EVERY == 0 and is_enough(_tensors(seconds)):
+                break
     finally:
         if collecting:
             gc.enable()
+    return _tensors(seconds)
+
+
+def _tensors(seconds: Mapping[str, Sequence[float]]) -> dict[str, Float[Tensor, "runs"]]:
     return {name: torch.tensor(times, dtype=torch.float64) for name, times in seconds.items()}
 
 
@@ -363,6 +377,8 @@ class LatencyProtocol:
     If `processes` is above 1, the rounds are divided among that many new processes, and the intervals include the
     differences between them. Models that cannot be pickled are measured in this process instead, and
     `LatencyComparison.processes` is then 1.
+
+    With `enough`, rounds end early: when the interval of every speed is at most this share of it to either side.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -370,11 +386,13 @@ class LatencyProtocol:
     warmup: int = 5
     clock: str | None = None
     processes: int = 1
+    enough: float | None = None
 
     def __post_init__(self):
         # An interval needs two rounds, and the first pass is never typical, so there is a warmup.
-        processes = whole(1, max(STUDENT))
-        require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)), processes=processes)
+        processes, shares = whole(1, max(STUDENT)), optional(number(0.0, 1.0, "a share of the speed, e.g. 0.01"))
+        fields = {"clock": optional(one_of(*CLOCKS)), "processes": processes, "enough": shares}
+        require_fields(self, rounds=whole(2), warmup=COUNT, **fields)
 
     @property
     def resolved_clock(self) -> str:
@@ -434,7 +452,8 @@ def compare_latencies(
     runs = _runs(models, images, protocol)
     if protocol.processes > 1 and is_busy(_taken(runs)):  # evidence is then measured once more, and the better one kept
         runs = min(runs, _runs(models, images, protocol), key=lambda found: _taken(found) or 0.0)
-    seconds = {name: torch.stack([run[0][name] for run in runs]) for name in models}  # [processes, rounds]
+    rounds = min(len(run[0][REFERENCE]) for run in runs)  # a process may have ended earlier than another
+    seconds = {name: torch.stack([run[0][name][:rounds] for run in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
     original, middle = seconds[REFERENCE], seconds.get(UNCHANGED)
@@ -481,9 +500,17 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         runs: dict[str, Callable[[], object]] = {
             name: partial(conditions.prepare(model), batch) for name, model in models.items()
         }
-        threads, load = torch.get_num_threads(), Load()
-        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
-        return seconds, threads, load.taken(threads)
+        threads, load, enough = torch.get_num_threads(), Load(), protocol.enough
+        timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": protocol.resolved_clock}
+        if enough is not None:
+            timing["is_enough"] = partial(_are_precise, enough)
+        return interleave(runs, rounds=protocol.rounds, **timing), threads, load.taken(threads)
+
+
+def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
+    """Whether the interval of every speed relative to the reference is at most this share of it to either side."""
+    speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
+    return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
