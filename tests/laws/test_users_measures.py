@@ -167,7 +167,7 @@ def test_the_interval_of_a_mean_over_the_set_is_that_of_a_mean_over_images() -> 
         assert 0.6 < (found.high - found.low) / (expected.high - expected.low) < 1.6, found.claim
 
 
-@pytest.mark.parametrize("measure", [{"metric": mean_iou}, {"metric_of_set": iou_of_set}], ids=str)
+@pytest.mark.parametrize("measure", [{"metric": mean_iou}, {"metric_of_set": iou_of_set}], ids=["image", "set"])
 def test_masks_are_not_read_without_a_metric(measure: dict[str, Any]) -> None:
     whole = rx.load(made())
     assert not images_for(whole, loader()).has_labels
