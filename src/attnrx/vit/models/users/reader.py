@@ -266,7 +266,7 @@ class Structure:
 
 
 class PairedBlock(nn.Module):
-    """A block of an attention module and an MLP, each with a residual connection; their parent stored them as a pair."""
+    """An attention module and an MLP, which their parent stored as a pair, each with a residual connection."""
 
     def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
         super().__init__()
