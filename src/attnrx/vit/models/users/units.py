@@ -274,7 +274,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-        # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
+    # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
