@@ -26,9 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import attnrx as rx
+from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.storage import write_json
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Pictures(torch.utils.data.Dataset[torch.Tensor]):
@@ -43,7 +42,8 @@ class Pictures(torch.utils.data.Dataset[torch.Tensor]):
     def __getitem__(self, row: int) -> torch.Tensor:
         picture = Image.open(io.BytesIO(self.rows[row]["image"]["bytes"])).convert("RGB").resize(self.size)
         pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1).float() / 255
-        return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+        mean, std = (torch.tensor(each)[:, None, None] for each in IMAGENET)
+        return (pixels - mean) / std
 
 
 def created(name: str, weights: Path) -> nn.Module:

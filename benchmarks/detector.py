@@ -26,12 +26,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import attnrx as rx
+from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.storage import write_json
 
 SIDE, PATCH = 224, 14
 GRID = SIDE // PATCH
 OBJECTS, PEAKS = 4, 20  # the largest number of objects in a scene, and of centres whose scores are kept
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Detector(nn.Module):
@@ -97,7 +97,7 @@ def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) ->
             objects[scene, index] = torch.tensor(box)
         images.append(torch.from_numpy(np.asarray(canvas).copy()))
     pixels = torch.stack(images).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
+    mean, std = (torch.tensor(each)[:, None, None] for each in IMAGENET)
     return TensorDataset((pixels - mean) / std, objects)
 
 

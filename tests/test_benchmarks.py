@@ -212,7 +212,7 @@ def test_coverage_counts_how_often_intervals_cover_the_truth(capsys: pytest.Capt
 
 def test_the_costs_that_spot_prints_are_compared_with_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(BENCHMARKS / "spot_costs.py"))["main"]([])
-    assert "22 of 92 cells are off" in capsys.readouterr().out
+    assert "22 of 95 cells are off" in capsys.readouterr().out
 
 
 def test_patch_probe_tells_what_features_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -492,7 +492,7 @@ def require_total(total: int, multiple: int, least: int, largest: int) -> None:
 
 
 def require_directions(directions: int, multiple: int, minimum: int) -> None:
-    """Raises InvalidInput if `directions` directions do not fit the multiple or the minimum."""
+    """Raises InvalidInput unless `multiple` divides the number of directions and `minimum` is at most that number."""
     if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
         raise InvalidInput(
             f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "

@@ -286,7 +286,7 @@ def real_path(path: Path | str) -> Path:
     """Returns the path without symbolic links, because a rename onto a link would replace the link.
 
     Raises:
-        CheckpointError: Its links lead back to themselves, or the system has no such path, e.g. one too long.
+        CheckpointError: The links form a loop, or the system allows no such path, e.g. because it is too long.
     """
     try:
         target = Path(os.path.realpath(path))

@@ -148,10 +148,9 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 def interruptible() -> Iterator[threading.Event]:
     """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one.
 
-    The first of these signals sets the event. If it is still pending at the end of the context, KeyboardInterrupt is
-    raised there.
-
-    A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread.
+    The first of these signals sets the event. If it is still pending at the end of the context, the context raises
+    KeyboardInterrupt there. A second signal raises it immediately, without a new checkpoint. Outside the main thread it
+    has no effect.
     """
     interruption = threading.Event()
 

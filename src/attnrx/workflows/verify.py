@@ -47,10 +47,10 @@ def realization_of(prescription: Prescription | None) -> str | None:
 def stored_prescription(
     source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
-    """Returns the prescription in the folder of a candidate, or the given one if the folder has none, and notes.
+    """Returns a candidate's prescription, from its folder or else the given one, together with notes.
 
-    If a model was realized twice, its folder has the prescription of the second step, which is for another model than
-    the first original. It is not used in a comparison with the first original, and a note says so.
+    If a model was realized twice, its folder has the prescription of the second step. That one was made for the result
+    of the first step, so a comparison with the original does not use it, and a note says so.
 
     Raises:
         InvalidInput: The given prescription makes other decisions than the candidate's own.

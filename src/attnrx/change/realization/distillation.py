@@ -207,7 +207,7 @@ class _OutputFit:
         self._answers = rounded(self._answers, batches, bits)
 
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
-        """Returns the mean divergence on the next images that are fitted to."""
+        """Returns the mean divergence on the next batch of training images."""
         pixels = next(self._next)
         return self.distance(*self._outputs(pixels[~_held_out(pixels)])).mean()
 

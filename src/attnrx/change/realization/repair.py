@@ -40,10 +40,10 @@ from attnrx.vit.models import (
     ModuleCall,
     blocks_of,
     family_of,
-    name_of_tokens,
     recording_calls,
     replacing_forward,
     require_all_tokens,
+    tokens_in,
 )
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
@@ -417,7 +417,7 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:
-        found.append(args[0] if args else kwargs[name_of_tokens(kwargs)])
+        found.append(tokens_in(args, kwargs))
         raise _Reached
 
     with suppress(_Reached), replacing_forward(part, reach):

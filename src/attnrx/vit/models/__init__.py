@@ -31,13 +31,13 @@ from attnrx.vit.models.observation_hooks import (
     ModuleCall,
     blocks_of,
     counted_by_spec,
-    name_of_tokens,
     observing,
     observing_calls,
     observing_mlp,
     recording_blocks,
     recording_calls,
     replacing_forward,
+    tokens_in,
 )
 from attnrx.vit.models.parts.mlp import LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.parts.module_inputs import ModuleInputs
@@ -76,7 +76,6 @@ __all__ = [
     "loading_code",
     "model_fingerprint",
     "model_names",
-    "name_of_tokens",
     "num_outputs",
     "observing",
     "observing_calls",
@@ -98,6 +97,7 @@ __all__ = [
     "stock_form",
     "timed_form",
     "token_run",
+    "tokens_in",
     "use_backend",
     "working_copy",
 ]  # fmt: skip

@@ -76,6 +76,18 @@ def name_of_tokens(options: Mapping[str, Any]) -> str:
     return next((name for name in ("hidden_states", "query", *options) if name in options), "")
 
 
+def tokens_in(args: tuple[Any, ...], options: Mapping[str, Any]) -> Float[Tensor, "batch *sizes"]:
+    """Returns the tokens of a call, which passes them by position or by name."""
+    return args[0] if args else options[name_of_tokens(options)]
+
+
+def with_tokens(
+    args: tuple[Any, ...], options: dict[str, Any], tokens: Float[Tensor, "batch *sizes"]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with other tokens."""
+    return ((tokens, *args[1:]), options) if args else (args, {**options, name_of_tokens(options): tokens})
+
+
 @contextmanager
 def recording_calls(
     modules: Iterable[nn.Module], keep: Callable[[ModuleCall], Kept], by_image: bool = False

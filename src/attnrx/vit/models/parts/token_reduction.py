@@ -554,7 +554,7 @@ def _at_all_heads(
         weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
         shares = weights / weights.sum(-1, keepdim=True)
         statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
-        # One head at a time: a list as an index is copied to the device, and a CUDA graph cannot record that wait.
+    # One head at a time: a list as an index is copied to the device, and a CUDA graph cannot record that wait.
     for position, head in enumerate(heads):
         statistic[:, head] = values[:, position]
     return statistic

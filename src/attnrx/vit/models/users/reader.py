@@ -212,7 +212,7 @@ def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> n
 def created_by(
     factory: Factory | None, name: str, needed: str, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Returns the user's module that a class or a factory creates.
+    """Creates the user's module by its class or by a factory, and returns it.
 
     Args:
         factory: The class or the function, or None if there is none.
@@ -222,7 +222,7 @@ def created_by(
 
     Raises:
         NotSupported: There is no factory and no imported class that creates the module.
-        InvalidInput: The factory returned something else than a module.
+        InvalidInput: The factory returned something other than a module.
         UserCodeError: The factory raised an exception.
     """
     if factory is None:
@@ -266,7 +266,7 @@ class Structure:
 
 
 class PairedBlock(nn.Module):
-    """A block made from an attention and an MLP that their owner held as a pair, each with a residual connection."""
+    """An attention module and an MLP, which their parent stored as a pair, each with a residual connection."""
 
     def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
         super().__init__()

@@ -51,7 +51,7 @@ LEAST_SHARE = 0.01
 
 
 class Convolution(nn.Module):
-    """A convolution of [batch, channels, height, width], computed as a linear map of channels * kernel features."""
+    """A convolution over inputs [batch, channels, height, width], computed as one linear map of all patches."""
 
     def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
         """Stores the linear map, the kernel's size and its `geometry`: stride, padding and dilation."""
@@ -105,10 +105,12 @@ class UnitsFamily(AdoptedFamily):
         return ViTParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the input format: the first size at which the module runs, stated sizes before common ones.
+        """Returns the input format: the first image size at which the module runs.
+
+        Sizes that the module states are tried before common ones.
 
         Raises:
-            NotSupported: The module runs at none of them.
+            NotSupported: The module runs at none of these sizes.
         """
         failures = []
         for shape in _shapes(model):
@@ -201,7 +203,7 @@ class UnitsFamily(AdoptedFamily):
         )
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        """Changes nothing: the attention is not read and has no heads."""
+        """Does nothing, because this family reads no attention."""
 
     def reads_attention(self, model: nn.Module) -> bool:
         return False
@@ -272,7 +274,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-        # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
+    # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):

@@ -15,7 +15,7 @@ from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_we
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.models.family import called_with_images
-from attnrx.vit.models.observation_hooks import name_of_tokens
+from attnrx.vit.models.observation_hooks import name_of_tokens, tokens_in, with_tokens
 from attnrx.vit.models.parts.mlp import Pair
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, inputs_of
 from attnrx.vit.models.parts.surroundings import Surroundings, answered
@@ -113,8 +113,7 @@ class LastLayer:
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
         # The adapter of the called block: a replica of `DataParallel` does not call `self.block`.
-        name = "" if args else name_of_tokens(kwargs)
-        tokens = args[0] if args else kwargs[name]
+        tokens = tokens_in(args, kwargs)
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
@@ -123,7 +122,7 @@ class LastLayer:
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
         queries = tokens[:, : self.prefix]
-        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, name: queries})
+        return with_tokens(args, kwargs, queries)
 
 
 class Adopted(nn.Module):

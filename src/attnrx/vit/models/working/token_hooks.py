@@ -14,7 +14,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.attention.attention import BACKENDS
 from attnrx.vit.models.family import Family
-from attnrx.vit.models.observation_hooks import blocks_of, name_of_tokens
+from attnrx.vit.models.observation_hooks import blocks_of, tokens_in, with_tokens
 from attnrx.vit.models.parts.record import TOKENS, record_of
 from attnrx.vit.models.parts.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import TokenPolicy
@@ -195,8 +195,7 @@ class TokenHook:
             first, *others = outputs[0] if isinstance(outputs[0], tuple) else outputs
             tokens = self.run(first)
             return tokens if tokens is None or not isinstance(outputs[0], tuple) else (tokens, *others)
-        name = "" if args else name_of_tokens(kwargs)
-        entering = args[0] if args else kwargs[name]
+        entering = tokens_in(args, kwargs)
         if isinstance(entering, fx.Proxy):
             raise NotSupported(
                 "torch.fx traces no model that prunes or merges tokens: which tokens leave depends on the image. Trace "
@@ -205,7 +204,7 @@ class TokenHook:
         tokens = self.run(entering)
         if tokens is None:
             return None
-        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, name: tokens})
+        return with_tokens(args, kwargs, tokens)
 
 
 class NormHook(TokenHook):
