@@ -91,7 +91,7 @@ def test_a_file_is_better_if_it_is_faster_and_no_farther() -> None:
 def measuring(monkeypatch: pytest.MonkeyPatch, *files: MeasuredFile) -> None:
     """Lets every run measure these files, and the result's only if there is one."""
 
-    def measure(original: Any, result: Any, *_: Any) -> FileRun:
+    def measure(original: Any, result: Any, *_: Any, **__: Any) -> FileRun:
         return run_of(*(file for file in files if result is not None or file.title != RESULT))
 
     monkeypatch.setattr("attnrx.workflows.shrink.measure_files", measure)

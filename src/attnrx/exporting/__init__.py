@@ -7,7 +7,9 @@ rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX
 from attnrx.exporting.baseline import (
     UNCHANGED,
     Baseline,
+    Draft,
     library_subject,
+    temporary_files,
     vendor_file,
     vendor_title,
     with_8_bits,
@@ -17,6 +19,7 @@ from attnrx.exporting.baseline import (
 from attnrx.exporting.exported import (
     Exported,
     Images,
+    copy_export,
     is_exported,
     load_exported,
     present_exports,
@@ -24,6 +27,7 @@ from attnrx.exporting.exported import (
     remove_export,
     require_export_path,
     require_replaceable_files,
+    result_path,
 )
 from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
@@ -42,10 +46,11 @@ from attnrx.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "ExportSubject", "Exported", "Format", "Images",
-    "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original",
-    "dtype_name",
-    "export", "fitting_names", "is_exported", "library_subject", "load_exported", "parse_format", "precision_for",
-    "present_exports", "present_script", "remove_export", "require_export_path", "require_replaceable_files",
-    "subject_of", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "without_blocks", "write_exported",
+    "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported", "Format",
+    "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
+    "compare_with_original", "copy_export", "dtype_name", "export", "fitting_names", "is_exported", "library_subject",
+    "load_exported", "parse_format", "precision_for", "present_exports", "present_script",
+    "remove_export", "require_export_path", "require_replaceable_files", "result_path", "subject_of",
+    "temporary_files", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "without_blocks",
+    "write_exported",
 ]  # fmt: skip

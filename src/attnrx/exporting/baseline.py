@@ -5,9 +5,10 @@ that you name.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,21 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageSet
-from attnrx.exporting.exported import Exported
+from attnrx.exporting.exported import Exported, result_path
 from attnrx.exporting.formats import INPUT, AOTInductor, Format, library, raising, to_numpy
 from attnrx.exporting.quantizing import quantized, silent, single_images
 from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO
 from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
 from attnrx.support.atomic_writes import scratch_folder
-from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.errors import AttnrxError
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import is_installed
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Tensor
+from attnrx.support.subprocess_runner import run_side_by_side
 from attnrx.vit.models import blocks_of, family_of, timed_form
 
-UNCHANGED = "nothing removed"
+UNCHANGED, EMPTY = "nothing removed", "no blocks"
 FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
 
 
@@ -62,53 +64,118 @@ class Baseline:
         )
 
     @classmethod
-    def as_file(cls, model: nn.Module, form: Format, images: ImageSet, log: Log) -> "Baseline":
+    def as_file(
+        cls, model: nn.Module, form: Format, images: ImageSet, log: Log, in_subprocess: bool = False
+    ) -> "Baseline":
         """Returns the vendor's file of a model in the runtime and precision of a format, beside attnrx's files.
 
         If the format has 8 bits, all are quantized on these images. If the vendor's tool fails, attnrx's file takes its
-        place.
+        place. With `in_subprocess`, some files are written in another process at the same time.
 
         Raises:
             NotSupported: attnrx cannot write the model in the format.
         """
-        opened = ExitStack()
-        folder = opened.enter_context(scratch_folder())
-        unchanged, empty = _own_files(model, form, images, folder)
-        title, file = UNCHANGED, unchanged
-        try:
-            subject, path = library_subject(model, form, images), folder / f"vendor{form.suffix}"
-            title, file = vendor_title(form), vendor_file(subject, path, form)
-        except AttnrxError as error:
-            log(f"speeds are relative to attnrx's file of your model: {error}")
-        made = cls(title, file, form, unchanged, empty)
-        weakref.finalize(made, opened.close)  # the files are read while they are timed
-        return made
+        vendor = vendor_title(form)
+        drafts = {vendor: Draft.of_vendor(model, form, images), **_own_drafts(model, form, images)}
+        files = temporary_files(drafts, in_subprocess)
+        unchanged, empty = _own_files(files)
+        title, file = vendor, files[vendor]
+        if not isinstance(file, Exported):
+            log(f"speeds are relative to attnrx's file of your model: {file}")
+            title, file = UNCHANGED, unchanged
+        return cls(title, file, form, unchanged, empty)
 
-    def of_copy(self, model: nn.Module, images: ImageSet) -> "Baseline":
-        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy.
+    @property
+    def files(self) -> dict[str, Exported]:
+        """The vendor's file and attnrx's file of the unchanged model, by their titles."""
+        files = {UNCHANGED: self.unchanged, self.title: self.model}
+        return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
-        Its files exist as long as it is in use.
-        """
+    def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
+        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy."""
         if self.form is None:
             return self
-        opened = ExitStack()
-        unchanged, empty = _own_files(model, self.form, images, opened.enter_context(scratch_folder()))
-        made = replace(self, unchanged=unchanged, empty=empty)
-        weakref.finalize(made, opened.close)
-        return made
+        unchanged, empty = _own_files(temporary_files(_own_drafts(model, self.form, images), in_subprocess))
+        return replace(self, unchanged=unchanged, empty=empty)
 
 
-def _own_files(model: nn.Module, form: Format, images: ImageSet, folder: Path) -> tuple[Exported, Exported | None]:
-    """Writes attnrx's files of a model, and of the model without its blocks if it can be written, into a folder."""
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A file that is to be written: the model, its format, and by whose tool.
 
-    def written(name: str, module: nn.Module) -> Exported:
-        subject = subject_of(module, form, images)
-        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+    A file of attnrx that `is_compared` has the outputs of its model, or it is an error.
+    """
 
-    unchanged = written("unchanged", model)
-    with suppress(NotSupported):
-        return unchanged, written("empty", without_blocks(model))
-    return unchanged, None
+    subject: ExportSubject
+    form: Format
+    by_vendor: bool = False
+    is_compared: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        form: Format,
+        images: ImageSet,
+        class_names: Sequence[str] = (),
+        *,
+        is_compared: bool = False,
+    ) -> "Draft":
+        """Returns the draft of attnrx's file of a model, calibrated on these images if the format has 8 bits."""
+        return cls(subject_of(model, form, images, class_names), form, is_compared=is_compared)
+
+    @classmethod
+    def of_vendor(cls, model: nn.Module, form: Format, images: ImageSet) -> "Draft":
+        """Returns the draft of the vendor's file of a model in the code of its own library."""
+        return cls(library_subject(model, form, images), form, by_vendor=True)
+
+    def write(self, path: Path) -> Exported:
+        """Writes the file.
+
+        Raises:
+            NotSupported: The model cannot be written, or the outputs of the file differ.
+        """
+        if self.by_vendor:
+            return vendor_file(self.subject, path, self.form)
+        return write_exported(self.subject, path, self.form, is_compared=self.is_compared)
+
+
+def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[str, Exported | AttnrxError]:
+    """Writes files to temporary folders; for a file that cannot be written, returns the error in its place.
+
+    A folder exists as long as its file is in use. With `in_subprocess`, every second file is written in another
+    process, because each takes one core.
+    """
+    with ExitStack() as opened:
+        folders = {name: opened.enter_context(ExitStack()) for name in drafts}
+        calls = list[Callable[[], Exported | AttnrxError]]()
+        for name, draft in drafts.items():
+            path = result_path(folders[name].enter_context(scratch_folder()), draft.form)
+            calls.append(partial(_attempt, draft, path))
+        files = dict(zip(drafts, run_side_by_side(calls, in_subprocess), strict=True))
+        for name, file in files.items():
+            if isinstance(file, Exported):
+                weakref.finalize(file, folders[name].pop_all().close)
+    return files
+
+
+def _attempt(draft: Draft, path: Path) -> Exported | AttnrxError:
+    try:
+        return draft.write(path)
+    except AttnrxError as error:
+        return error
+
+
+def _own_drafts(model: nn.Module, form: Format, images: ImageSet) -> dict[str, Draft]:
+    """Returns the drafts of attnrx's files of a model, and of the model without its blocks."""
+    return {UNCHANGED: Draft.of(model, form, images), EMPTY: Draft.of(without_blocks(model), form, images)}
+
+
+def _own_files(files: Mapping[str, Exported | AttnrxError]) -> tuple[Exported, Exported | None]:
+    unchanged, empty = files[UNCHANGED], files[EMPTY]
+    if not isinstance(unchanged, Exported):
+        raise unchanged
+    return unchanged, empty if isinstance(empty, Exported) else None
 
 
 def without_blocks(model: nn.Module) -> nn.Module:

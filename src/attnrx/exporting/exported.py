@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
-from attnrx.exporting.runtime_formats import FORMATS
+from attnrx.exporting.runtime_formats import FORMATS, Onnx
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import DEVICE, Invalid, below
-from attnrx.support.atomic_writes import require_absent, require_replaceable
+from attnrx.support.atomic_writes import require_absent, require_replaceable, write_atomically
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.support.foreign_files import untrusted
 from attnrx.support.modules import joined
-from attnrx.support.records import from_dict
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
 from attnrx.vit.models.family import STATED_OUTPUTS
@@ -92,6 +94,11 @@ class Images:
     def sizes(self) -> tuple[int, ...]:
         """The shape of one input of the file."""
         return self.item or self.shape
+
+    def described(self) -> dict[str, Any]:
+        """Returns the input as JSON values, without an `item` if images have their usual axes."""
+        values = to_dict(self, typed=False)
+        return values if self.item else {name: value for name, value in values.items() if name != "item"}
 
     def as_items(self, images: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *items"]:
         """Returns images in the shape in which the file takes them."""
@@ -184,6 +191,11 @@ def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
         found = run(F.pad(part, (0, 0) * (part.ndim - 1) + (0, missing)) if missing else part)
         parts.append(tuple(each[: len(part)] for each in found))
     return joined(parts)
+
+
+def result_path(folder: Path, form: Format) -> Path:
+    """Returns the path of a file in a folder of results: model.onnx, or model-FORMAT.SUFFIX."""
+    return folder / f"{'model' if form.name == Onnx.name else f'model-{form.name}'}{form.suffix}"
 
 
 def facts_path(path: Path | str) -> Path:
@@ -320,6 +332,15 @@ def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
     """Returns the file of an export's facts, its files, and its script unless that was edited."""
     script = present_script(path)
     return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
+
+
+def copy_export(exported: Exported, path: Path) -> None:
+    """Copies an export, under its own name, with its facts and its script.
+
+    The facts are copied last: without them the files are not taken for an export.
+    """
+    for each in reversed(files_of_export(exported.path, exported.facts)):
+        write_atomically(path.with_name(each.name), partial(shutil.copyfile, each))
 
 
 def remove_export(path: Path) -> None:

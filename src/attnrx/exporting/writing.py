@@ -264,9 +264,14 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
-def subject_of(model: nn.Module, form: Format, calibration: ImageSet) -> ExportSubject:
-    """Returns a model as the subject of a file for any number of images, at the precision that it is timed at."""
-    return ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
+def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
+    """Returns a model as the subject of a file for any number of images, at the precision that it is timed at.
+
+    The file has these class names, or those of the calibration images, if the model has none.
+    """
+    subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
+    names = fitting_names(model, class_names or dataset_classes(calibration))
+    return replace(subject, facts={**subject.facts, "class_names": list(names)}) if names else subject
 
 
 @verb
@@ -346,7 +351,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
                 if reason is None:
                     raise
                 raise CheckpointError(f"cannot write {path.name}: {reason}. It was not written.") from error
-        described = {"images": to_dict(subject.images, typed=False), **subject.facts}
+        described = {"images": subject.images.described(), **subject.facts}
         if subject.facts:
             form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 # Seconds before a loop is shown at all, between two lines of a loop in a log, and between two updates on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
-BETWEEN_PHASES = 5.0  # seconds from the line of a phase to the next one in a log
+BETWEEN_PHASES = 20.0  # seconds from the line of a phase to the next one in a log
 # "0": no progress; "1": phases and loops; "2": also every trial of a plan.
 SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
 # The time left is shown once the share KNOWN of the call is done, by the usual shares of its phases, and the last two

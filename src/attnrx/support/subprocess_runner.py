@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -159,6 +160,34 @@ def run_in_subprocess(
     with shared_subprocess() as process:
         (value,) = process.calls(1, function, *arguments, on_line=on_line)
         return value
+
+
+def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool = True) -> list[Value]:
+    """Makes independent calls, every second one in another process, and returns their values in order.
+
+    Calls that another process cannot make are made in this one, and so are all calls with `in_subprocess=False`.
+    """
+    there = list(calls[1::2]) if in_subprocess else []
+    values = dict[int, Value]()
+
+    def call_there() -> None:
+        # An error is raised again by the same call in this process, or it was an error of the other process.
+        with suppress(NotSupported):
+            found: list[Any] = run_in_subprocess(_called, there)
+            values.update({2 * index + 1: value for index, value in enumerate(found)})
+
+    # A daemon ends with its process, which an interrupted call ends.
+    worker = threading.Thread(target=call_there, daemon=True)
+    if there:
+        worker.start()
+    values |= {index: call() for index, call in enumerate(calls) if not there or index % 2 == 0}
+    if there:
+        worker.join()
+    return [values[index] if index in values else call() for index, call in enumerate(calls)]
+
+
+def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
+    return [call() for call in calls]
 
 
 def serve() -> None:

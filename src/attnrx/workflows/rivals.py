@@ -4,12 +4,9 @@ These are the vendor's conversion of the unchanged model, in float and in 8 bits
 file of the unchanged model.
 """
 
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +17,15 @@ from attnrx.data import ImageSet
 from attnrx.exporting import (
     UNCHANGED,
     Baseline,
+    Draft,
     Exported,
     Format,
     Onnx,
     OpenVINO,
-    library_subject,
-    subject_of,
-    vendor_file,
+    temporary_files,
     vendor_title,
     with_8_bits,
     without_8_bits,
-    write_exported,
 )
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
@@ -38,7 +33,6 @@ from attnrx.nouns.target import Target
 from attnrx.show.checks import Latency
 from attnrx.show.checks.costs import described_speed
 from attnrx.show.checks.statistics import mean_estimate
-from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log
@@ -67,7 +61,7 @@ class MeasuredFile:
         agreement: The share of decisions that equal the original's, in %; None for outputs without decisions.
         bytes: Its size in bytes.
         timing: The timings that both speeds are computed from.
-        file: The file itself. It exists only as long as its run is in use.
+        file: The file itself, which exists as long as it is in use.
     """
 
     title: str
@@ -169,7 +163,7 @@ def measure_baseline(
             or the model cannot be written in the format.
     """
     settings = settings.while_planning(family_of(original).costs(original).macs)
-    baseline = Baseline.as_file(original, form, images, settings.log)
+    baseline = Baseline.as_file(original, form, images, settings.log, settings.in_subprocess)
     timed = {"eager": Baseline.eager(original).model, UNCHANGED: baseline.unchanged, "empty": baseline.empty}
     timed = {name: model for name, model in timed.items() if model is not None}
     noise = settings.noise(original)
@@ -189,7 +183,7 @@ def measure_baseline(
     return baseline, unchanged
 
 
-def measure_files(
+def measure_files(  # noqa: PLR0913  (the models, the images, and how files are timed)
     original: nn.Module,
     result: nn.Module | None,
     form: Format,
@@ -199,6 +193,9 @@ def measure_files(
     noise: ImageBatch,
     log: Log,
     baseline: Baseline | None = None,
+    *,
+    class_names: Sequence[str] = (),
+    in_subprocess: bool = False,
 ) -> FileRun:
     """Writes files of the original and of the `result`, and measures them in the runtime of a format.
 
@@ -206,40 +203,48 @@ def measure_files(
     format and in 8 bits, and the `result`, if there is one, in the format. All files are timed in turns on the
     `noise`, calibrated on the same images, and compared on the `tested` images. A file that cannot be
     written is left out and logged, except for attnrx's files in the format itself: these must be written. The files of
-    a `baseline`, which was calibrated on the same images, are not written again.
+    a `baseline`, which was calibrated on the same images, are not written again. attnrx's files have the
+    `class_names`, if the model has none. With `in_subprocess`, some are written in another process at the same time.
 
     Raises:
         NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
     """
     tested = tested.take(min(COMPARED_IMAGES, len(tested)))
-    with ExitStack() as opened:
-        folder = opened.enter_context(scratch_folder())
-        written: dict[str, tuple[Exported, bool]] = {}
-        for name, file, is_own in _written(original, result, form, calibration, folder, log, baseline):
-            written[name] = file, is_own
-        files = {name: file for name, (file, _) in written.items()}
-        # Speeds are relative to the vendor's file in the requested precision or, if the vendor's tool fails, to
-        # attnrx's file of the unchanged model.
-        first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
-        log(f"timing {len(files)} files in turns")
-        speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
-        answers = predict({"original": original, **files}, tested, task="comparing files")
-        kind, measured = answers.kind, dict[str, MeasuredFile]()
-        for name, (file, is_own) in written.items():
-            agreement = None
-            if kind.has_decisions:
-                agreement = mean_estimate(answers.agreement("original", name).double(), 0).scaled(100)
-            gain = speeds[name].by_compression
-            assert gain is not None
-            divergence = mean_estimate(answers.divergence("original", name).double(), 0)
-            speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-            about = speed, gain.value, divergence, agreement, file.bytes, speeds[name], file
-            measured[name] = MeasuredFile(name, file.form, is_own, *about)
-            log(_line(measured[name], first, kind.columns[1]))
-        findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
-        run = FileRun(measured, first, tuple(findings))
-        weakref.finalize(run, opened.pop_all().close)
-    return run
+    drafts = _drafts(original, result, form, calibration, class_names, log)
+    known: dict[str, Exported | AttnrxError] = {}
+    if baseline is not None:
+        known = {title: file for title, file in baseline.files.items() if title in drafts}
+        if baseline.title == UNCHANGED:  # the vendor's tool failed
+            drafts.pop(vendor_title(form), None)
+    made = known | temporary_files({name: each for name, each in drafts.items() if name not in known}, in_subprocess)
+    files = dict[str, Exported]()
+    for name, draft in drafts.items():
+        if isinstance(file := made[name], Exported):
+            files[name] = file
+        elif draft.form == form and not draft.by_vendor:
+            raise file
+        else:
+            log(f"not compared with {name}: {file}")
+    # Speeds are relative to the vendor's file in the requested precision or, if the vendor's tool fails, to attnrx's
+    # file of the unchanged model.
+    first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
+    log(f"timing {len(files)} files in turns")
+    speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
+    answers = predict({"original": original, **files}, tested, task="comparing files")
+    kind, measured = answers.kind, dict[str, MeasuredFile]()
+    for name, file in files.items():
+        agreement = None
+        if kind.has_decisions:
+            agreement = mean_estimate(answers.agreement("original", name).double(), 0).scaled(100)
+        gain = speeds[name].by_compression
+        assert gain is not None
+        divergence = mean_estimate(answers.divergence("original", name).double(), 0)
+        speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
+        about = speed, gain.value, divergence, agreement, file.bytes, speeds[name], file
+        measured[name] = MeasuredFile(name, file.form, not drafts[name].by_vendor, *about)
+        log(_line(measured[name], first, kind.columns[1]))
+    findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
+    return FileRun(measured, first, tuple(findings))
 
 
 def _line(file: MeasuredFile, baseline: str, noun: str) -> str:
@@ -248,50 +253,24 @@ def _line(file: MeasuredFile, baseline: str, noun: str) -> str:
     return f"{file.title}: {speed}, {agreement}{noun} {file.divergence.value:.3f}, {file.bytes / 1e6:.1f} MB"
 
 
-def _written(
+def _drafts(
     original: nn.Module,
     result: nn.Module | None,
     form: Format,
     calibration: ImageSet,
-    folder: Path,
+    class_names: Sequence[str],
     log: Log,
-    baseline: Baseline | None,
-) -> Iterator[tuple[str, Exported, bool]]:
-    """Yields every file's title, the file, and whether attnrx wrote it; the vendor's float file comes first, if any."""
+) -> dict[str, Draft]:
+    """Returns the drafts of all files by their titles; the vendor's float file comes first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
-    library = library_subject(original, form, calibration)
-    known = {} if baseline is None else {baseline.title: baseline.model, UNCHANGED: baseline.unchanged}
-    for index, each in enumerate(dict.fromkeys(filter(None, (plain, form, bits)))):
-        title = vendor_title(each)
-        if each == form and isinstance(file := known.get(title), Exported):
-            yield title, file, False
-            continue
-        if each == form and baseline is not None and baseline.title == UNCHANGED:  # the vendor's tool failed
-            continue
-        path = folder / f"vendor{index}" / f"model{form.suffix}"
-        path.parent.mkdir()
-        try:
-            yield title, vendor_file(library, path, each), False
-        except AttnrxError as error:
-            log(f"not compared with {title}: {error}")
-    own = {UNCHANGED: (original, form)}
+    vendors = dict.fromkeys(filter(None, (plain, form, bits)))
+    drafts = {vendor_title(each): Draft.of_vendor(original, each, calibration) for each in vendors}
+    drafts[UNCHANGED] = Draft.of(original, form, calibration, class_names)
     if bits is not None and bits != form:
-        own[f"{UNCHANGED}, int8"] = original, bits
+        drafts[f"{UNCHANGED}, int8"] = Draft.of(original, bits, calibration, class_names, is_compared=True)
     if result is not None:
-        own[RESULT] = result, form
-    for index, (name, (model, each)) in enumerate(own.items()):
-        if isinstance(file := known.get(name), Exported):
-            yield name, file, True
-            continue
-        path = folder / f"own{index}" / f"model{each.suffix}"
-        path.parent.mkdir()
-        try:
-            # If the file of a result differs from its model, this fails: such a result could not be saved.
-            subject, is_compared = subject_of(model, each, calibration), name != UNCHANGED
-            yield name, write_exported(subject, path, each, is_compared=is_compared), True
-        except AttnrxError as error:
-            if each == form:
-                raise
-            log(f"not compared with {name}: {error}")
+        # If the file of a result differs from its model, this is an error: such a result could not be saved.
+        drafts[RESULT] = Draft.of(result, form, calibration, class_names, is_compared=True)
+    return drafts

@@ -379,7 +379,8 @@ class ShrinkRun:
             work = work.with_smaller_decoder()
             units = " + ".join(str(cut.units) for cut in around.cuts) if (around := planned_model.around) else ""
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
-            planned_baseline = None if baseline is None else baseline.of_copy(planned_model, images.planned)
+            if baseline is not None:
+                planned_baseline = baseline.of_copy(planned_model, images.planned, settings.in_subprocess)
         diagnosed = planned.take(min(work.diagnosed_images, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
@@ -561,9 +562,10 @@ class ShrinkRun:
             return None
         begin("measuring speed")
         protocol = replace(settings.protocol, rounds=self._final_rounds, enough=ENOUGH_ROUNDS)
-        noise = settings.noise(self.original)
-        images = self.images.planned, self.images.verified
-        return measure_files(self.original, model, form, *images, protocol, noise, settings.log, self.baseline)
+        images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
+        about = *images, protocol, noise, settings.log, self.baseline
+        shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}
+        return measure_files(self.original, model, form, *about, **shared)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
         """Returns the file of the unchanged model that replaces the plan's file, or None.
@@ -627,7 +629,7 @@ class ShrinkRun:
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
-        return Shrunk(model, prescription, evidence, plan, target, *parts, form)
+        return Shrunk(model, prescription, evidence, plan, target, *parts, form, file)
 
 
 @dataclass(frozen=True, eq=False)

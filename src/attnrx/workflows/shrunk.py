@@ -17,7 +17,7 @@ from attnrx.data import ImageParts, ImageSet
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes
 from attnrx.decide.planning.measured_costs import final_protocol
-from attnrx.exporting import Format, Onnx, parse_format
+from attnrx.exporting import Format, Onnx, parse_format, result_path
 from attnrx.exporting.exported import KIND as EXPORTED
 from attnrx.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.nouns.diagnosis import Diagnosis
@@ -87,6 +87,8 @@ class Shrunk:
             accelerated.
         form: The format of the file to write, as text; None without `to`. It is the `to` of the call, or another
             format in which the unchanged model is better than the plan.
+        file: The file of this format that the evidence is about. It exists as long as it is in use, and `save` copies
+            it.
     """
 
     model: nn.Module
@@ -101,6 +103,7 @@ class Shrunk:
     maps: MapSamples | None = None
     timed_in_kernels: bool = False
     form: str | None = None
+    file: exporting.Exported | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
@@ -207,6 +210,10 @@ class Shrunk:
         With the original, model.onnx has its speed beside the original's.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
+        if self._is_measured(path, form):
+            assert self.file is not None
+            exporting.copy_export(self.file, path)
+            return
         calibration = images.planned if is_of_format and images is not None else None
         settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
         names = exporting.fitting_names(self.model, self.class_names)
@@ -232,6 +239,13 @@ class Shrunk:
             exporting.remove_export(path)  # no file without evidence
             raise
         evidence.save(evidence_of(path))
+
+    def _is_measured(self, path: Path, form: Format) -> bool:
+        """Whether the measured file is the one to write to a path: in this format, and of the model as it is now."""
+        file = self.file
+        if file is None or file.form != form or file.path.name != path.name or not file.facts["parity"]:
+            return False
+        return file.facts["model"]["fingerprint"] == model_fingerprint(self.model)
 
     def has_evidence_of(self, to: str) -> bool:
         """Whether the evidence is about the file of this format."""
@@ -296,11 +310,6 @@ def result_files(folder: Path, onnx: Onnx | None, to: str | None) -> dict[Path, 
     """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
     formats = [onnx, None if to is None else parse_format(to)]  # the format replaces model.onnx, if it is ONNX
     return {result_path(folder, form): form for form in formats if form is not None}
-
-
-def result_path(folder: Path, form: Format) -> Path:
-    """Returns the path of a file in a folder of results: model.onnx, or model-FORMAT.SUFFIX."""
-    return folder / f"{'model' if form.name == Onnx.name else f'model-{form.name}'}{form.suffix}"
 
 
 def evidence_of(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Cost tables: the costs of every layer by ranks and tokens, in closed form or corrected by measured models."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -158,7 +158,8 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
 
 
 # The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
-STAGES = (1, 3, None)
+# Files have fewer, because a file with twelve stages takes as long to write as three others.
+STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 4)
 # The savings of an axis in a whole model are at most this multiple of the savings of its blocks by themselves. Larger
 # factors are limited to it, because timings of whole models are noisy.
 MOST = 1.5
@@ -171,7 +172,10 @@ OWN, JOINT = "own", "qk+vo"
 
 
 def corrected(
-    cost_table: CostTable, space: Space, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
+    cost_table: CostTable,
+    space: Space,
+    latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]],
+    stages: Sequence[int | None] = STAGES,
 ) -> CostTable:
     """Converts the costs to shares of the baseline's latency, by timing whole models.
 
@@ -181,17 +185,17 @@ def corrected(
     - The unchanged model fixes the overall scale.
     - Models with one axis at a middle level in all layers scale the savings of that axis.
     - A model with both qk and vo scales what they save together beyond the sum.
-    - Models with token reduction at some stages fix three numbers by least squares. Two are the cost of a stage: a
-      constant, and a part proportional to its number of input tokens. The third is the share of the savings by tokens
-      that a whole model misses, because a block that is timed alone finds its weights in the cache. It is negative if
-      the whole model saves more.
+    - Models with token reduction at these numbers of `stages` fix three numbers by least squares. Two are the cost of a
+      stage: a constant, and a part proportional to its number of input tokens. The third is the share of the savings by
+      tokens that a whole model misses, because a block that is timed alone finds its weights in the cache. It is
+      negative if the whole model saves more.
     """
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
     available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
-    some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
+    some = {str(count): _some_at(space, count) for count in stages} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
     if joint and abs(sum(map(cost_table.total, pair)) - sum(map(cost_table.total, (unchanged, joint[JOINT])))) < LEAST:

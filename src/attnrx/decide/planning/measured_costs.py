@@ -3,9 +3,7 @@ the runtime of a file format.
 """
 
 import copy
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
@@ -21,24 +19,28 @@ from torch import nn
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table, never_slower
+from attnrx.decide.planning.cost_table import (
+    STAGES,
+    STAGES_OF_FILES,
+    CostTable,
+    corrected,
+    exact_cost_table,
+    never_slower,
+)
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import (
     Baseline,
+    Draft,
     Exported,
-    ExportSubject,
     Format,
     Runtime,
     dtype_name,
-    load_exported,
     parse_format,
     precision_for,
-    subject_of,
+    temporary_files,
     without_blocks,
-    write_exported,
 )
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
-from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import Load, cache_folder, device_name, governor, may_measure
 from attnrx.support.modules import copy_module
@@ -503,34 +505,6 @@ def few_images(images: ImageSet) -> ImageSet:
     return images.take(min(TIMED_ON, len(images)))
 
 
-def written_files(
-    subjects: Mapping[str, ExportSubject], folder: Path, form: Format, in_subprocess: bool
-) -> dict[str, Exported]:
-    """Writes files to be timed, by their names: half of them in another process, because each takes one core."""
-    there = dict(list(subjects.items())[::2]) if in_subprocess else {}
-    failed = list[NotSupported]()
-
-    def write_there() -> None:
-        try:
-            run_in_subprocess(_write_files, there, folder, form, in_subprocess=bool(there))
-        except NotSupported as error:  # e.g. classes of a notebook, which no other process finds
-            failed.append(error)
-
-    # A daemon ends with its process, which an interrupted call ends.
-    worker = threading.Thread(target=write_there, daemon=True)
-    worker.start()
-    _write_files({name: subject for name, subject in subjects.items() if name not in there}, folder, form)
-    worker.join()
-    if failed:
-        _write_files(there, folder, form)
-    return {name: load_exported(folder / f"{name}{form.suffix}") for name in subjects}
-
-
-def _write_files(subjects: Mapping[str, ExportSubject], folder: Path, form: Format) -> None:
-    for name, subject in subjects.items():
-        write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
-
-
 class PlanTimer:
     """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files.
 
@@ -553,7 +527,8 @@ class PlanTimer:
         form = format_of(self.settings)
         if self._baseline is not None or form is None:
             return self._baseline or Baseline.eager(self.space.model)
-        return Baseline.as_file(self.space.model, form, few_images(self.images), self.log)
+        few, in_subprocess = few_images(self.images), self.settings.in_subprocess
+        return Baseline.as_file(self.space.model, form, few, self.log, in_subprocess)
 
     def cost_table(self) -> CostTable:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
@@ -567,7 +542,8 @@ class PlanTimer:
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
                 blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
-            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
+            stages = STAGES if form is None else STAGES_OF_FILES
+            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), stages)
 
         return cached_cost_table(self.space, self.settings, measure)
 
@@ -582,7 +558,7 @@ class PlanTimer:
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.to is not None:
             if self._written is None or self._written[0] is not model:  # a timing may be repeated
-                self._written = model, self._file(model, self._folder, "plan")
+                self._written = model, self._file(model)
             # In this process, because the runtime of a file allocates its memory itself.
             speed = compare_latency(self._written[1], baseline, noise, protocol)
         else:
@@ -619,21 +595,16 @@ class PlanTimer:
         if self.settings.to is None:
             # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
-        with scratch_folder() as folder:
-            return self._file(model, folder, "size").bytes / 1e6
+        return self._file(model).bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, relative to the baseline, in turns."""
         settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
         protocol, unchanged = replace(settings.protocol, rounds=rounds), self.baseline.unchanged
         if unchanged is not None:
-            with scratch_folder() as folder:
-                form, few = format_of(settings), few_images(self.images)
-                assert form is not None
-                changed = {name: each for name, each in models.items() if each is not self.space.model}
-                subjects = {name: subject_of(each, form, few) for name, each in changed.items()}
-                files = dict.fromkeys(models, unchanged) | written_files(subjects, folder, form, settings.in_subprocess)
-                speeds = compare_latencies(files, baseline, noise, protocol)
+            changed = {name: each for name, each in models.items() if each is not self.space.model}
+            files = dict.fromkeys(models, unchanged) | self._files(changed)
+            speeds = compare_latencies(files, baseline, noise, protocol)
         else:
             timed = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
             sides = timed, baseline, noise, protocol
@@ -642,20 +613,21 @@ class PlanTimer:
             )
         return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}
 
-    @cached_property
-    def _folder(self) -> Path:
-        """A folder that lives as long as this timer, because files are read while they are timed."""
-        stack = ExitStack()
-        weakref.finalize(self, stack.close)
-        return stack.enter_context(scratch_folder())
+    def _file(self, model: nn.Module) -> Exported:
+        return self._files({"": model})[""]
 
-    def _file(self, model: nn.Module, folder: Path, name: str) -> Exported:
-        """Writes a file that is only timed: quantized on a few images, it has the operations of the final file.
+    def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
+        """Writes files that are only timed: quantized on a few images, they have the operations of final files.
 
         Raises:
-            NotSupported: The model cannot be written in the format.
+            NotSupported: A model cannot be written in the format.
         """
-        form = format_of(self.settings)
+        form, few = format_of(self.settings), few_images(self.images)
         assert form is not None
-        subject = subject_of(model, form, few_images(self.images))
-        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+        drafts = {name: Draft.of(model, form, few) for name, model in models.items()}
+        files = dict[str, Exported]()
+        for name, file in temporary_files(drafts, self.settings.in_subprocess).items():
+            if not isinstance(file, Exported):
+                raise file
+            files[name] = file
+        return files
