@@ -1,6 +1,7 @@
 """One call to a smaller model: its target, the images it plans and verifies on, its folder, and how it goes on."""
 
 import copy
+import gc
 import re
 import shutil
 from dataclasses import replace
@@ -233,6 +234,24 @@ def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_p
         rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert not any("diagnosing" in line for line in lines)
     assert names(tmp_path) == {name} and (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_the_file_that_was_measured_is_the_file_that_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    found = rx.shrink(original(), images(48), macs=0.8, batch=2, threads=1, to="onnx")
+    measured = found.file
+    assert measured is not None and found.prescription is not None
+    content, folder = measured.path.read_bytes(), measured.path.parent
+    with monkeypatch.context() as patch:
+        patch.setattr("attnrx.exporting.export", lambda *_, **__: pytest.fail("written again"))
+        found.save(tmp_path / "kept")
+    saved = load_exported(tmp_path / "kept" / "model.onnx")
+    assert saved.path.read_bytes() == content and saved.facts == measured.facts and saved.facts["parity"]
+    assert load_exported(saved.path).facts["class_names"] == list(found.class_names)
+    del measured, found
+    gc.collect()
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -6,14 +6,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attnrx.decide.planning import Target
 from attnrx.support import atomic_writes
-from attnrx.support.errors import NotSupported
-from attnrx.support.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.subprocess_runner import FORKS, run_in_subprocess, run_side_by_side, shared_subprocess
 
 pytestmark = pytest.mark.slow
 SOURCES = Path(atomic_writes.__file__).parents[2]
@@ -29,6 +30,17 @@ def test_every_call_has_a_process_without_the_memory_of_another() -> None:
     with shared_subprocess() as process:
         assert run_in_subprocess(os.getpid) != run_in_subprocess(os.getpid)
         assert len({os.getpid(), *process.calls(3, os.getpid)}) == 4  # with the same arguments, which are sent once
+
+
+@pytest.mark.parametrize("in_subprocess", [True, False])
+def test_every_second_call_is_made_in_another_process(in_subprocess: bool) -> None:
+    values = run_side_by_side([os.getpid, partial(divmod, 7, 2), partial(divmod, 9, 2), os.getpid], in_subprocess)
+    assert values[:3] == [os.getpid(), (3, 1), (4, 1)]
+    assert (values[3] != os.getpid()) == in_subprocess
+    # What cannot be sent to another process is called in this one.
+    assert run_side_by_side([lambda: 1, lambda: 2], in_subprocess) == [1, 2]
+    with pytest.raises(InvalidInput, match="give one of latency"):
+        run_side_by_side([os.getpid, partial(Target.parse, "speed=2x")], in_subprocess)
 
 
 def slow(path: str) -> None:

@@ -210,8 +210,8 @@ class Shrunk:
         With the original, model.onnx has its speed beside the original's.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
-        if self._is_measured(path, form):
-            assert self.file is not None
+        # `save_with` has refused a model that is not the one that the evidence, and so the file, is about.
+        if self.file is not None and self.file.form == form and self.file.facts["parity"]:
             exporting.copy_export(self.file, path)
             return
         calibration = images.planned if is_of_format and images is not None else None
@@ -239,13 +239,6 @@ class Shrunk:
             exporting.remove_export(path)  # no file without evidence
             raise
         evidence.save(evidence_of(path))
-
-    def _is_measured(self, path: Path, form: Format) -> bool:
-        """Whether the measured file is the one to write to a path: in this format, and of the model as it is now."""
-        file = self.file
-        if file is None or file.form != form or file.path.name != path.name or not file.facts["parity"]:
-            return False
-        return file.facts["model"]["fingerprint"] == model_fingerprint(self.model)
 
     def has_evidence_of(self, to: str) -> bool:
         """Whether the evidence is about the file of this format."""
