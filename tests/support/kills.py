@@ -123,6 +123,8 @@ def whole(folder: Path) -> str:
 def shrunk_state(folder: Path) -> str:
     whole(folder)
     missing = RESULT - shown(folder).keys()
+    if "evidence.json" not in missing and rx.Evidence.load(folder / "evidence.json").about["nothing_removed"]:
+        missing -= {"prescription.json"}  # on a busy machine the unchanged model may be fast enough
     assert not missing, f"{missing} are missing"
     return "new"
 
