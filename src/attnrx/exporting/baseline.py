@@ -93,8 +93,7 @@ class Baseline:
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
         """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy."""
-        if self.form is None:
-            return self
+        assert self.form is not None  # plans for a copy are timed as files
         unchanged, empty = _own_files(temporary_files(_own_drafts(model, self.form, images), in_subprocess))
         return replace(self, unchanged=unchanged, empty=empty)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -138,15 +138,9 @@ class Metric(Check):
                 parts.append(judgement.measured(comparison.reference, rows, (batch.images, batch.labels), "metric"))
             start += len(batch)
         before, after = (torch.cat(parts) for parts in values.values())
-        n, measure = len(before), name_of(judgement.metric)
-        findings = []
-        for role, of_model in (("reference", before), ("candidate", after)):
-            words, details = f"{measure} of the {role}, mean over images", {"model": role, "measure": measure}
-            mean = mean_estimate(of_model, seed)
-            findings.append(self.finding("metric", words, mean, n=n, seed=seed, details=details))
-        change, words = metric_change(before, after, seed), f"change of {measure}, candidate minus reference"
-        details = {"measure": measure}
-        return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)
+        means = {"reference": mean_estimate(before, seed), "candidate": mean_estimate(after, seed)}
+        about, change = (name_of(judgement.metric), "mean over images"), metric_change(before, after, seed)
+        return _metric_findings(self, *about, means, change, n=len(before), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,7 @@ class MetricOfSet(Check):
         judgement, predictions, seed = current_judgement(), comparison.predictions, comparison.seed
         if judgement.metric_of_set is None:
             raise InvalidInput("the check needs the function: attnrx.verify(..., metric_of_set=...).")
-        labels, n, measure = predictions.labels, len(predictions), name_of(judgement.metric_of_set)
+        labels, n = predictions.labels, len(predictions)
         generator, everything = torch.Generator().manual_seed(seed), torch.arange(n)
         resamples = torch.randint(n, (self.draws, n), generator=generator)
         values: dict[str, Tensor] = {}  # by role [1 + draws], the first of all images
@@ -175,15 +169,23 @@ class MetricOfSet(Check):
                 for drawn in (everything, *resamples)
             ]
             values[role] = torch.tensor(found, dtype=torch.float64)
-        findings = []
-        for role, of_model in values.items():
-            words, details = f"{measure} of the {role}, all images", {"model": role, "measure": measure}
-            value = biased_change(float(of_model[0]), of_model[1:])
-            findings.append(self.finding("metric", words, value, n=n, seed=seed, details=details))
-        changes = values["candidate"] - values["reference"]
-        change, words = biased_change(float(changes[0]), changes[1:]), f"change of {measure}, candidate minus reference"
-        details = {"measure": measure}
-        return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)
+        values["change"] = values["candidate"] - values["reference"]
+        found = {role: biased_change(float(numbers[0]), numbers[1:]) for role, numbers in values.items()}
+        change, measure = found.pop("change"), name_of(judgement.metric_of_set)
+        return _metric_findings(self, measure, "all images", found, change, n=n, seed=seed)
+
+
+def _metric_findings(
+    check: Check, measure: str, over: str, values: Mapping[str, Estimate], change: Estimate, *, n: int, seed: int
+) -> tuple[Finding, ...]:
+    """Returns the findings on a measure that the user gave: its values by role, and its change."""
+    about: dict[str, Any] = {"n": n, "seed": seed}
+    findings = []
+    for role, value in values.items():
+        words, details = f"{measure} of the {role}, {over}", {"model": role, "measure": measure}
+        findings.append(check.finding("metric", words, value, **about, details=details))
+    words, details = f"change of {measure}, candidate minus reference", {"measure": measure}
+    return *findings, check.finding("metric change", words, change, **about, details=details)
 
 
 @dataclass(frozen=True)
