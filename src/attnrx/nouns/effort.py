@@ -85,6 +85,8 @@ FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # Rounds before the ones that are counted.
 WARMUP = 2
+# Files are timed until their speeds are known to this share, but at most for the rounds of the settings.
+PRECISE = 0.015
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class PlanSettings:
     @property
     def protocol(self) -> LatencyProtocol:
         """How blocks are timed. Whole models are timed in the same way, in `whole_rounds` rounds."""
-        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock)
+        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=PRECISE if self.to else None)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
         """Returns a batch of noise to time, [batch, *input shape]: latency depends only on the number of images."""

@@ -94,7 +94,8 @@ class MeasuredFile:
         }
         low, high = self.speed.low, self.speed.high
         claim = f"speed of {self.title} relative to {baseline}"
-        return Finding("files", claim, self.speed.value, "x", low=low, high=high, n=protocol.rounds, details=details)
+        rounds = protocol.rounds if self.timing is None else self.timing.rounds  # it may have ended earlier
+        return Finding("files", claim, self.speed.value, "x", low=low, high=high, n=rounds, details=details)
 
 
 @dataclass(frozen=True)

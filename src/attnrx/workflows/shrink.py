@@ -88,9 +88,6 @@ NEIGHBOURS, LOST = 10, 1.3
 # The unchanged model's file meets a speed target if its timed speed is at least this multiple of the target.
 ENOUGH_SPEED = 1.02
 
-# Files are timed until their speeds are known to this share.
-ENOUGH_ROUNDS = 0.015
-
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). The phases
 # before the repair have CPU seconds of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
 PHASE_SHARES = {
@@ -561,7 +558,7 @@ class ShrinkRun:
         if form is None:
             return None
         begin("measuring speed")
-        protocol = replace(settings.protocol, rounds=self._final_rounds, enough=ENOUGH_ROUNDS)
+        protocol = replace(settings.protocol, rounds=self._final_rounds)
         images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
         about = *images, protocol, noise, settings.log, self.baseline
         shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}

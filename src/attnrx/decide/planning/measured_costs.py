@@ -50,7 +50,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
-from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, busy_text, is_busy
+from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, are_precise, busy_text, is_busy
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -424,7 +424,10 @@ class _Timer:
             # blocks of a format follow each other, so they are repeated.
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
-            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=repeated)
+            timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": clock, "repeated": repeated}
+            if protocol.enough is not None:  # a part of a model need not be known as precisely as a whole one
+                timing["is_enough"] = partial(are_precise, REFERENCE, 2 * protocol.enough)
+            seconds = interleave(runs, rounds=protocol.rounds, **timing)
         ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:

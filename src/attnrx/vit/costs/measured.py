@@ -31,8 +31,9 @@ PASSES_BEFORE = 3
 # The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts that a run is divided into.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
-# A protocol that ends when the speeds are precise looks at them after every so many rounds, and not before the first.
-LOOK_EVERY, FIRST_LOOK = 8, 32
+# A protocol that ends when the speeds are precise checks them after every LOOK_EVERY rounds. The first check is after
+# FIRST_LOOK rounds, and not before an eighth of all rounds.
+LOOK_EVERY, FIRST_LOOK = 4, 12
 # The number of processes for measurements that are evidence. Runs in different processes differ by more than the rounds
 # of one run, and these depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times as
 # wide (benchmarks/coverage.py).
@@ -261,7 +262,8 @@ def interleave(
                     run()
                 seconds[name].append(measure(run))
             order.reverse()
-            if is_enough is not None and done >= FIRST_LOOK and done % LOOK_EVERY == 0 and is_enough(_tensors(seconds)):
+            looks = done >= max(FIRST_LOOK, rounds // 8) and done % LOOK_EVERY == 0
+            if is_enough is not None and looks and is_enough(_tensors(seconds)):
                 break
     finally:
         if collecting:
@@ -503,13 +505,13 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         threads, load, enough = torch.get_num_threads(), Load(), protocol.enough
         timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": protocol.resolved_clock}
         if enough is not None:
-            timing["is_enough"] = partial(_are_precise, enough)
+            timing["is_enough"] = partial(are_precise, REFERENCE, enough)
         return interleave(runs, rounds=protocol.rounds, **timing), threads, load.taken(threads)
 
 
-def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
+def are_precise(reference: str, enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
     """Whether the interval of every speed relative to the reference is at most this share of it to either side."""
-    speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
+    speeds = (ratio_of(seconds[reference], own) for name, own in seconds.items() if name != reference)
     return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
