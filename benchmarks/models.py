@@ -64,16 +64,17 @@ bit, after it is saved and loaded. `ONNX` states whether it has a file with its 
 """
 INTRODUCTION = """# Supported models
 
-`python benchmarks/models.py` writes the tables below: it creates every architecture without weights and reads it.
-`attnrx.load` then proves on random images that the copy returns your model's outputs. The columns are the axes of a
-prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and
-`fc2`) and `tokens`. If no reader knows a model, it has only the axis `hidden` and keeps the library's own attention.
-For these models, MLPs were searched only in the smallest model of every kind.
+`python benchmarks/models.py` writes the tables below. It creates every architecture without weights and reads its
+structure. When you load a model, `attnrx.load` also proves on random images that the copy returns your model's outputs.
+The columns are the axes of a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and
+units of the MLP, including `fc1` and `fc2`) and `tokens`. If no reader supports a model, it has only the axis `hidden`
+and keeps the library's own attention. For such models, the table shows what was found in the smallest model of each
+kind.
 
 ## The result is a model of your own class
 
 A smaller model is your module: `type(small) is type(model)`. It keeps its keys, its call, its hooks and its methods.
-Whatever you do with the original works on it too: write attributes, replace the head, freeze weights by name, put it
+You can do with it whatever you do with the original: write attributes, replace the head, freeze weights by name, put it
 back into a larger model, train it with `Trainer`, add PEFT adapters, compile it.
 
 | what was removed | what changes in the module |
@@ -83,65 +84,68 @@ back into a larger model, train it with `Trainer`, add PEFT adapters, compile it
 | ranks of scores or values; a mask | attnrx attention replaces the library's: other keys, the same call |
 | tokens | hooks on the blocks, a submodule `attnrx_tokens`; if attention weights merged tokens, attnrx attention |
 
-What to know about a smaller model:
+A smaller model differs from the original in these ways:
 
 - Replaced attention returns no attention weights and refuses masks. It contains no `nn.Linear`, so PEFT and torchao
   find only the maps outside attention. It has no dropout either, which matters only in training.
-- `torch.fx` traces replaced attention as one call; `torch.jit.script` refuses it. On a model that prunes tokens,
-  neither of them works, and gradient checkpointing does not work. `torch.jit.trace` and `torch.export` work in both
+- `torch.fx` traces replaced attention as one call, and `torch.jit.script` refuses it. If a model prunes tokens, neither
+  of them works, and gradient checkpointing does not work either. `torch.jit.trace` and `torch.export` work in both
   cases.
 - With pruned tokens, `output_hidden_states=True` returns the states of all patches. If a transformers module captures
-  hidden states, `torch.compile` does not support a token policy on it.
-- `save_pretrained` writes what your module has, but `from_pretrained` expects the original's shapes.
+  hidden states, you cannot combine a token policy with `torch.compile`.
+- `save_pretrained` writes what your module contains, but `from_pretrained` expects the original's shapes.
   `attnrx.save(small, folder)` and `attnrx.load(folder)` always work.
 - `attnrx.accelerate(model)` returns a copy that computes in attnrx's kernels, for float32 inference on a CPU. The copy
-  refuses training and new weights; `attnrx.plain(fast)` undoes it. `shrink(model, data, faster=1.6)` accelerates its
-  result if the target is a latency in eager PyTorch on a CPU.
+  refuses training and new weights. `attnrx.plain(fast)` undoes the acceleration. `shrink(model, data, faster=1.6)`
+  accelerates its result if the target is a latency in eager PyTorch on a CPU.
 
 ## Models of your own
 
-A class of your own has all axes without a `Reader` under two conditions. Its blocks have a fused projection, four
-projections or `nn.MultiheadAttention`, and its parts are called once per image. This covers the repositories of DINO,
-DINOv2 and MAE, vit-pytorch, and `nn.TransformerEncoder`. For other classes write a `Reader` ([Use a model of your
-own](how-to/own_model.md)).
+Under two conditions, your own class has all axes without a `Reader`. Its blocks must have a fused projection, four
+projections or `nn.MultiheadAttention`, and its parts must be called once per image. The repositories of DINO, DINOv2
+and MAE, vit-pytorch, and `nn.TransformerEncoder` meet these conditions. For other classes, write a `Reader` ([Use a
+model of your own](how-to/own_model.md)).
 
-A replaced head (`model.head = nn.Linear(192, 10)`) is read, saved and loaded with the model. So is a module that
-contains a supported model: a backbone with a decoder, several outputs, an averaged model. `attnrx.load(module)` returns
-a copy of the whole. If there are several towers, attnrx makes the largest Vision Transformer smaller. The module may
-call it several times in a forward pass (crops, tiles, frames); each call costs as many images.
+If you replaced the head (`model.head = nn.Linear(192, 10)`), attnrx reads, saves and loads the new head with the model.
+You can also pass a module that contains a supported model: a backbone with a decoder, several outputs, an averaged
+model. `attnrx.load(module)` returns a copy of the whole module. If the module has several towers, attnrx makes the
+largest Vision Transformer smaller. The module may call this transformer several times in a forward pass (crops, tiles,
+frames). Costs then include every call.
 
-If outputs are tensors, tuples or dictionaries, they are compared by the squared error relative to their variance. Or
-pass your own `divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). When you load a saved folder,
-the module is created from its class or its library. Otherwise pass a factory, `attnrx.load(folder,
-factory="module:function")`; `save` says which of these you need.
+If outputs are tensors, tuples or dictionaries, attnrx compares them by the squared error relative to their variance.
+You can also pass your own `divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). When you load a
+saved folder, attnrx creates the module from its class or its library. If this is impossible, `save` says so, and you
+pass a factory: `attnrx.load(folder, factory="module:function")`.
 
-First merge adapters, pruning masks and parametrizations into the weights: `model.merge_and_unload()` of PEFT,
-`torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.
+Merge adapters, pruning masks and parametrizations into the weights before you call attnrx. Use PEFT's
+`model.merge_and_unload()`, `torch.nn.utils.prune.remove` or `torch.nn.utils.parametrize.remove_parametrizations`.
 
 ## Images of other sizes
 
-`load(model, image_size=(280, 210))` makes a model for another size or for rectangles; the library's own code
-interpolates the position embeddings. `shrink` and `elastic` take the size of your images. You can load saved folders
-and smaller models at another size too; a token policy then keeps the same shares of the patches. A transformers model
-interpolates when you call it with `interpolate_pos_encoding=True`. attnrx refuses another size for timm models with a
-bias for every pair of tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification` and open_clip.
-It also refuses a size that the patches do not tile.
+`load(model, image_size=(280, 210))` makes a model for another size or for rectangles. The library's own code
+interpolates the position embeddings. `shrink` and `elastic` use the size of your images. You can load saved folders and
+smaller models at another size too. A token policy then keeps the same shares of the patches. A transformers model
+interpolates when you call it with `interpolate_pos_encoding=True`.
 
-timm models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, take a new size in every call, if patches
-tile it, also after shrinking. One loader may mix sizes. attnrx plans and compares on the most frequent size, and the
-evidence also has divergence and agreement at the other sizes.
+attnrx refuses another size for DPT, YOLOS, `CLIPForImageClassification` and open_clip. It also refuses another size for
+timm models with a bias for every pair of tokens. Create these models with `img_size=...`. The patches must tile the new
+size.
+
+timm models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, accept a new size in every call if
+patches tile it. They still do after shrinking. One loader may mix sizes. attnrx plans and compares on the most frequent
+size. The evidence also has divergence and agreement at the other sizes.
 
 ## Other inputs
 
-If a module needs more than images but has `get_image_features` or `encode_image` (CLIP with texts, a vision-language
-model), attnrx plans and verifies it by its image features. You still call it with its own arguments, and it returns the
-same kind of output as before.
+Some modules need more than images but have `get_image_features` or `encode_image` (CLIP with texts, a vision-language
+model). attnrx plans and verifies such modules by their image features. You still call the smaller module with its own
+arguments, and it returns the same kind of output as before.
 
-For other modules, state what the forward takes: `shrink(module, loader, inputs=fn, macs=0.6)` calls it with
-`fn(batch)`, which is a tensor, a tuple or a mapping. This covers pairs of images, images with texts or masks, and
-timm's NaFlex patches (`inputs=lambda batch: (batch[0],)`). Labels are optional; only a `metric` receives them. For
-single steps, pass an example: `attnrx.load(module, inputs=fn(batch))`. A module that takes one tensor can be exported;
-export others with `torch.onnx.export`.
+For other modules, state what the forward takes. `shrink(module, loader, inputs=fn, macs=0.6)` calls the module with
+`fn(batch)`, which is a tensor, a tuple or a mapping. Use this for pairs of images, images with texts or masks, and
+timm's NaFlex patches (`inputs=lambda batch: (batch[0],)`). Labels are optional, and only a `metric` receives them. For
+single steps, pass an example: `attnrx.load(module, inputs=fn(batch))`. attnrx can export a module that takes one
+tensor. For other modules, use `torch.onnx.export`.
 
 Every verb takes what the loader yields: `pixel_values` [batch, frames, channels, height, width] (VideoMAE, ViViT),
 `input_values` [batch, time, mel] (AST), or SigLIP 2's padded patches with `pixel_attention_mask` and `spatial_shapes`.
@@ -446,7 +450,7 @@ def section(
     lines = [
         f"## {library}",
         "",
-        f"{adopted} of {total} {unit} with attention are read ({package} {version(package)}).",
+        f"attnrx reads {adopted} of {total} {unit} with attention ({package} {version(package)}).",
         "",
         f"| class | {unit} | {' | '.join((*AXES, *columns))} | refused because |",
         f"|---|--:|{':-:|' * len(AXES)}{'---|' * len(columns)}---|",
