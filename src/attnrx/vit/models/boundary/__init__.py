@@ -1,1 +1,1 @@
-"""The boundary of verbs: working copies in, models of the user's class out; loading, saving, acceleration."""
+"""The boundary of verbs: it makes working copies, returns models of the user's class, loads, saves and accelerates."""
