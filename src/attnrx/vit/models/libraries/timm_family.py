@@ -395,7 +395,7 @@ class TimmFamily(AdoptedFamily):
 
 
 def _described_layer(value: Any) -> Any:
-    """Describes a class of torch.nn or timm.layers, or a partial function of it, as JSON. Other values are unchanged."""
+    """Describes a class of torch.nn or timm.layers, or a partial function of one, as JSON. Keeps other values."""
     kind: Any
     kind, keywords = (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
     for module in LAYER_MODULES if isinstance(kind, type) else ():
