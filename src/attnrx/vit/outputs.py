@@ -245,7 +245,7 @@ class Map(Regression):
     )
 
     def __init__(self, sizes: tuple[int, ...] = ()):
-        """`sizes` are the numbers per image in each tensor, in the order of a row. One tensor needs no sizes: ()."""
+        """`sizes` has the count of numbers per image for each tensor, in the order of a row. One tensor needs none."""
         self.sizes = sizes
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -521,13 +521,13 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
 
 def most_images(model: nn.Module) -> int:
-    """Returns the most images for which a model's outputs can be compared in memory. Maps have a number per pixel."""
+    """Returns the largest number of images whose outputs can be compared in memory. Maps have a number per pixel."""
     numbers = sum(output_sizes(model).values()) or 1
     return max(MOST_NUMBERS // max(numbers, 1), 2)
 
 
 def output_sizes(model: nn.Module) -> Mapping[str, int]:
-    """Returns the numbers per image in every tensor of a whole module, or of its file. Other models have {}."""
+    """Returns how many numbers per image each tensor of a whole module, or of its file, has. Other models have {}."""
     record = record_of(model)
     found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
     return found if isinstance(found, Mapping) else {}

@@ -51,8 +51,8 @@ MOST_PLANS = 1024
 class LayerPlan:
     """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
-    `value_dims` are the padded value dimensions of the heads, and `widths` those of the buckets. `joint` tells whether
-    `Backend.attend_fused_qkv` computes the layer.
+    `value_dims` has the padded value dimension of every head, and `widths` the padded value dimension of every bucket.
+    `joint` tells whether `Backend.attend_fused_qkv` computes the layer.
     """
 
     backend: Backend

@@ -144,8 +144,8 @@ def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.de
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    The form has already normalized or rotated the rows of query and key, if it does so. `strength` is None if all
-    strengths are one. There is one owner per head, or only one if all heads share directions. A `mixture` computes the
+    Forms that normalize or rotate the rows of query and key have already done so. `strength` is None if all strengths
+    are one. There is one owner per head, or only one if all heads share directions. A `mixture` computes the
     same scores with fewer operations, as weighted sums of maps that heads share. `bias` and `grid`, if not None, are
     added to the scores. `bias` is for all images, or for each image.
     """
@@ -733,9 +733,9 @@ def sized_softmax(
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
     weights = sizes[:, None, None, :]
-    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. It is the largest score of
-    # the keys that are present. Without the clamp, a removed key's larger score could overflow, and infinity * 0 is
-    # NaN.
+    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. The constant is the largest
+    # score of the keys that are present. Without the clamp, a removed key's larger score could overflow, and infinity
+    # * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
     weighted = (logits - largest).clamp(max=0.0).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)

@@ -28,10 +28,10 @@ Keys = Float[Tensor, "batch keys rows"]
 class Positions:
     """The rotations and biases of the tokens in one layer, for all images or for each image.
 
-    `cos` and `sin` are the rotation of every patch, for each frequency of the original head. They hold for all heads,
-    or for each original head. The first `prefix` tokens come before the patches and are not rotated. `bias` is added to
-    the scores of every pair of tokens, including the prefix. The first axis has one entry for all images, or one per
-    image.
+    `cos` and `sin` are the rotation of every patch, for each frequency of the original head. They have one entry for
+    all heads, or one per original head. The first `prefix` tokens come before the patches and are not rotated. `bias`
+    is added to the scores of every pair of tokens, including the prefix. The first axis has one entry for all images,
+    or one per image.
     """
 
     prefix: int

@@ -104,7 +104,7 @@ class PackedWeights(NamedTuple):
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
         """Returns the last projections' weight and bias, or None if `parameters` are elsewhere in memory."""
-        # Identity is checked first: a parameter that is replaced for a call (torch.func.vmap) may have no address.
+        # Identity is checked first, because a parameter replaced for a call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
             return None
@@ -127,8 +127,8 @@ def joint_product(
     """Returns the concatenated results of `padded` for several projections of the same tokens.
 
     The C++ kernel computes them on a CPU, and one product with the `packed` weights on other devices. Returns None if
-    they have to be computed one by one, e.g. for gradients. The graphs of exported files need separate products, too:
-    there, one product and its division into three take longer (docs/results/speed.md).
+    they have to be computed one by one, e.g. for gradients. The graphs of exported files need separate products, too,
+    because one product and its division into three would take longer there (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
         return None

@@ -175,11 +175,10 @@ class Timing:
 def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
     """Returns the median over rounds of `seconds / reference`, with its 95 % interval.
 
-    The two times of a round are paired, because other processes slow down both alike, which cancels in the
-    ratio. The interval is a t interval on a logarithmic scale. With several processes, it is computed from their
-    medians and includes differences between processes. With one process, it is computed from the medians of four
-    consecutive parts of the run (batch means). A repetition in another process can then differ by more than the
-    interval.
+    The two times of a round are paired, because other processes slow down both alike, which cancels in the ratio. The
+    interval is a t interval on a logarithmic scale. With several processes, it is computed from their medians and
+    includes differences between processes. With one process, it is computed from the medians of four consecutive parts
+    of the run (batch means). A repetition in another process can then differ by more than the interval.
 
     Raises:
         InvalidInput: There are fewer than two rounds.
@@ -192,7 +191,7 @@ def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor,
     # 95 % interval would cover the ratio in only 60 % of the runs. Quarters of the run are nearly independent, and
     # fewer parts would have much wider intervals (benchmarks/coverage.py).
     parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
-    # Medians, not means, because the machine does something else in some rounds.
+    # Medians, not means, because the machine is busy with something else in some rounds.
     value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
     # The shorter the parts, the more neighbouring parts are correlated, so their spread is too small and is corrected.
     spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
@@ -379,8 +378,8 @@ class LatencyProtocol:
     differences between them. Models that cannot be pickled are measured in this process instead, and
     `LatencyComparison.processes` is then 1.
 
-    With `enough`, the rounds end early: once every speed's interval reaches at most this share of the speed to either
-    side.
+    If `enough` is not None, the rounds end once every speed's interval reaches at most this share of the speed to
+    either side.
     """
 
     conditions: Conditions = field(default_factory=Conditions)

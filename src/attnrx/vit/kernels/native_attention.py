@@ -291,7 +291,7 @@ Merged = tuple[
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel can merge these patches to `count`: float32 on a CPU, in one round, not recorded."""
+    """Whether the kernel can merge these patches to `count` in one round: float32 on a CPU, with nothing recorded."""
     return (
         # A round merges at most the first set. It includes the odd patch, so patches // 2 remain.
         patches // 2 <= count < patches

@@ -114,7 +114,7 @@ class Family(ABC):
         """Returns the path of every layer's block. Without readable attention, it is the part around every MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Removes the units outside `keep` from parts between the two maps of a layer's MLP with weights per unit."""
+        """Removes the units outside `keep` from the parts with weights per unit between the two maps of an MLP."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
         """Returns whether only an activation is between the two maps of every MLP, so the units are separate."""
@@ -197,7 +197,7 @@ class Family(ABC):
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns a note on the assumed kind of outputs and how to state another, if another is possible. Else ""."""
+        """Returns a note if the outputs could be of another kind, with the way to state that kind, or "" otherwise."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class Merging(Reducer):
         # `destinations` has the row of every patch. Masked patches are removed first, so they are in neither set.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            # All keys differ, because OpenVINO does not sort stably. They are integers: ONNX cannot sort booleans.
+            # All keys differ, because OpenVINO does not sort stably. They are integers, as ONNX cannot sort booleans.
             order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
             keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
             kept = stable_order(keys, descending=False)[:, : state.num_present]

@@ -88,7 +88,7 @@ class TokenPolicy:
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as in its text. An every-layer policy then has no layers and shares of a model."""
+        """The policy as its text describes it. For an every-layer policy, it has no layers and no shares."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":

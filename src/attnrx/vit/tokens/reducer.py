@@ -60,7 +60,7 @@ class TokenState:
     layer: int = 2
     depth: int = 2
     unmasked: bool = False
-    """Whether no token is masked, so that sums need no mask."""
+    """Whether no token is masked. Then sums need no mask."""
     unsized: bool = False
     """Whether every token has size 1 and is either a patch of the image or a prefix token."""
     tracked: bool = False
@@ -217,7 +217,7 @@ class Reducer(ABC):
         raise NotImplementedError
 
     def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:
-        """Returns a number for every image if the selection depends on it, or None if the selection needs no number."""
+        """Returns a number for every image that the selection depends on, or None if there is no such number."""
         return None
 
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
@@ -303,7 +303,7 @@ def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
-    """Returns the destinations of all patches: a kept patch has its index among the kept, others are from `others`."""
+    """Returns the destinations of all patches. A kept patch has its index among the kept, the rest are in `others`."""
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 

@@ -1,1 +1,1 @@
-"""The boundary of verbs: it makes working copies, returns models of the user's class, loads, saves and accelerates."""
+"""The boundary of verbs: working copies, models of the user's own class, loading, saving and acceleration."""

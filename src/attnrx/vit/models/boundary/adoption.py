@@ -1,4 +1,4 @@
-"""The one way of adoption: reading the parts of a module, its working copy, and the proof that both compute the same.
+"""The adoption of models: reading a module's parts, its working copy, and the proof that both compute the same.
 
 A library's model is created again by its library, so it has no surroundings. A user's module has the Vision Transformer
 at some path, and may have its own parts around it (`Surroundings`).
@@ -184,7 +184,7 @@ def adopt(
             around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # until it is known which are read
         require_ordinary_tensors(opened, [f"{path or ''}.{each}".strip(".") for each in family.block_paths(trunk)])
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
-    if not path:  # other parts have no user's code, or saving the model discards it
+    if not path:  # a part has no user's code around it, or saving discards that code
         require_unchanged(original, partial(working.answering(), original), working.input_shape)
     images, expected = _proved(family, original, working)
     if layers:
@@ -194,7 +194,7 @@ def adopt(
     prove_units(family, working)
     family.prove(working)
     if around is None:
-        # If a model was changed after its creation, another model than the saved one would be loaded.
+        # If a model was changed after its creation, loading it would create a different model.
         family.require_rebuilt(working)
     else:
         _measure_(family, original, working, images, expected, factory, creation)
@@ -237,7 +237,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
     name, answer = working.name, partial(working.answering(), original)
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
 
-    def count(call: ModuleCall) -> int:  # the number of images; a method other than `forward` may be called
+    def count(call: ModuleCall) -> int:  # the number of images. A method other than `forward` may be called
         return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
 
     with evaluating((original, working)):
@@ -320,7 +320,7 @@ def _measure_(
     if not depth:
         return
     is_alike = False
-    # Without hooks, so that the last block may compute only the class token.
+    # Without hooks, the last block may compute only the class token.
     with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
         is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
     if not is_alike:
@@ -389,7 +389,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
         return tokens + scale * noise
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
-        remove_capturing_(working)  # so that transformers' own hooks are called after those below
+        remove_capturing_(working)  # transformers' own hooks must be called after those below
         with ExitStack() as hooks:
             for index in indices:
                 changed = TokenHook(partial(change, index, scale, first))

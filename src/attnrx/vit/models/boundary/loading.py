@@ -42,7 +42,7 @@ def load_model(
     The arguments are the same as in `attnrx.load`, which also reads elastic models and the files of runtimes.
 
     Returns:
-        A new model. Only an instance of an attnrx model is itself returned.
+        A new model. Only an instance of an attnrx model is returned itself.
 
     Raises:
         CheckpointError: The folder or the weights cannot be read, or do not fit.

@@ -153,7 +153,7 @@ class Stock:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
 
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
-        """Returns the arguments of the present model, and the sizes of the linear maps that they create differently.
+        """Returns the present model's arguments, and the sizes of the linear maps that they create differently.
 
         The sizes are (inputs, outputs) of the present maps, by their paths. They are empty if the arguments can state
         all sizes.
@@ -179,7 +179,7 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the paths of both maps of MLPs outside the blocks whose width follows the width in the blocks.
+        """Returns the paths of both maps for every MLP outside the blocks that has the width of the blocks' MLPs.
 
         The pooling head of SigLIP has such an MLP.
         """
@@ -249,8 +249,8 @@ def stock_form(model: nn.Module) -> nn.Module:
     """Returns a model as its library creates it, with the same weights and without any part of attnrx.
 
     If no argument of the class states the sizes, e.g. because layers differ, the library's linear maps are replaced by
-    others (`Stock.present`), and the saved folder contains the code for it. The result shares the memory of the
-    weights.
+    maps of the right sizes (`Stock.present`), and the saved folder contains the code for it. The result shares the
+    memory of the weights.
 
     Raises:
         NotSupported: The library has no parts for the model's ranks, token policy or heads.
@@ -382,7 +382,7 @@ def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], 
     """Writes modeling.py, which creates a model with sizes that no argument of its class states."""
     name = type(model).__name__
     if stock.family.name == "huggingface":
-        # transformers runs this file for `trust_remote_code=True`. It finds it by the names of its automatic classes.
+        # transformers runs this file for `trust_remote_code=True`. The names of the automatic classes refer to it.
         classes = [
             "AutoModel",
             *(["AutoModelForImageClassification"] if name.endswith("ForImageClassification") else []),

@@ -40,6 +40,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     A verb checks the code that was added to the models. It runs in the ordinary modes of autograd, regardless of the
     caller's modes, and creates tensors on the CPU by default. It leaves the state of models and random generators
     unchanged.
+
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
     """

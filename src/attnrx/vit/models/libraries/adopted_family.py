@@ -79,7 +79,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     def adopts(self, model: nn.Module) -> bool:
         """Returns whether the model comes from this library, so `adopt` accepts or refuses it. Imports nothing."""
@@ -145,7 +145,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns such a module for users, and the facts of its record."""
+        """Returns a module with such blocks for the user, and the facts of its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
@@ -233,7 +233,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
-            # A list, because the loop replaces modules, with duplicates, because a dropout may have several names.
+            # A list, because the loop replaces modules. Duplicates are kept, as a dropout may have several names.
             for name, part in list(block.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
@@ -442,7 +442,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     ) -> nn.Module:
         """Creates a model with its own library, with these weights in shared memory.
 
-        `linears` maps the paths of linear maps that are first replaced to their inputs and outputs.
+        `linears` has the inputs and outputs of the linear maps to replace first, by the paths of the maps.
 
         Raises:
             RuntimeError: The weights do not fit. No memory was allocated for them.
@@ -733,7 +733,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model without other parts around it. With other parts, they are unknown: ()."""
+        """Returns the classifiers of a model without other parts around it. With other parts, it returns ()."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -907,7 +907,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the attention and the block of every layer in turn, as they are in a model."""
+        """Returns the attention and the block of every layer in turn, in their present form."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
@@ -956,7 +956,7 @@ def weights_around(adopted: Adopted) -> list[nn.Parameter]:
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns the number of numbers in each output for one image of the model's own size, by the output's place.
+    """Returns the size of each output for one image of the model's own size, by the output's place.
 
     Raises:
         NotSupported: The module does not take such images.

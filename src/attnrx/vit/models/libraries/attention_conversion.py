@@ -46,7 +46,7 @@ class AttentionConversion(ABC):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""

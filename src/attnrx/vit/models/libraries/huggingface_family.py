@@ -97,7 +97,7 @@ class ModelReader:
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model of this class are."""
+        """Returns a description of a model's parts and their paths, for a model of this class."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
@@ -166,7 +166,7 @@ _READERS: Mapping[str, ModelReader] = {
     "IJepaModel": ModelReader(pooling="mean", answer="mean"),
     "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
     "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
-    # DINOv2's classifier needs the class token and the mean of the patches. "mean", because it needs the patches.
+    # DINOv2's classifier needs the class token and the mean of the patches. It counts as "mean", which keeps patches.
     "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
         DINO, "mean", takes_any_size=True
     ),

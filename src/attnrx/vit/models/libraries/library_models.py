@@ -1,4 +1,4 @@
-"""How a library creates its models: by name, with its own weights or those of a file, or from saved arguments."""
+"""How a library creates its models: by name, with its own or a file's weights, or from saved arguments."""
 
 import math
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class LibraryModels(ABC):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:

@@ -78,7 +78,7 @@ class TableBias(nn.Module):
 
     def _pairs(self) -> Tensor:
         table = self.relative_position_bias_table
-        # [pairs, heads] to [1, heads, tokens, tokens], contiguous so that no use has to copy it.
+        # [pairs, heads] to [1, heads, tokens, tokens], made contiguous here once, not at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
@@ -268,7 +268,7 @@ class TimmFamily(AdoptedFamily):
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module.
 
-        If the model's constructor created it, or arguments that cannot be saved, the origin has no arguments.
+        The origin has no arguments if the model was created by its constructor or with arguments that cannot be saved.
         """
         _timm("models")  # raises an error if timm is too old
         try:

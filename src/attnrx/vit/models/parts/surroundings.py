@@ -71,12 +71,12 @@ class Surroundings:
     `name` is "module:class" of the user's class. `factory` is "module:function" of the function that creates the
     module, or None if the class or its library does. `path` is the path of the Vision Transformer, or "" for the module
     itself. `read_blocks` are the indices of blocks whose patch tokens other parts read, not only the next block.
-    `sizes` has the numbers per image in every returned tensor. `outputs` is the name of the `OutputKind`. `macs` are
-    the multiply-accumulates per image outside the Vision Transformer. If a library creates the module, `creation`
-    contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is true if calling the class
-    without arguments creates the module. `call` is the method that takes only images: "forward", or one of
-    IMAGE_METHODS if forward needs other inputs, too. `cuts` are the pairs of maps around the Vision Transformer that
-    lost units, with the number of remaining units (`Cut`).
+    `sizes` has the count of numbers per image for every returned tensor. `outputs` is the name of the `OutputKind`.
+    `macs` are the multiply-accumulates per image outside the Vision Transformer. If a library creates the module,
+    `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is true if
+    calling the class without arguments creates the module. `call` is the method that takes only images: "forward", or
+    one of IMAGE_METHODS if forward needs other inputs, too. `cuts` are the pairs of maps around the Vision Transformer
+    that lost units, with the number of remaining units (`Cut`).
 
     The next three describe one input. `calls` is the number of images that the Vision Transformer gets. `lengths` has,
     for every block, the numbers of tokens of its sequences, or () for one sequence of all tokens per image.

@@ -1,4 +1,4 @@
-"""Determines the kind of a user's module's outputs: by its task, by the last operation, then by their shapes.
+"""Determines the kind of a user's module's outputs by its task, by the last operation, and then by their shapes.
 
 `operation_behind` finds this operation in a forward pass, and ignores views and sums after it. A sigmoid returns
 probabilities of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are embeddings.

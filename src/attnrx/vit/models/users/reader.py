@@ -3,7 +3,7 @@
 Blocks with known kinds of attention (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
 their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. A pass of random
 images then records the order of the calls. It shows where the patches, the tokens before them, the norms and the MLPs
-are. No finding is trusted without a proof: as for every model, attnrx refuses a copy with other outputs.
+are. No finding is trusted without a proof. As for every model, attnrx refuses a copy with other outputs.
 """
 
 import copy

@@ -138,7 +138,7 @@ class Adopted(nn.Module):
     plain: "PlainShape | None" = None
     """The model from which this working copy was made, without its weights."""
     own: "OwnModel | None" = None
-    """This model with its weights, as long as the working copy has the same weights."""
+    """The same model with its weights, as long as the working copy has the same weights."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Adopted(nn.Module):
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The numbers per image in every tensor that a user's module returns, by the tensor's place in the output."""
+        """The count of numbers per image in every tensor that a user's module returns, by the tensor's place."""
         return {} if self.around is None else self.around.sizes
 
     def forward(self, images: ImageBatch) -> Any:
@@ -211,7 +211,7 @@ class Adopted(nn.Module):
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
         """Returns the function that computes the answer of `source`, or of a copy of it, for images.
 
-        The answer is one row per image, or the own output of a user's module.
+        The answer is one row per image. A user's module returns its own output.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
@@ -550,7 +550,7 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module in which `make` has replaced each weight.
+    """Returns a copy of a module with each weight replaced by the result of `make`.
 
     The buffers keep their values, because only the module's code could compute unsaved buffers.
     """

@@ -46,7 +46,7 @@ def attach_tokens_(
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
-        return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
+        return reduction.train(model.training)  # no token is ever pruned, so the model stays bit-identical
     # Hooks, not subclasses, because the policy is attached to the blocks of any library. Their own forward methods then
     # run on the remaining tokens.
     stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks that pool the remaining tokens in the way in which all patches would be pooled."""
+    """Attaches hooks that pool the remaining tokens as all patches would be pooled."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
