@@ -160,7 +160,7 @@ class Attention(nn.Module):
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
         """Returns one weight and bias for queries, keys and values, or None if they are not packed.
 
-        `parameters` are the weights and biases of the projections.
+        `parameters` are the weights and biases of the projections, of any shape.
         """
         return None if self._packed is None else self._packed.last(parameters)
 

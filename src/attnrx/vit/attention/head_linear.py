@@ -103,7 +103,7 @@ class PackedWeights(NamedTuple):
         return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the last projections' weight and bias, or None if `parameters` are elsewhere in memory."""
+        """Returns the last projections' weight and bias, or None if `parameters`, of any shape, are elsewhere."""
         # Identity is checked first, because a parameter replaced for a call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
@@ -117,7 +117,7 @@ class PackedWeights(NamedTuple):
 
 
 def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Returns the address of each parameter in memory, or 0 for None."""
+    """Returns the address of each parameter, of any shape, in memory, or 0 for None."""
     return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
 
 

@@ -59,7 +59,7 @@ void normalize(const Columns& from, const Norm& norm, const Columns& to) {
   }
 }
 
-// Where a head's features begin among those of queries, keys and values, their number, and where its outputs begin.
+// Where a head's features begin among the queries, keys and values, their number, and where its outputs begin.
 struct Head {
   int query, key, value, rank, reads, output;
 };

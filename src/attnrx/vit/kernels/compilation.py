@@ -291,7 +291,7 @@ def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can read the tensors.
+    """Checks that a kernel can read the tensors, which may have any shape.
 
     Raises:
         InvalidInput: A tensor requires gradients, which the kernel would not record, or has no strides.

@@ -74,7 +74,7 @@ class TokenState:
     @property
     def num_present(self) -> int:
         """The number of remaining patches of every image. It is a constant if no token is masked."""
-        # A policy keeps the same number of patches in every image, so counting those of the first image is enough.
+        # A policy keeps the same number of patches in every image, so counting the first image's patches is enough.
         return self.patches.shape[1] if self.unmasked else int(self.present_mask[0].sum())
 
     @property
@@ -223,7 +223,7 @@ class Reducer(ABC):
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
         """Samples, in a training step, which patches a learned reducer keeps.
 
-        If the sample equals the selection at inference, the tokens equal those of `reduce`. Gradients flow through
+        If the sample equals the selection at inference, the tokens equal the result of `reduce`. Gradients flow through
         `keep`.
 
         Raises:

@@ -153,8 +153,8 @@ def adopt(
         facts: The known facts about a structure that was found (`StructureFamily.found`).
         factory: The function that creates a user's module.
         creation: How a library creates a user's module, if it is known.
-        **stated: Fields of `Origin` that override those of a library's model: `mean` and `std` of the normalization,
-            and `preprocessing`, the settings of the library's image transform.
+        **stated: Fields of `Origin` that override the values of a library's model: `mean` and `std` of the image
+            normalization, and `preprocessing`, the settings of the library's image transform.
 
     Raises:
         NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be copied,

@@ -98,7 +98,7 @@ class TimmAttention(Adapter):
         shared_rel_pos_bias: Tensor | None = None,
         shared_rel_pos: Tensor | None = None,
     ) -> TokenBatch:
-        """Returns the attention output of the tokens `x`. The arguments are those of timm's attention.
+        """Returns the attention output of the tokens `x`. It has the arguments of timm's attention.
 
         `rope` contains sines and cosines, [patches, 2 * head_dim], or with the heads first. The shared biases of token
         pairs are [1, heads, tokens, tokens].

@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns the geometry of the weights' own transform. Other weights use that of most torchvision presets."""
+        """Returns the geometry of the weights' own transform. Other weights use the geometry of most presets."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # 224 of 256 pixels is the ratio of crop and resize in torchvision's presets.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(

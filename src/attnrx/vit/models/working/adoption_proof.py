@@ -299,7 +299,7 @@ def _is_same(before: Any, after: Any) -> bool:
 def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor]:
     """Returns the outputs for images [batch, channels, height, width].
 
-    If the forward pass fails, NotSupported is raised with the reason `because`.
+    If the forward pass fails, it raises NotSupported with the reason `because`.
     """
     try:
         return tensors_of(model._forward_chunk(images))
