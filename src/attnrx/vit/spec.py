@@ -301,9 +301,9 @@ class Spectrum(Displayed):
 
     `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest
     rank, and `used` is False on the padding. With `norms` other than "none", a score is divided by the row norms of
-    query and key, over the kept directions ("kept") or over all original ones ("original"). `heads` are the indices of
-    the heads in the original model. Rules get the other maps of a layer in the same format, and `map` is the map's
-    name.
+    query and key. The norms are over the kept directions ("kept") or over all original ones ("original"). `heads` are
+    the indices of the heads in the original model. Rules get the other maps of a layer in the same format, and `map` is
+    the map's name.
 
     In rotary attention, `pairs` are the frequencies that rotate the rows, or -1 for unrotated rows. `fixed` are the
     layer's maps (LAYER_MAPS) from which nothing can be removed, because a norm runs over all their features.

@@ -161,7 +161,7 @@ class RotaryForm(DenseForm):
     """Dot products of query and key with rotary positions (Su et al., 2021).
 
     Pairs of rows are rotated by the position of their token. A pair (a, b) becomes (a cos - b sin, b cos + a sin) with
-    the angle of its frequency, so the scores depend on the differences of positions. A head's rows before its pairs
+    the angle of its frequency. So the scores depend on the differences of positions. A head's rows before its pairs
     are not rotated.
     """
 

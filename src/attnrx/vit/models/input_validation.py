@@ -13,8 +13,8 @@ from attnrx.vit.models.family import Family
 
 # The images are converted back to pixels with the model's constants. With the right constants, the pixels fill [0, 1].
 # Four or more images of ImageNette, Tiny-ImageNet, CIFAR-10, FashionMNIST or the digits always filled over 0.95 of it.
-# With wrong constants, they exceed it by 0.5 or more (unnormalized bytes, or ImageNet's constants instead of 0.5), or
-# fill at most 0.62 of it (0.5 instead of ImageNet's or CLIP's constants, and at most 0.5 of it if unnormalized). Means
+# With wrong constants, they exceed it by 0.5 or more, e.g. unnormalized bytes, or ImageNet's constants instead of 0.5.
+# Or they fill at most 0.62 of it if 0.5 replaces ImageNet's or CLIP's constants, and at most 0.5 if unnormalized. Means
 # and standard deviations would distinguish scales less well. With the right constants, eight such images have standard
 # deviations of 0.18 to 0.40, and half of this range overlaps. Constants as close as ImageNet's and CIFAR-10's (0.01 to
 # 0.96) change little and are not distinguished.

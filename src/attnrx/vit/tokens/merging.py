@@ -65,7 +65,7 @@ class Merging(Reducer):
         return torch.bmm(first["keys"], second["keys"].transpose(1, 2))
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
-        """Divides a round's patches into two sets, or leaves some out. At most `most` patches are merged."""
+        """Divides a round's patches into two sets. Some may be in neither. At most `most` patches are merged."""
         return ALTERNATING
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:

@@ -1,6 +1,6 @@
 """`accelerate` and `plain`: a model for inference in attnrx's kernels, and the way back.
 
-An accelerated model is frozen. Its class is a subclass of the user's class that refuses training and new weights, so
+An accelerated model is frozen. Its class is a subclass of the user's class that refuses training and new weights. So
 values that the kernels derive from the weights never go out of date.
 """
 

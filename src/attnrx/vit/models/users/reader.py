@@ -299,8 +299,9 @@ class StructureModel(Adopted):
 class StructureFamily(AdoptedFamily):
     """Vision Transformers whose structure attnrx found, always as users' modules (`Surroundings`).
 
-    The facts of such a model are the `structure`, the `group` of its blocks (their paths, and the path of the attention
-    in a block), and whether its blocks were `rewritten` into parts that attnrx can call with tokens.
+    The facts of such a model are the `structure`, the `group` of its blocks and `rewritten`. The `group` contains the
+    paths of the blocks, and the path of the attention in a block. If the blocks were `rewritten`, they are parts that
+    attnrx can call with tokens.
     """
 
     name = "structure"

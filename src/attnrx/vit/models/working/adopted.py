@@ -92,7 +92,7 @@ class LastLayer:
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
         """Registers the hook.
 
-        `attention` and `norm` are the paths, inside the block, of its adapter and of the adapter's norm. `after` is the
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it. `after` is the
         norm after the block. `prefix` is the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix

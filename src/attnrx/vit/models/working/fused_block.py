@@ -171,8 +171,8 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
     """Returns the parts of a block that the kernel reads, or None if one of them is of another class.
 
-    They are the maps of queries, keys, values and outputs, the linear maps that form each of the MLP's two maps,
-    whether a GELU is between these two, and all parts.
+    They are the maps of queries, keys, values and outputs, and the linear maps that form each of the MLP's two maps.
+    Then follow whether a GELU is between these two, and all parts.
     """
     # Read from the dictionaries of the modules, which is faster than attributes. Only exact classes are accepted, so
     # the weights are there.
