@@ -21,9 +21,9 @@ from attnrx.vit.models import family_of, known_family, num_outputs, stated_outpu
 from attnrx.vit.models.parts.record import record_of
 
 # The number of images among which the nearest neighbours of an embedding are searched. A neighbour is harder to keep
-# among more images, so the number is fixed: results on different numbers of images can then be compared.
+# among more images. With a fixed number, results on different numbers of images can be compared.
 GROUP = 64
-# How many queries are compared with an index at once, and the rounding error of a similarity of float32 vectors.
+# How many queries are compared with an index at once, and the rounding error of the similarity of float32 vectors.
 QUERIES, EQUALLY_NEAR = 512, 1e-7
 Rows = Float[Tensor, "images features"]
 PerImage = Float[Tensor, "images"]
@@ -34,9 +34,9 @@ class OutputKind(ABC):
     """How outputs are compared: by a divergence per image, and by a decision per image that each model makes.
 
     `noun`, `distance`, `decision` and `accuracy` are the words in findings. `columns` are the headings for accuracy and
-    divergence in tables. `returns` is used in errors. `unit` is the unit of the divergence, and `flip_divergence` a
-    divergence at which a decision may change. Without `has_decisions` there are no decisions, so neither agreement nor
-    accuracy.
+    divergence in tables. `returns` is used in errors. `unit` is the unit of the divergence, and `flip_divergence` is a
+    divergence at which a decision may change. If `has_decisions` is false, there are no decisions, and so neither
+    agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ class OutputKind(ABC):
     flip_divergence: ClassVar[float]
     has_decisions: ClassVar[bool] = True
     needed_images: ClassVar[float] = 1.0
-    """The share of the usual number of images with which a mean divergence is as precise as for logits."""
+    """The share of the usual number of images that makes a mean divergence as precise as for logits."""
     note: str = ""
     """A note on such outputs, which a call logs first and adds to its evidence."""
 
@@ -75,7 +75,7 @@ class OutputKind(ABC):
         return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
-        """Returns whether the label that follows from the decision is true; with several labels, all must be."""
+        """Returns whether the label that follows from the decision is true. With several labels, all must be true."""
         return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Logits(OutputKind):
         return width
 
     def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
-        """Returns one logit per class; their softmax are the predicted probabilities."""
+        """Returns one logit per class. Their softmax is the predicted probabilities."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -108,8 +108,8 @@ class Logits(OutputKind):
     def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
 
-        It is half the variance, over the classes, of the difference of the logits. All classes contribute, so it varies
-        much less between images than the divergence, which a few images dominate.
+        The limit is half the variance, over the classes, of the difference of the logits. All classes contribute to it,
+        so it varies much less between images than the divergence, which a few images dominate.
         """
         # A variance ignores constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
@@ -124,11 +124,11 @@ class Logits(OutputKind):
 
 
 class BinaryLogit(Logits):
-    """One logit per image for class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
+    """One logit per image for class 1 against class 0, by the sigmoid. Class 1 is predicted above zero.
 
-    The divergence is between the two Bernoulli distributions; its softened limit is an eighth of the squared difference
-    of the logits. A classifier with one logit looks like a regression model, unless you state which one it is
-    (`load(..., outputs="regression")`).
+    The divergence is computed between the two Bernoulli distributions. Its softened limit is an eighth of the squared
+    difference of the logits. A classifier with one logit looks like a regression model, unless you state which one it
+    is (`load(..., outputs="regression")`).
     """
 
     name = "binary_logit"
@@ -141,15 +141,16 @@ class BinaryLogit(Logits):
         return 2
 
     def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
-        # The softmax of (0, z) is the pair 1 - sigmoid(z), sigmoid(z). The softmax of z alone would be constant.
+        # The softmax of (0, z) is the pair 1 - sigmoid(z), sigmoid(z). The softmax of only z would be constant.
         return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
 
 
 class Multilabel(OutputKind):
-    """One logit per label, each with its own sigmoid; a label is predicted above zero.
+    """One logit per label, each with its own sigmoid. A label is predicted above zero.
 
-    The divergence is between Bernoulli distributions, summed over the labels. Its softened limit is an eighth of the
-    squared differences. Agreement is the share of equal label decisions; an answer is correct if all labels are.
+    The divergence is computed between Bernoulli distributions and summed over the labels. Its softened limit is an
+    eighth of the squared differences. Agreement is the share of equal label decisions. An answer is correct if all of
+    its labels are correct.
     """
 
     name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
@@ -157,7 +158,7 @@ class Multilabel(OutputKind):
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
     def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
-        """Returns one logit per label; its sigmoid is the predicted probability."""
+        """Returns one logit per label. Its sigmoid is the predicted probability."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -181,7 +182,7 @@ class Multilabel(OutputKind):
 
 
 class LabelProbabilities(Multilabel):
-    """One probability per label, for a module that ends with a sigmoid: like `Multilabel`, with their logits."""
+    """One probability per label, for a module that ends with a sigmoid. Compared like `Multilabel`, by their logits."""
 
     name, noun = "label_probabilities", "probability"
     returns = "one probability per label"
@@ -191,10 +192,10 @@ class LabelProbabilities(Multilabel):
 
 
 class Regression(OutputKind):
-    """Numbers: the squared error relative to the variance of the reference's outputs over the images, per output.
+    """Numbers, compared by the squared error of each output relative to the reference's variance over the images.
 
     The divergence is the mean over the outputs, so outputs with different units count the same. Over all images, it is
-    the share of the variance that is lost. There is no decision.
+    the lost share of the variance. There is no decision.
     """
 
     name, noun, unit, flip_divergence = "regression", "output", "", 0.05
@@ -231,8 +232,8 @@ class Map(Regression):
     """A map per image, or any other tensor.
 
     The divergence is the squared error relative to the variance of the reference's numbers over all images and
-    positions, averaged over the numbers of an image. It is 0 for equal maps and about 1 for a constant map. Without a
-    shift or scale it is one minus the squared correlation. For several tensors, it is the mean over the tensors.
+    positions, averaged over the numbers of an image. It is 0 for equal maps and about 1 for a constant map. If the maps
+    differ by no shift or scale, it is one minus the squared correlation. For several tensors, it is their mean.
     """
 
     name, noun = "map", "number of a map"
@@ -244,7 +245,7 @@ class Map(Regression):
     )
 
     def __init__(self, sizes: tuple[int, ...] = ()):
-        """`sizes` are how many numbers every tensor has per image, in the order of a row; () for one tensor."""
+        """`sizes` has the count of numbers per image for each tensor, in the order of a row. One tensor needs none."""
         self.sizes = sizes
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -252,7 +253,7 @@ class Map(Regression):
         return torch.stack([super(Map, self).divergence(*pair) for pair in pairs]).mean(0)
 
     def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
-        # Divided by the root of how many numbers there are, because the divergence is a mean.
+        # Divided by the root of the number of outputs, because the divergence is a mean.
         drawn = [super(Map, self).drawn(part, generator) / part.shape[1] ** 0.5 for part in self._tensors(outputs)]
         return torch.stack(drawn).sum()
 
@@ -264,7 +265,7 @@ class Map(Regression):
 
 
 class Several(Map):
-    """Several tensors per image: the divergence is the mean over the tensors of `Map`'s divergence."""
+    """Several tensors per image. The divergence is the mean over the tensors of `Map`'s divergence."""
 
     name, noun, returns = "several", "number of the outputs", "several tensors per image"
     note = (
@@ -275,9 +276,9 @@ class Several(Map):
 
 
 class Embeddings(OutputKind):
-    """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
+    """Embeddings, compared by the cosine distance and by the nearest neighbour among `GROUP` consecutive images.
 
-    The label that follows from a decision is the neighbour's, so accuracy is that of a 1-nearest-neighbour classifier.
+    The label that follows from a decision is the neighbour's label, so accuracy is 1-nearest-neighbour accuracy.
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
@@ -308,15 +309,16 @@ class Embeddings(OutputKind):
 def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
     """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
 
-    If the last group has fewer images, neighbours are repeated.
+    If the last group has too few images, neighbours are repeated.
     """
-    # Groups of consecutive images keep memory linear in the number of images, and the task equally hard for any number.
+    # With groups of consecutive images, memory is linear in the number of images, and the task is equally hard for any
+    # number.
     unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
     for start in range(0, len(unit), GROUP):
         group = unit[start : start + GROUP]
         similarity = group @ group.T
         similarity.fill_diagonal_(-torch.inf)  # an image is not its own neighbour, unless it is alone in its group
-        # Stable, so that equal similarities, e.g. of repeated images, have the same order in both models.
+        # Stable, because equal similarities, e.g. of repeated images, must have the same order in both models.
         order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
         neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
     return torch.cat(neighbours)
@@ -325,10 +327,11 @@ def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
 def recalled(
     base: tuple[Rows, Rows], other: tuple[Rows, Rows], ks: Sequence[int], own: Int[Tensor, "images"] | None = None
 ) -> Float[Tensor, "images ks"]:
-    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` finds.
+    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` also finds.
 
-    The search is exact. Each pair has the embeddings of the queries and of the index, in the same order, compared by
-    cosine similarity. If the queries are in the index, `own` are their rows in it: an image is not its own neighbour.
+    The search is exact. Each pair contains the embeddings of the queries and of the index, in the same order, and they
+    are compared by cosine similarity. If the queries are in the index, `own` are their rows in it, because an image is
+    not its own neighbour.
     """
     pairs = [tuple(nn.functional.normalize(rows.double(), dim=-1) for rows in pair) for pair in (base, other)]
     shares = [torch.zeros(0, len(ks), dtype=torch.float64, device=base[0].device)]
@@ -341,7 +344,7 @@ def recalled(
             similarities.append(similarity)
         nearest, matched = similarities[0].topk(max(ks)).values, similarities[1].topk(max(ks)).indices
         matched = similarities[0].gather(1, matched)
-        # Counted by the similarity of the k-th neighbour: repeated images are equally near, and any of them counts.
+        # Counted by the k-th neighbour's similarity, because repeated images are equally near and any of them counts.
         found = [(matched[:, :k] >= nearest[:, k - 1, None] - EQUALLY_NEAR).double().mean(1) for k in ks]
         shares.append(torch.stack(found, dim=1))
     return torch.cat(shares)
@@ -370,16 +373,16 @@ Divergence = Callable[[Any, Any], PerImage]
 Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
 # Returns one number from the outputs of a model for all images, and their labels.
 SetMetric = Callable[[Any, Tensor], float | Tensor]
-MOST_NUMBERS = 2**26  # of outputs to compare: 256 MiB in float32, and several times that in sums
-CHUNK = 64  # images per call of such a function
-SHIFT = 0.1  # of the outputs, in standard deviations, to measure the curvature of a divergence
+MOST_NUMBERS = 2**26  # outputs to compare: 256 MiB in float32, and several times this in sums
+CHUNK = 64  # images per call of a user's function
+SHIFT = 0.1  # the shift of the outputs that measures the curvature of a divergence, in standard deviations
 
 
 @dataclass(eq=False)
 class Judgement:
-    """The functions by which a user compares the outputs of models during one call.
+    """The user's functions that compare the outputs of models during one call.
 
-    `templates` hold the outputs of the call's models for one image, by input shape.
+    `templates` contains the outputs of the call's models for one image, by input shape.
     """
 
     divergence: Divergence | None = None
@@ -389,7 +392,7 @@ class Judgement:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether labels of any shape are read, because a function takes them."""
+        """Whether labels of any shape are allowed, because a user's function reads them."""
         return self.metric is not None or self.metric_of_set is not None
 
     def template(self, model: nn.Module) -> Any:
@@ -425,7 +428,7 @@ class Judgement:
         return torch.cat(parts)
 
     def measured_set(self, model: nn.Module, rows: Rows, labels: Tensor) -> float:
-        """Returns the number of `metric_of_set` for all these images.
+        """Returns the result of `metric_of_set` for all these images.
 
         Raises:
             UserCodeError: The function raised an exception.
@@ -453,8 +456,8 @@ _JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
 def judging(
     divergence: Divergence | None, metric: Metric | None = None, metric_of_set: SetMetric | None = None
 ) -> Iterator[None]:
-    """Compares all outputs in this context by a user's functions; if none is given, the outer context's stay."""
-    # Not stored on a model, because a function may not be sendable to another process.
+    """Compares all outputs in this context by a user's functions. Without any, the outer context's functions stay."""
+    # Not stored on a model, because it may be impossible to send a function to another process.
     if divergence is None and metric is None and metric_of_set is None:
         yield
         return
@@ -477,7 +480,7 @@ def judged(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_judgement() -> Judgement:
-    """Returns the functions of the current call; a function that was not given is None."""
+    """Returns the functions of the current call. A missing function is None."""
     return _JUDGEMENT.get() or Judgement()
 
 
@@ -501,12 +504,12 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
         def softened(self, base: Tensor, other: Tensor) -> Tensor:
             values = self.divergence(base, other)
-            # A function of decisions, e.g. an intersection over union, has no gradient; a fit then uses the kind's own.
+            # A function of decisions (e.g. an intersection over union) has no gradient. A fit then uses the kind's own.
             return super().softened(base, other) if other.requires_grad and not values.requires_grad else values
 
         def drawn(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-            # Near equal outputs, the divergence is quadratic: its gradient at a small random shift is its curvature
-            # times the shift.
+            # The divergence is quadratic near equal outputs. Its gradient at a small random shift is therefore its
+            # curvature times the shift.
             noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
             shifted = outputs.detach() + SHIFT * outputs.detach().std() * noise
             values = self.divergence(shifted, outputs)
@@ -518,13 +521,13 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
 
 def most_images(model: nn.Module) -> int:
-    """Returns on how many images a model's outputs can be compared in memory; maps have a number per pixel."""
+    """Returns the largest number of images whose outputs can be compared in memory. Maps have a number per pixel."""
     numbers = sum(output_sizes(model).values()) or 1
     return max(MOST_NUMBERS // max(numbers, 1), 2)
 
 
 def output_sizes(model: nn.Module) -> Mapping[str, int]:
-    """Returns how many numbers per image every tensor of a whole module, or its file, has; {} for other models."""
+    """Returns how many numbers per image each tensor of a whole module, or of its file, has. Other models have {}."""
     record = record_of(model)
     found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
     return found if isinstance(found, Mapping) else {}
@@ -548,7 +551,7 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
-# From what a user states to the kind, the name that `state_outputs_` takes.
+# The kind names that `state_outputs_` accepts, by the words in which a user states them.
 STATEMENTS = {
     "classes": "logits",
     "multilabel": "multilabel",

@@ -1,4 +1,4 @@
-"""The static shape of an attention layer, plain data from which it is built, costed and reloaded; and its spectrum."""
+"""The static shape of an attention layer, as plain data to build, cost and reload it, and its spectrum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ class FormTraits:
     `has_strengths`: every direction has a learned strength in every head that uses it. `shares_directions`: all heads
     share one set of directions. `norms` are the ways to normalize query and key rows, the default first. `rotates`:
     pairs of rows are rotated by angles that depend on the token's position. `mixes_blocks`: the shared directions are
-    in blocks, and a matrix mixes the score maps of the blocks. `has_distances`: every query is also multiplied with
-    vectors for its distances, in rows and in columns, to the keys in a window. `attention.forms.register_form`
-    registers the traits together with the class that computes the scores.
+    in blocks, and a matrix mixes the blocks' score maps. `has_distances`: in a window, every query is also multiplied
+    with vectors for its row and column distances to the keys. `attention.forms.register_form` registers the traits
+    together with the class that computes the scores.
     """
 
     has_strengths: bool
@@ -48,23 +48,23 @@ INNER_NORMS = ("query_norm", "key_norm", "output_norm")
 
 @dataclass(frozen=True)
 class Compression:
-    """A way to delete what a prescription removes (`realize(by=NAME)`).
+    """A way to delete the parts that a prescription removes (`realize(by=NAME)`).
 
-    With `keeps_norms`, a layer that divides rows by their norms keeps the rows that only the norms need, so it equals
-    the mask. Without it, the layer divides by the norms over the kept directions. `fit` takes the model, the
-    prescription and images, and returns the prescribed layers with strengths that are fitted to the images.
+    With `keeps_norms`, a layer that divides rows by their norms keeps the rows that only the norms need, and so it
+    equals the mask. Without it, the layer divides by the norms over the kept directions. `fit` is called with the
+    model, the prescription and images. It returns the prescribed layers with strengths that are fitted to the images.
     """
 
     keeps_norms: bool = True
     fit: Callable[..., Sequence[Any]] | None = None
 
 
-# A form of attention is registered together with its other ways.
+# A form of attention is registered together with its own ways to compress.
 COMPRESSIONS = Registry[Compression]("compression", named={"compress": Compression()})
 
 
 def compression_of(by: str) -> Compression | None:
-    """Returns how `by` deletes what is removed, or None for a mask, which deletes nothing.
+    """Returns the compression called `by`, or None for a mask, which deletes nothing.
 
     Raises:
         UnknownName: No installed package has registered such a compression.
@@ -79,16 +79,16 @@ class AttentionSpec:
     `ranks` are the numbers of score directions per stored head. `heads` are the indices of these heads in the original
     model. `norms` is the normalization of the query and key rows: "none", "kept" (the norm over the kept directions) or
     "original" (the norm over all `original_rank` directions, which the projections then still compute). In a form that
-    mixes blocks, block b holds `blocks[b]` neighbouring shared directions; a block may be empty. `value_ranks` are the
-    value dimensions per stored head (default: head_dim). `biases` are the projections that have a bias. `scale` is
+    mixes blocks, block b contains `blocks[b]` neighbouring shared directions. A block may be empty. `value_ranks` are
+    the value dimensions per stored head (default: head_dim). `biases` are the projections that have a bias. `scale` is
     stored because it does not depend on the rank.
 
     In the rotary form, the last 2 len(pairs[h]) rows of a head are the real parts of the rotated pairs, followed by the
     imaginary parts. `pairs[h]` are their indices among the frequencies of the original head (default: all). The rows
-    before them are ordinary directions. `pair_bias` is whether a bias per pair of tokens is added to the scores.
-    `inner_norms` are modules of the original library that the layer applies: to the query and the key of every head,
-    and to the concatenated outputs of the heads before the output projection. In the axial form, `window` is the number
-    of rows and columns of the tokens between which it has distances.
+    before them are ordinary directions. With `pair_bias`, a bias per pair of tokens is added to the scores.
+    `inner_norms` are modules of the original library. The layer applies them to every head's query and key, and to the
+    concatenated outputs of the heads before the output projection. In the axial form, `window` is the number of rows
+    and columns of tokens for which the layer has distances.
     """
 
     form: str
@@ -108,11 +108,11 @@ class AttentionSpec:
     window: tuple[int, int] | None = None
 
     def __post_init__(self):
-        # Set the defaults that depend on other fields; the class is frozen.
+        # Set the defaults that depend on other fields. The class is frozen.
         if self.traits.rotates and self.pairs is None:  # `traits` raises an error for unknown forms
             object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
-            object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
+            object.__setattr__(self, "value_ranks", None)  # one form for equal layers, so they compare as equal
         if self.norms not in self.traits.norms:
             raise InvalidInput(
                 f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(self.traits.norms)}."
@@ -141,7 +141,7 @@ class AttentionSpec:
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
         if any(not 0 <= rank <= self.head_dim for rank in self.value_dims):
             raise InvalidInput(f"value ranks {self.value_dims} must lie in 0..{self.head_dim}.")
-        # If a head does not use a shared direction, its strength there is zero; the projection computes it for all.
+        # If a head does not use a shared direction, its strength there is zero. The projection serves all heads.
         if self.traits.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
         if self.traits.mixes_blocks != (self.blocks is not None):
@@ -167,7 +167,7 @@ class AttentionSpec:
                 raise InvalidInput(f"pairs {pairs} are no distinct pairs of a head with rank {rank}.")
 
     def _check_extensions(self) -> None:
-        # A head of rank 0 is computed as a mean of the values, so there is no softmax to which a bias could be added.
+        # A head of rank 0 returns a mean of the values, so it has no softmax to which a bias could be added.
         if self.pair_bias and not all(self.ranks):
             raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
         if self.traits.has_distances != (self.window is not None):
@@ -185,7 +185,7 @@ class AttentionSpec:
 
     @cached_property
     def traits(self) -> FormTraits:
-        """The traits of the form; looked up once, because forward passes read them."""
+        """The traits of the form, looked up only once because forward passes use them."""
         return FORMS[self.form]
 
     @property
@@ -195,7 +195,7 @@ class AttentionSpec:
 
     @property
     def num_distances(self) -> int:
-        """The number of possible distances, in rows and in columns, between two tokens in the window."""
+        """The number of possible row and column distances between two tokens in the window."""
         return 0 if self.window is None else 2 * sum(self.window) - 2
 
     @property
@@ -230,10 +230,10 @@ class AttentionSpec:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The rows of the query projection, for every owner of directions.
+        """The number of rows of the query projection, for every owner of directions.
 
-        These are the ranks of the heads, or all rows if the original norms are needed. Shared directions have one
-        owner. If they are in blocks, the rows are given per block.
+        Without shared directions, it is the rank of every head, or all rows if the original norms are needed. Shared
+        directions have one owner. If they are in blocks, there is one number per block.
         """
         if self.blocks is not None:
             return self.blocks
@@ -249,17 +249,17 @@ class AttentionSpec:
         return projection in self.biases
 
     def with_shared_directions(self, rank: int, blocks: tuple[int, ...] | None = None) -> "AttentionSpec":
-        """Returns the layer with heads that share `rank` directions, in a form that shares them.
+        """Returns the layer with heads that share `rank` directions, in a form that shares directions.
 
-        With `blocks`, the form also mixes blocks. The original rank is the number of directions of all heads together.
-        A layer without any direction has no blocks.
+        With `blocks`, the form also mixes blocks. The new original rank counts the directions of all heads together. A
+        layer without any direction has no blocks.
 
         Raises:
             NotSupported: No installed package has registered such a form.
         """
         if self.traits.has_distances:
             raise NotSupported("heads with relative positions decomposed by axis cannot share their directions.")
-        # If the layer shares directions already, its original rank is that of all heads together.
+        # If the layer already shares directions, its original rank counts all heads together.
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = _sharing_form(mixes_blocks=blocks is not None)
         return replace(
@@ -270,11 +270,12 @@ class AttentionSpec:
     def with_ranks(
         self, ranks: Sequence[int], heads: Sequence[int], norms: str, pairs: Sequence[tuple[int, ...]] | None = None
     ) -> "AttentionSpec":
-        """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept.
+        """Returns the layer with other ranks, heads (a subset of its own) and norms. Scale and value ranks are kept.
 
-        The rotary form keeps these `pairs`, or by default the first pairs of each head that fit its rank.
+        The rotary form keeps these `pairs`. By default it keeps the first pairs of each head, as many as its rank
+        allows.
         """
-        # By the number of the head in the original model, because a compressed layer stores heads in another order.
+        # The keys are indices in the original model, because a compressed layer stores heads in another order.
         value_dim_of = dict(zip(self.heads, self.value_dims, strict=True))
         value_ranks = tuple(value_dim_of[head] for head in heads)
         if self.pairs is not None and pairs is None:
@@ -299,12 +300,13 @@ class Spectrum(Displayed):
     """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, where x ends with a 1.
 
     `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest
-    rank; `used` is False on the padding. With `norms` other than "none", a score is divided by the row norms of query
-    and key: over the kept directions ("kept") or over all original ones ("original"). `heads` are the indices of the
-    heads in the original model. Rules receive the other maps of a layer in the same form; `map` is the name of the map.
+    rank, and `used` is False on the padding. With `norms` other than "none", a score is divided by the row norms of
+    query and key. The norms are over the kept directions ("kept") or over all original ones ("original"). `heads` are
+    the indices of the heads in the original model. Rules get the other maps of a layer in the same format, and `map` is
+    the map's name.
 
-    In rotary attention, `pairs` are the frequencies by which the rows are rotated, -1 for unrotated rows. `fixed` are
-    the maps of the layer (LAYER_MAPS) from which nothing can be removed, because a norm runs over all their features.
+    In rotary attention, `pairs` are the frequencies that rotate the rows, or -1 for unrotated rows. `fixed` are the
+    layer's maps (LAYER_MAPS) from which nothing can be removed, because a norm runs over all their features.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -342,10 +344,10 @@ class Spectrum(Displayed):
 
     @property
     def has_own_order(self) -> bool:
-        """Whether only strengths rank directions: another basis would change norms, or directions that heads share."""
+        """Whether only strengths rank directions. Another basis would change norms or shared directions."""
         return self.has_norms or self.shared
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:
-        """The number of used directions per head, as a float so that it can be averaged."""
+        """The number of used directions per head, as a float that can be averaged."""
         return self.used.sum(-1).to(self.strength.dtype)

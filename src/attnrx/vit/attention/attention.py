@@ -44,15 +44,15 @@ from attnrx.vit.spec import AttentionSpec, Spectrum
 BACKENDS = Registry[type[Backend]]("backend", Auto, Eager, Fused, Native)
 """The classes of the backends, by name."""
 MOST_PLANS = 1024
-"""The most plans that a layer caches, one for every batch and image size. A full cache is cleared."""
+"""The most plans that a layer caches. There is one for every batch and image size. A full cache is cleared."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
-    `value_dims` are the padded value dimensions per head, and `widths` per bucket. `joint` is whether
-    `Backend.attend_fused_qkv` computes the layer.
+    `value_dims` has the padded value dimension of every head, and `widths` the padded value dimension of every bucket.
+    `joint` tells whether `Backend.attend_fused_qkv` computes the layer.
     """
 
     backend: Backend
@@ -66,7 +66,7 @@ class LayerPlan:
 class Attention(nn.Module):
     """Multi-head attention of any form, in which every head has its own rank and value dimension.
 
-    Heads are in storage order; `spec.heads` are their indices in the original model.
+    Heads are in storage order, and `spec.heads` are their indices in the original model.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
@@ -79,8 +79,8 @@ class Attention(nn.Module):
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._packed: PackedWeights | None = None
-        # The number of heads and their width, if all heads have the same width without padding, and nothing else
-        # happens between the projections.
+        # The number of heads and their width. It is None if heads have different widths or are padded, or if anything
+        # happens between the projections and the products.
         is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
         self.equal_heads = (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else None
         self._plans_of: Backend | None = None
@@ -95,8 +95,8 @@ class Attention(nn.Module):
         """Returns the attention output of `tokens`.
 
         If `key_tokens` are given, keys and values are computed from them, and `tokens` must be their first tokens.
-        Otherwise keys and values are computed from `tokens`. `positions` hold rotations and biases of pairs for all
-        tokens of an image; the layer takes them for the patches that `kept_patches` returns.
+        Otherwise keys and values are computed from `tokens`. `positions` contains rotations and biases of pairs for all
+        tokens of an image. The layer selects the entries of the patches that `kept_patches` returns.
 
         Raises:
             InvalidInput: The layer has a bias per pair of tokens, but `positions` have none.
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         if self._is_short and positions is None:
             return self._traced(tokens, tokens if key_tokens is None else key_tokens)
         source = tokens if key_tokens is None else key_tokens
-        # The plan is made for the keys: their number determines the size of the maps, even if queries are few.
+        # The plan depends on the number of keys, because it determines the size of the maps even if queries are few.
         plan, scores = self.plan(source), self.scores
         if positions is not None and self.kept_patches is not None:
             # The library computes positions for all patches of an image, including pruned ones.
@@ -130,7 +130,7 @@ class Attention(nn.Module):
 
     @property
     def _is_short(self) -> bool:
-        """Whether a graph is recorded, and the attention consists of products of heads of equal widths."""
+        """Whether a graph is recorded, and all heads compute plain products of equal widths."""
         if self.equal_heads is None or not is_traced() or has_fixed_weights():
             return False
         return type(self.backend) in (Auto, Fused, AttentionCapture)
@@ -141,10 +141,10 @@ class Attention(nn.Module):
         return self._is_short or (all(self.spec.ranks or (0,)) and self.plan(tokens).backend.takes_few_queries)
 
     def _traced(self, tokens: TokenBatch, key_tokens: TokenBatch) -> TokenBatch:
-        """Returns the same as `forward`, for heads of equal widths, in a graph.
+        """Returns the same as `forward` inside a recorded graph, for heads of equal widths.
 
-        A compiler guards every number that decides something, and checks all guards in every call. A plan would add
-        guards for the numbers of every head.
+        A compiler adds a guard for every number that a decision depends on, and checks all guards in every call. A plan
+        would add guards for the numbers of every head.
         """
         assert self.equal_heads is not None
         (heads, width), backend = self.equal_heads, self.backend
@@ -171,7 +171,7 @@ class Attention(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
         before = addresses_of(parameters_of(self._projections))
         super()._apply(*args, **kwargs)
-        # Weights that did not move stay where they are: another module may share them.
+        # Weights that did not move are not packed, because another module may share them.
         if addresses_of(parameters_of(self._projections)) != before:
             self.pack_()
         return self
@@ -197,17 +197,17 @@ class Attention(nn.Module):
             if width != head_dim:
                 features = features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
             return self.output(self.inner_norms["output_norm"](features))
-        # Otherwise the padding is free: zero columns are added to the weight, not to the features.
+        # Without a norm, padding costs nothing, because zero columns are added to the weight, not to the features.
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
-        """Returns the bias of pairs for the stored heads and the first `queries` tokens as queries, or None."""
+        """Returns the bias of token pairs for the stored heads and the first `queries` tokens, or None without one."""
         bias, heads = None if positions is None else positions.bias, self.spec.heads
         if bias is None:
             if not self.spec.pair_bias:
                 return None
             raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
-        # Indexing copies, so if all heads or all queries are needed, they are returned as they are.
+        # Indexing copies, so the bias is returned without indexing if all heads or all queries are needed.
         if heads != tuple(range(bias.shape[1])):
             bias = torch.cat([bias[:, head : head + 1] for head in heads], 1)
         return bias if queries == bias.shape[2] else bias[:, :, :queries]
@@ -220,13 +220,13 @@ class Attention(nn.Module):
         buckets: tuple[Bucket, ...],
         positions: Positions | None,
     ) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the scores: projected rows with inner norms, positions and biases of pairs."""
+        """Returns the factors of the scores: projected rows with inner norms, positions and biases of token pairs."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
         # The last layer's class-token shortcut has only the first tokens as queries, so it needs the first positions.
         of_queries = positions
         if positions is not None and query.shape[1] < key.shape[1]:
             of_queries = positions.of_first(query.shape[1])
-        # Norms come before rotations, as in timm: their weights are per direction, and a rotation mixes directions.
+        # Norms come before rotations, as in timm. Their weights are per direction, but a rotation mixes directions.
         query = self.scores.at_positions(sides[0], rows, of_queries)
         key = self.scores.at_positions(sides[1], rows, positions)
         factors = self.scores(query, key, buckets)
@@ -239,22 +239,22 @@ class Attention(nn.Module):
     def _normed(self, features: Tensor, name: str, rows: tuple[int, ...]) -> Tensor:
         if name not in self.inner_norms:
             return features
-        # All heads have all directions (spec.fixes_scores), padded to one width; the norm must not see the zeros.
+        # All heads have all directions (spec.fixes_scores), padded to one width. The norm must not include the padding.
         rank, (width,) = self.spec.original_rank, set(rows)
         parts = features.unflatten(-1, (len(rows), width))  # batch, tokens, heads, width
         normed = self.inner_norms[name](parts[..., :rank])
         return F.pad(normed, (0, width - rank)).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy or a pickle, without the cached plans and the memory that the weights share."""
+        """Returns the state for a copy or a pickle, without cached plans and without the packed weights."""
         return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
-        """Returns how the backend computes these tokens; plans are cached by shape."""
+        """Returns how the backend computes these tokens. Plans are cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
-        # `backend` is a plain attribute, so comparison detects a replacement.
+        # `backend` is a plain attribute that anyone may replace, so it is compared with the backend of the plans.
         if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
             self._plans_of, self._plans = self.backend, {}
         if context not in self._plans:
@@ -269,15 +269,15 @@ class Attention(nn.Module):
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def spectrum(self) -> Spectrum:
-        """Returns the score directions, one table per owner with the biases as last column, in float64."""
+        """Returns the score directions in float64: one table per owner, with the biases as last column."""
         spec = self.spec
         ranks, width = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
         strength = torch.zeros(len(ranks), width, dtype=torch.float64)
-        # A boolean mask is filled row by row, so head by head: the order in which strengths are stored.
+        # A boolean mask is filled row by row, so head by head, which is the order of the stored strengths.
         strength[used] = self.scores.strengths().detach().cpu().double().flatten()
         shared, pairs = spec.traits.shares_directions, row_pairs(spec) if spec.traits.rotates else None
-        # Shared directions have one table, even if they are in blocks.
+        # Shared directions have one table, even if they are divided into blocks.
         rows = (sum(spec.rows),) if shared else spec.rows
         owners = rows if shared else ranks
         tables = [_table(side, rows, owners, width) for side in (self.scores.query, self.scores.key)]
@@ -289,7 +289,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def value_factors(self) -> dict[str, Tensor]:
-        """Returns the factors of the plain SVD of every head's values, in float64.
+        """Returns small factors from which the SVD of every head's value map can be computed, in float64.
 
         value_factor and readout_factor, [heads, _, v_head_dim], are the factors R of QR decompositions V = Q R. V is a
         head's transposed value rows or its columns of the output projection, padded with zeros. value_bias is
@@ -301,7 +301,7 @@ class Attention(nn.Module):
         weights = self.output.weight.detach().cpu().double().split(value_dims, dim=1)
         for padded, weight in zip(columns, weights, strict=True):
             padded[: weight.shape[1]] = weight.mT
-        # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of the two small R.
+        # Orthonormal factors change no singular value, so the SVD of W_O W_V needs only the product of the two small R.
         factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
 
@@ -319,7 +319,7 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
     """Runs each layer on another backend inside the context, and restores its own backend afterwards."""
     # As a tuple, because an iterator would be exhausted when the backends are restored.
     layers = tuple(layers)
-    # The plans are restored, too: those of the other backend would keep it, and what it observes, in the layer.
+        # The plans are restored, too. Plans of the other backend would keep it, and what it observes, in memory.
     before = [(layer.backend, layer._plans_of, layer._plans) for layer in layers]
     try:
         for layer, backend in zip(layers, backends, strict=True):
@@ -348,9 +348,9 @@ def backend_of(name: str) -> Backend:
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Sets the backend of every layer of the model, in place, and returns the model.
 
-    The names are "auto", "eager" (the reference), "fused" and "native". New models have "auto": "native" for float32
-    inference on a CPU, else the usually fastest one. Layers whose attention is captured for a token reducer keep their
-    backend. The choice is not saved with the model, because the fastest backend depends on the machine.
+    The names are "auto", "eager" (the reference), "fused" and "native". New models use "auto". It chooses "native" for
+    float32 inference on a CPU, and otherwise the backend that is usually fastest. Layers whose attention is captured
+    for a token reducer keep their backend. The choice is not saved, because the fastest backend depends on the machine.
 
     Args:
         model: The model.

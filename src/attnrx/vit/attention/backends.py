@@ -1,8 +1,8 @@
-"""Backends compute the output of the heads from what forms give them: score factors and values, in buckets of heads.
+"""Backends, which compute the outputs of the heads from score factors and values, in buckets of heads.
 
-They are the reference (`Eager`), fused attention, the C++ kernel, a choice between these by rule (`Auto`, the default),
-and attention of exported files (`Portable`). Others pass the attention on: to a token reducer, with tokens weighted by
-their size, or to an observer.
+Most of them differ only in how they compute: the reference (`Eager`), fused attention, the C++ kernel, a choice between
+these by rule (`Auto`, the default), and attention for exported files (`Portable`). Others also pass the attention to a
+token reducer, which weights tokens by their size, or to an observer.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from attnrx.vit.spec import AttentionSpec
 
 # With fewer tokens (of all images together), the launch overhead of an operation exceeds its arithmetic.
 FEW_TOKENS = 1024
-# A head's keys are transposed once for all its queries; with fewer queries, that costs more than it saves.
+# A head's keys are transposed once for all its queries. With fewer queries, this costs more than it saves.
 FEW_QUERIES = 8
-# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. Measured CPU
-# time of padded over exact groups, three heads, 197 tokens, batch 1 and 8, in ONNX Runtime and OpenVINO: 1.07 to 1.27
-# at a share of 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97 (one thread of a Xeon with AVX-512, 2026-11-27).
+# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. Measured ratio
+# of CPU times, padded to exact groups: 1.07 to 1.27 at a share of 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97
+# (three heads, 197 tokens, batch 1 and 8, ONNX Runtime and OpenVINO, one thread of a Xeon with AVX-512, 2026-11-27).
 NARROW = 0.95
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
@@ -38,8 +38,8 @@ BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
 class AttentionContext(NamedTuple):
     """The shape, device and recording state of one call.
 
-    A call is free if nothing records it: neither gradients nor a graph capture. Only then may buffers be reused and the
-    batch be computed in chunks. In an export for batches of any size, the number of images is unknown.
+    `free` is true if the call records neither gradients nor a graph. Only then may buffers be reused and the batch be
+    computed in chunks. In an export for batches of any size, the number of images is unknown.
     """
 
     images: int | torch.SymInt
@@ -63,10 +63,10 @@ class AttentionContext(NamedTuple):
         return self.free and self.device == "cpu"
 
     def has_fewer_than(self, count: int) -> bool:
-        """Whether all images together are known to have fewer tokens.
+        """Whether all images together certainly have fewer than `count` tokens.
 
-        False during export: a true result would fix the batch size, and in a strict export (Dynamo) a symbolic size is
-        an int.
+        It is False during export, because True would fix the batch size. In a strict export (Dynamo), a symbolic size
+        is an int.
         """
         if torch.compiler.is_exporting():
             return False
@@ -78,8 +78,8 @@ class AttentionContext(NamedTuple):
 class Bucket:
     """Neighbouring heads that are computed together.
 
-    Every head is projected to `rank` directions, at least the largest rank among them. It enters the kernel with
-    `width` directions, of which the last ones are zero.
+    Every head is projected to `rank` directions, which is at least the largest rank among them. It enters the kernel
+    with `width` directions, padded with zeros at the end.
     """
 
     start: int
@@ -98,7 +98,7 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 
 
 class Mixture(ABC):
-    """The scores of one bucket's heads as weighted sums of score maps that all heads share."""
+    """The scores of one bucket's heads, computed as weighted sums of score maps that all heads share."""
 
     @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
@@ -108,12 +108,12 @@ class Mixture(ABC):
     def native_outputs(
         self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
     ) -> HeadOutputs:
-        """Returns the outputs of the heads of all buckets, computed from their mixtures by the C++ kernel."""
+        """Returns the outputs of all buckets' heads, which the C++ kernel computes from their mixtures."""
 
 
 @dataclass(frozen=True)
 class GridScores:
-    """Summands of the scores of keys in a grid: for every query, a number for each row and one for each column."""
+    """Terms that are added to the scores of keys in a grid. A query has one number per row and one per column."""
 
     rows: Float[Tensor, "batch heads queries rows"]
     columns: Float[Tensor, "batch heads queries columns"]
@@ -124,7 +124,7 @@ class GridScores:
     def features(
         self, scale: float
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns features of queries and keys whose product, times the scale, is added to the scores."""
+        """Returns features of queries and keys. Their product, times the scale, is added to the scores."""
         numbers = torch.cat([self.rows, self.columns], -1) * (1 / scale)
         sizes = self.rows.shape[-1], self.columns.shape[-1]
         places = places_in_grid(*sizes, numbers.dtype, numbers.device)
@@ -135,7 +135,7 @@ class GridScores:
 
 @kept
 def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "tokens lines"]:
-    """Returns ones at the row and at the column of every token of a grid, in row-major order."""
+    """Returns ones at the row and at the column of every token in a grid, in row-major order."""
     of_rows, of_columns = (torch.eye(size, dtype=dtype, device=device) for size in (rows, columns))
     return torch.cat([of_rows.repeat_interleave(columns, 0), of_columns.repeat(rows, 1)], 1)
 
@@ -144,10 +144,10 @@ def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.de
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    If the form normalizes or rotates the rows of query and key, this has been done already. `strength` is None if all
-    strengths are one. There is one owner per head, or only one if all heads share directions. With `mixture`, fewer
-    operations give the same scores, as weighted sums of maps that heads share. `bias`, if given, is added to the
-    scores, for all images or for each; so is `grid`.
+    Forms that normalize or rotate the rows of query and key have already done so. `strength` is None if all strengths
+    are one. There is one owner per head, or only one if all heads share directions. A `mixture` computes the
+    same scores with fewer operations, as weighted sums of maps that heads share. `bias` and `grid`, if not None, are
+    added to the scores. `bias` is for all images, or for each image.
     """
 
     bucket: Bucket
@@ -160,7 +160,7 @@ class ScoreFactors:
     grid: GridScores | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key for the fused kernels: `sides`, plus the features of their places in a grid."""
+        """Returns query and key for the fused kernels: `sides`, plus the features of `grid`."""
         query, key = self.sides()
         if self.grid is None:
             return query, key
@@ -169,15 +169,15 @@ class ScoreFactors:
 
     def sides(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key, heads first, with the strength multiplied into the query."""
-        # Fused kernels have no diagonal between query and key, so a strength is folded into one side. It differs by
-        # head, so shared rows [batch, tokens, 1, width] are repeated for all heads; for keys, a view is enough.
+        # Fused kernels have no diagonal between query and key, so the strength is multiplied into the query. It differs
+        # by head, so shared rows [batch, tokens, 1, width] are repeated for all heads. For keys, a view is enough.
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
 
 
 def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads of equal rank and equal value dimension, so that nothing is padded."""
+    """Groups neighbouring heads of equal rank and equal value dimension, without padding."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
         if buckets and buckets[-1].rank == rank and (value_dims is None or value_dims[head] == value_dims[head - 1]):
@@ -188,27 +188,27 @@ def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = N
 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have directions, at one rank and width; heads of rank 0 are not grouped."""
-    # All ranks above 0 are replaced by the common rank, because equal numbers form one bucket.
+    """Groups neighbouring heads that have directions, at one rank and width. Heads of rank 0 are not grouped."""
+    # All ranks above 0 are replaced by the common rank, because equal ranks form one bucket.
     grouped = exact_buckets(tuple(rank if head_rank else 0 for head_rank in ranks))
     return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)
 
 
 TokenSizes = Callable[[], Float[Tensor, "batch keys"] | None]
-"""Returns how many original tokens every token stands for, or None if each stands for one."""
+"""Returns how many original tokens each token represents, or None if each represents one."""
 
 
 class Backend(ABC):
-    """Executes softmax(scores) @ value for all heads; up to rounding, every backend equals `Eager`."""
+    """Executes softmax(scores) @ value for all heads. Up to rounding, every backend returns the same as `Eager`."""
 
     watches = False
-    """Whether a callback receives every call, so that a call must hold the whole batch."""
+    """Whether a callback receives every call. Then a call must contain the whole batch."""
 
     takes_few_queries = False
     """Whether queries may have fewer tokens than keys and values."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """`sizes` weight the keys in backends that use them; `log_sizes` are their logarithms."""
+        """`sizes` weight the keys in backends that use them. `log_sizes` are their logarithms."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -217,7 +217,7 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes (-inf for size 0)."""
+        """Returns what is added to the scores: the bias of pairs, and the logarithm of each size (-inf for size 0)."""
         bias = None if bias is None else bias.to(like.dtype)
         sizes = self.token_sizes()
         if sizes is None:
@@ -230,21 +230,21 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Returns the buckets of neighbouring heads, and the padded value dimension of every head.
+        """Returns the buckets of neighbouring heads, and every head's padded value dimension.
 
-        All heads of a bucket have the same padded value dimension.
+        All heads in a bucket have the same padded value dimension.
         """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
-        """Returns the backend that computes in this context: itself, unless it delegates."""
+        """Returns the backend that computes in this context. It is the backend itself, unless it delegates."""
         return self
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether `attend_fused_qkv` can compute this layer; its scores must have no strengths and no norms."""
+        """Whether `attend_fused_qkv` can compute this layer. The scores must have no strengths and no norms."""
         return False
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        """Returns the outputs of all heads from the features of one product; here, heads have equal widths."""
+        """Returns the outputs of all heads from the features of one product. Heads must have equal widths here."""
         features, heads = joint.features, len(joint.rows)
         # [batch, tokens, heads, width] each: views of the features.
         query, key, value = features.view(*features.shape[:2], 3, heads, -1).unbind(2)
@@ -258,9 +258,9 @@ class Backend(ABC):
         """Returns the output of one bucket's heads, at the width of their values."""
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        """Returns the mean of the values, weighted by the sizes of the keys; zero if there are no keys.
+        """Returns the mean of the values, weighted by the sizes of the keys. It is zero if there are no keys.
 
-        It is the output of heads without directions.
+        Heads without directions return this mean.
         """
         sizes = self.token_sizes()
         if sizes is not None:
@@ -271,14 +271,14 @@ class Backend(ABC):
     def __call__(
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
-        """Returns the outputs of all heads, concatenated, from the values of every bucket."""
+        """Returns the concatenated outputs of all heads, from the values of every bucket."""
         # Buckets of rank 0 have values but no factors, so the factors are consumed separately.
         remaining_factors, outputs = iter(factors), []
         for bucket, value in zip(buckets, values, strict=True):
             if bucket.rank:
                 outputs.append(self.attend(next(remaining_factors), value))
             else:
-                # Scores of zero mean uniform attention: the same mean for every query, without a product of tokens.
+                # Scores of zero mean uniform attention, so every query gets the same mean, without a product.
                 queries = factors[0].query.shape[1] if factors else value.shape[2]
                 outputs.append(self.mean(value).expand(-1, -1, queries, -1))
         # [batch, heads, queries, width] to [batch, queries, heads * width], the input of the output projection.
@@ -287,10 +287,10 @@ class Backend(ABC):
 
 
 class Eager(Backend):
-    """The reference: scores, softmax, weighted sum of the values; `sizes`, if given, weight the keys."""
+    """The reference: scores, softmax, weighted sum of the values. `sizes`, if not None, weight the keys."""
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups only neighbours of equal shape, so that nothing is padded."""
+        """Groups only neighbours of equal shape, so nothing is padded."""
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
@@ -300,13 +300,13 @@ class Eager(Backend):
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are products of projected rows, and the rank and value dimension of all heads are one number."""
+    """Whether scores are plain products of projected rows, and all ranks and value dimensions are the same number."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
 
 def fused_attention(joint: JointFeatures, mask: Float[Tensor, "images _ _ keys"] | None) -> HeadOutputs:
-    """Returns the outputs of heads of equal widths by PyTorch's fused kernel, with as few views as possible.
+    """Returns the outputs of heads of equal widths, computed by PyTorch's fused kernel with as few views as possible.
 
     `mask` is added to the scores.
     """
@@ -321,7 +321,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
-        # The query is scaled rather than the map, which is larger if there are more tokens than directions.
+        # The query is scaled, not the map, because the map is larger if there are more tokens than directions.
         query, key = factors.sides()
         products = (query * factors.scale) @ key.transpose(-1, -2)
     if factors.grid is not None:
@@ -330,7 +330,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
 
 
 class Fused(Backend):
-    """Fused attention: heads padded to one rank, query and key padded to the width of the values.
+    """Fused attention with all heads padded to one rank, and query and key padded to the width of the values.
 
     PyTorch's fused kernels require equal widths of query, key and value, and otherwise fall back to a slow path.
     The scale is always passed, because its default depends on the padded rank.
@@ -338,21 +338,21 @@ class Fused(Backend):
 
     takes_few_queries = True
 
-    # Above this share of the values' width, projecting fewer rows saves less than scattering them again costs. The rows
-    # are then padded in the weights instead, and the compressed layer runs exactly like the original. With few tokens,
-    # there is little arithmetic to save, and launching further operations costs more.
+    # Projecting fewer rows saves arithmetic, but scattering them again costs time. If the rank is above this share of
+    # the values' width, the costs are larger. The rows are then padded in the weights, and the compressed layer runs
+    # exactly like the original. With few tokens there is little arithmetic to save, so the share is smaller.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
-    # The kernels load features in steps of this size; a width between two steps is slower than the next step.
+    # The kernels load features in steps of this size. A width between two steps is slower than the next step.
     STEP = 8
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups all heads that have directions; queries, keys and values have one width.
+        """Groups all heads that have directions. Queries, keys and values have one width.
 
-        The heads have the largest rank, or the full width if that is not slower.
+        The heads are padded to the largest rank, or to the full width if that is not slower.
         """
         width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        # A bucket of rank `width` is padded in the weights, a bucket of smaller rank after the projection.
+        # A bucket of rank `width` is padded in the weights. A bucket of smaller rank is padded after the projection.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
@@ -383,10 +383,10 @@ def runs_on(context: AttentionContext) -> bool:
 
 
 class Native(Eager):
-    """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
+    """Queries, keys and values of any widths, all heads in one call, for inference in float32 on a CPU.
 
-    The kernel comes with the wheel, or the user's compiler builds it on first use. Without a kernel, or while gradients
-    or a graph are recorded, `Fused` runs instead. `sizes` may only be given after `runs` has returned True.
+    The wheel contains the kernel, or the user's compiler builds it on first use. Without a kernel, or while gradients
+    or a graph are recorded, `Fused` runs instead. Pass `sizes` only after `runs` has returned True.
     """
 
     takes_few_queries = True
@@ -400,14 +400,14 @@ class Native(Eager):
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Pads nothing, except if there are few tokens and each bucket needs operations: then all heads form one."""
+        """Pads nothing, unless there are few tokens and each bucket needs operations. Then all heads are one bucket."""
         if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
         rank = max(spec.ranks, default=0)
         return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        # The kernel multiplies rows as they are projected, so a layer with strengths, shared rows or norms needs
+        # The kernel multiplies the projected rows directly, so a layer with strengths, shared rows or norms needs
         # operations in between. Rotations and biases are arguments of the kernel.
         has_products = not (
             spec.traits.has_strengths
@@ -438,7 +438,7 @@ def native_outputs(
     values: BucketValues,
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
-    """Returns the outputs of all heads, concatenated, from the C++ kernel."""
+    """Returns the concatenated outputs of all heads from the C++ kernel."""
     mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     if mixtures:
         return mixtures[0].native_outputs(mixtures, factors[0].scale, values, sizes)
@@ -464,22 +464,22 @@ class Auto(Fused):
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         if Native.runs(spec, context):
             return Native()
-        # A fused kernel would compute every head from all shared directions, instead of each block's map once.
+        # A fused kernel would compute every head from all shared directions, not each block's map once.
         return Eager() if spec.traits.mixes_blocks else Fused()
 
 
 class Portable(Eager):
-    """Attention in few operations of a graph, for exported files: torch's scaled dot products.
+    """Attention in few graph operations, for exported files. It uses torch's scaled dot products.
 
     The graph is the same for all batch sizes, threads and machines. Neighbouring heads of equal widths are one
-    operation. If padding all heads to one width adds little arithmetic, they are one operation, too. Queries and values
-    may have different widths. `sizes`, if given, weight the keys.
+    operation. If padding all heads to one width adds little arithmetic, all heads are one operation. Queries and values
+    may have different widths. `sizes`, if not None, weight the keys.
     """
 
     takes_few_queries = True
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        # A head without directions gets rank 1: its zero rows give a uniform map, of keys weighted by their sizes.
+        # A head without directions gets rank 1. Its zero rows result in a uniform map, with keys weighted by size.
         ranks = tuple(max(rank, 1) for rank in spec.ranks)
         rank, width = max(ranks), max((*spec.value_dims, 1))
         if sum(ranks) + sum(spec.value_dims) > NARROW * len(ranks) * (rank + width):
@@ -498,8 +498,8 @@ class Portable(Eager):
 class CapturedAttention:
     """The captured attention of one layer.
 
-    `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean over the heads' keys, and
-    `value_norms` the norms of the values.
+    `attention` are full maps, and `class_attention` their rows of the first token. `keys` are the mean over the heads'
+    keys, and `value_norms` the norms of the values.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
@@ -509,11 +509,11 @@ class CapturedAttention:
 
 
 class AttentionCapture(Backend):
-    """Attention over tokens of different sizes, all heads in one padded bucket.
+    """Attention over tokens of different sizes, with all heads in one padded bucket.
 
-    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` the logarithms. `receive` is called
-    with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". If neither full maps nor
-    gradients of the sizes are needed, a fused kernel is used.
+    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` their logarithms. The backend calls
+    `receive` with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". If neither full
+    maps nor gradients of the sizes are needed, it uses a fused kernel.
     """
 
     takes_few_queries = True
@@ -536,7 +536,7 @@ class AttentionCapture(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket of the values' width, because the fused kernels require equal widths."""
-        # If no head has directions, rank 1 is used: its zero rows give uniform maps, which can be captured as well.
+        # If no head has directions, rank 1 is used. Its zero rows result in uniform maps, which can also be captured.
         rank = max((*spec.ranks, 1))
         width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
@@ -553,7 +553,7 @@ class AttentionCapture(Backend):
         sizes = self.token_sizes()
         query, key = factors.folded()
         # The logarithm of size 0 is -inf and has an infinite gradient, so sampled sizes cannot be the mask of a fused
-        # kernel (see `sized_softmax`). A fused kernel never has full maps in memory, either.
+        # kernel (see `sized_softmax`). Besides, a fused kernel never has full maps in memory.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
             attention = sized_softmax(scores(factors), sizes)
@@ -562,13 +562,13 @@ class AttentionCapture(Backend):
         if self.wanted:
             first = None
             if "class_attention" in self.wanted:
-                # A fused kernel returns no maps: one row of them, [batch, heads, 1, keys], is computed separately.
+                # A fused kernel returns no maps, so one of their rows, [batch, heads, 1, keys], is computed separately.
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
         if query.device.type == "cpu" and query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
-            # `native_outputs` returns the heads side by side; `attend` returns [batch, heads, queries, width].
+            # `native_outputs` returns the heads side by side, but `attend` returns [batch, heads, queries, width].
             return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         if factors.mixture is not None:
             return sized_softmax(scores(factors), sizes) @ value
@@ -580,7 +580,7 @@ class AttentionCapture(Backend):
     def pass_on(
         self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
-        """Passes the requested quantities to `receive`; the first row of the attention belongs to the class token."""
+        """Passes the requested quantities to `receive`. The first row of the attention belongs to the class token."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]
@@ -593,9 +593,9 @@ class AttentionCapture(Backend):
 def capture_uniform(
     capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Float[Tensor, "batch tokens width"]
 ) -> None:
-    """Reports uniform attention; it is a hook after a layer whose backend captures nothing.
+    """Passes uniform attention to `receive`, as a hook after a layer whose backend captures nothing.
 
-    This is a layer without heads, or one that another backend computes.
+    Such layers have no heads, or another backend computes them.
     """
     (batch, count), spec = output.shape[:2], layer.spec
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
@@ -604,7 +604,7 @@ def capture_uniform(
 
 
 class NativeCapture(Native):
-    """The C++ kernel, which returns no attention, plus the attention of the first token, one row per head."""
+    """The C++ kernel, which returns no attention, plus the attention of the first token with one row per head."""
 
     def __init__(self, sizes: TokenSizes | None, receive: Callable[[CapturedAttention], None]):
         super().__init__(sizes)
@@ -612,17 +612,17 @@ class NativeCapture(Native):
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether the scores are products of rows, without positions and without biases of pairs."""
+        """Whether the scores are products of rows, without positions and without biases of token pairs."""
         plain = spec.form == "dense" and not spec.pair_bias
         return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        return self  # `supports` was True; falling back to `Fused`, as `Native` does, would capture nothing
+        return self  # not `Fused`, to which `Native` may fall back: it would capture nothing
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
         features, rows, num_rows = joint.features, tuple(joint.rows), sum(joint.rows)
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
-        # One product for all heads: their queries form a block diagonal matrix.
+        # One product computes all heads, because their queries form a block diagonal matrix.
         logits = (query * rows_by_head(rows, joint.scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
         return super().attend_fused_qkv(joint)
@@ -655,15 +655,15 @@ def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads di
 
 @dataclass(frozen=True)
 class Observation:
-    """All intermediates of one layer, with heads in storage order.
+    """All intermediate results of one layer, with heads in storage order.
 
     Directions and value dimensions are zero-padded to the largest rank. `query` and `key` are the rows that enter the
-    scores: divided by their norms if the form has norms, before the strength is applied. Then score = scale * (query *
-    strength) @ key^T, attention = softmax(score), and output = attention @ value. The layer's result is the sum over
-    heads of output @ readout, plus a bias.
+    scores, before the strength is applied. If the form has norms, the rows are already divided by them. Then score =
+    scale * (query * strength) @ key^T, attention = softmax(score), and output = attention @ value. The layer's result
+    is the sum over heads of output @ readout, plus a bias.
     """
 
-    # Padded, so that heads of different ranks fit one tensor; zeros change neither scores nor outputs.
+    # Padded, because heads of different ranks must fit one tensor. Zeros change neither scores nor outputs.
     query: Float[Tensor, "batch tokens heads directions"]
     key: Float[Tensor, "batch tokens heads directions"]
     strength: Float[Tensor, "heads directions"] | None
@@ -678,7 +678,7 @@ class Observation:
 class Observed(Backend):
     """Computes like `Eager`, with all heads in one padded bucket, and passes the intermediate results to `observe`.
 
-    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture`
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. If it replaces a `capture`
     backend, it weights tokens by their size and captures the same quantities.
     """
 
@@ -723,18 +723,19 @@ class Observed(Backend):
 def sized_softmax(
     logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
+    """Returns the attention in which every key is weighted by its size. A key of size 0 has weight zero.
 
-    The result is the same as adding the logarithm of the size to the scores (-inf for 0), but its gradient for the
-    sizes is finite everywhere: the score of a key of size zero is clamped to the largest score of the others. This
-    gradient is smaller than in DynamicViT's formula (Rao et al., 2021), where it grows exponentially with the scores of
-    such keys.
+    Adding the logarithm of the size to the scores (-inf for 0) would return the same. Here, however, the gradient for
+    the sizes is finite everywhere, because a size-zero key's score is clamped to the largest score of the other keys.
+    The gradient is smaller than in DynamicViT's formula (Rao et al., 2021), where it grows exponentially with the
+    scores of removed keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
     weights = sizes[:, None, None, :]
-    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. It is the largest score of
-    # the keys that are present. Without the clamp, a removed key's larger score could overflow: infinity * 0 is NaN.
+    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. The constant is the largest
+    # score of the keys that are present. Without the clamp, a removed key's larger score could overflow, and infinity
+    # * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
     weighted = (logits - largest).clamp(max=0.0).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)

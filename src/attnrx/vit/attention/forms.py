@@ -1,4 +1,4 @@
-"""The forms of attention: how tokens, at their positions, become the factors of the scores."""
+"""The forms of attention, which compute the factors of the scores from tokens and their positions."""
 
 import itertools
 import math
@@ -28,9 +28,10 @@ Keys = Float[Tensor, "batch keys rows"]
 class Positions:
     """The rotations and biases of the tokens in one layer, for all images or for each image.
 
-    `cos` and `sin` are the rotation of every patch, for each frequency of the original head, either for all heads or
-    for each original head. The first `prefix` tokens come before the patches and are not rotated. `bias` is added to
-    the scores of every pair of tokens, including these. The first axis has one entry for all images, or one per image.
+    `cos` and `sin` are the rotation of every patch, for each frequency of the original head. They have one entry for
+    all heads, or one per original head. The first `prefix` tokens come before the patches and are not rotated. `bias`
+    is added to the scores of every pair of tokens, including the prefix. The first axis has one entry for all images,
+    or one per image.
     """
 
     prefix: int
@@ -39,10 +40,10 @@ class Positions:
     bias: Float[Tensor, "_ _ tokens tokens"] | None = None
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
-        """Returns the positions of the tokens that are left.
+        """Returns the positions of the remaining tokens.
 
-        `indices` are their patches, or None for all patches. A token with the index -1 belongs to no patch: it is not
-        rotated and has no bias.
+        `indices` are the patches of these tokens, or None for all patches. A token with the index -1 belongs to no
+        patch, so it is not rotated and has no bias.
         """
         if indices is None:
             return self
@@ -50,7 +51,7 @@ class Positions:
         added, safe = indices < 0, indices.clamp_min(0)
         cos = sin = bias = None
         if self.cos is not None and self.sin is not None:
-            # They are rotated by zero: cos 1 and sin 0, [images, kept, heads, pairs].
+            # They are rotated by zero, so cos is 1 and sin is 0, [images, kept, heads, pairs].
             cos = _gathered(self.cos, safe).masked_fill(added[..., None, None], 1.0)
             sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
         if self.bias is not None:
@@ -67,7 +68,7 @@ class Positions:
         return replace(self, cos=cos, sin=sin, bias=bias)
 
     def of_first(self, count: int) -> "Positions":
-        """Returns the rotations of the first `count` tokens."""
+        """Returns the positions with the rotations of only the first `count` tokens."""
         if self.cos is None or self.sin is None:
             return self
         patches = max(count - self.prefix, 0)
@@ -91,12 +92,12 @@ class ScoreForm(nn.Module, ABC):
 
     @property
     def query_factor(self) -> float:
-        """The factor of the projected query rows: `spec.scale` if the form does not multiply the scores by it."""
+        """The factor of the projected query rows. It is `spec.scale` if the form does not multiply the scores by it."""
         return 1.0
 
     @abstractmethod
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of every bucket that has directions, in order; heads of rank 0 have none.
+        """Returns the factors of every bucket that has directions, in order. Heads of rank 0 have no factors.
 
         `query` and `key` are the outputs of the two projections, padded to `rows`.
         """
@@ -104,7 +105,7 @@ class ScoreForm(nn.Module, ABC):
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns projected rows, padded to `rows`, after applying the positions of their tokens."""
+        """Returns the projected rows, padded to `rows`, with the positions of their tokens applied."""
         return features
 
     def strengths(self) -> Tensor:
@@ -116,23 +117,23 @@ class ScoreForm(nn.Module, ABC):
         """Writes the strengths of the stored directions of every head, in storage order."""
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of projected rows of query and key per owner."""
+        """Returns how many rows of query and key each owner has."""
         per_bucket = zip(buckets, self.rows_by_bucket(buckets), strict=True)
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Returns every bucket that has directions, with its rows of query and key."""
+        """Returns every bucket that has directions, with its rows of query and of key."""
         rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
     def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
-        """Returns the number of projected rows of a head, for every bucket."""
+        """Returns, for every bucket, the number of projected rows of a head."""
         return [bucket.rank for bucket in buckets]
 
 
 class DenseForm(ScoreForm):
-    """Plain dot products of query and key: every strength is one, and there are no norms."""
+    """Plain dot products of query and key, without strengths and without norms."""
 
     @property
     def query_factor(self) -> float:
@@ -148,7 +149,7 @@ class DenseForm(ScoreForm):
         )
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Multiplies the query rows, because the form has no strengths."""
+        """Multiplies the query rows by the strengths, because the form stores no strengths."""
         factors = torch.cat([torch.zeros(0), *strengths])
         if not torch.equal(factors, torch.ones_like(factors)):
             self.query.weight.mul_(factors.to(self.query.weight)[:, None])
@@ -157,18 +158,19 @@ class DenseForm(ScoreForm):
 
 
 class RotaryForm(DenseForm):
-    """Dot products of query and key whose pairs of rows are rotated by their token's position (Su et al., 2021).
+    """Dot products of query and key with rotary positions (Su et al., 2021).
 
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin) with the angle of its frequency, so the scores depend on the
-    differences of positions. Rows before a head's pairs are not rotated.
+    Pairs of rows are rotated by the position of their token. A pair (a, b) becomes (a cos - b sin, b cos + a sin) with
+    the angle of its frequency. So the scores depend on the differences of positions. A head's rows before its pairs
+    are not rotated.
     """
 
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
         cos, sin, prefix = required_rotation(positions)
-        # A gather instead of a loop over the pairs of every head: each row times its cosine, plus its partner times the
-        # signed sine. The column after the last one (cosine 1, sine 0) is for rows that are not rotated.
+        # A gather replaces a loop over the pairs of every head. Each row is multiplied by its cosine, and its partner
+        # times the signed sine is added. Rows that are not rotated use an appended column with cosine 1 and sine 0.
         heads, pairs = cos.shape[2:]
         column, partner, sign = rotation_index(self.spec, rows, heads, pairs, features.device)
         first, rest = features[:, : min(prefix, features.shape[1])], features[:, prefix:]
@@ -188,7 +190,7 @@ class RotaryForm(DenseForm):
         stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
         sides = [side.flatten(2).float().contiguous() for side in (cos, sin)]
         if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
-            columns = [0] * len(pairs)  # in an uncompressed layer, all heads use the table as it is
+            columns = [0] * len(pairs)  # in an uncompressed layer, all heads use the whole table
         else:
             # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
             index = pair_columns(spec, heads, frequencies, sides[0].device)
@@ -202,8 +204,8 @@ class AxialForm(DenseForm):
 
     From Li et al., MViTv2, 2022: score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
     right[x_i - x_j]), where token i is in row y_i and column x_i of the window. `down` and `right` have a column for
-    every distance, starting with the most negative one, and a row for every row of the query. Heads that lost
-    directions thus have their own vectors.
+    every distance, starting with the most negative one. They have a row for every row of the query, so heads that lost
+    directions have their own vectors.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -223,7 +225,7 @@ class AxialForm(DenseForm):
         return 1.0  # the unscaled query is multiplied with the vectors
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the products, with the scores of the places in the window.
+        """Returns the factors of the products, with the scores of the places in the window as `grid`.
 
         Raises:
             InvalidInput: The tokens do not fill a window.
@@ -259,7 +261,7 @@ class AxialForm(DenseForm):
 
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
-    """Returns the columns of the kept pairs of all heads among `heads` x `frequencies` (see `rotation_index`)."""
+    """Returns the columns of all heads' kept pairs among `heads` x `frequencies` (see `rotation_index`)."""
     index = [
         (head if heads > 1 else 0) * frequencies + pair
         for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
@@ -275,7 +277,7 @@ def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
 def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits projected rows by bucket, with `rows` per owner; each part is [batch, tokens, owners, rows]."""
+    """Splits projected rows by bucket, with `rows` per owner. Each part is [batch, tokens, owners, rows]."""
     if len(buckets) == 1:  # the usual case, done without the overhead of a split
         return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
     shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
@@ -284,7 +286,7 @@ def in_buckets(
 
 
 def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]:
-    """Returns the cosines, sines and prefix of positions; raises InvalidInput if they have no rotations."""
+    """Returns the cosines, sines and prefix of the positions. Raises InvalidInput if there are no rotations."""
     if positions is None or positions.cos is None or positions.sin is None:
         raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
     return positions.cos, positions.sin, positions.prefix
@@ -296,12 +298,12 @@ def rotation_index(
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
     """Returns, for every projected row, the column of its angle, its partner, and the sign of the partner's sine.
 
-    Columns count the `heads` x `frequencies` angles; rows that are not rotated have the column after the last one.
+    Columns count the `heads` x `frequencies` angles. Rows that are not rotated have the column after the last one.
     `rows` are the padded numbers of rows per head. `heads` is 1 if all heads have the same angles.
     """
-    # The rows of a head are: rows that are not rotated, real parts of the pairs, their imaginary parts, padding. A real
-    # part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So the partner of each is the other
-    # one, and only the real part has a negative sine. Rows that are not rotated are their own partner.
+    # A head's rows are stored in this order: rows that are not rotated, real parts of the pairs, imaginary parts,
+    # padding. A real part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So each part has the
+    # other one as its partner, and only the real part has a negative sine. Other rows are their own partner.
     column, partner, sign = [], [], []
     start = 0
     for rank, num_rows, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
@@ -322,7 +324,7 @@ def rotation_index(
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
-    """Returns the frequency by which every row of a head is rotated, -1 for unrotated rows and for padding."""
+    """Returns the frequency that rotates each row of a head, or -1 for unrotated rows and for padding."""
     frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
     for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
         row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
@@ -342,8 +344,8 @@ def register_form(
     Args:
         name: The name of the form in specs and files.
         kind: The class that computes its scores.
-        traits: What costs, rules, backends and realizations need to know about it.
-        compressions: Ways to compress its layers other than the exact one, by their names in `realize(by=NAME)`.
+        traits: The properties of the form that costs, rules, backends and realizations use.
+        compressions: Further ways to compress its layers, besides the exact one, by their names in `realize(by=NAME)`.
     """
     SCORES.register(kind, name)
     FORMS.register(traits, name)

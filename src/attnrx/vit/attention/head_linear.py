@@ -13,7 +13,7 @@ from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_nat
 
 
 class HeadLinear(nn.Module):
-    """Projects tokens to `rows[h]` features for every head h; one weight stores the rows of all heads unpadded."""
+    """Projects tokens to `rows[h]` features for every head h. One weight stores the rows of all heads unpadded."""
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
@@ -29,22 +29,22 @@ class HeadLinear(nn.Module):
     def padded(
         self, tokens: TokenBatch, rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns `rows[h]` features for every head h, times a factor; features beyond those of the head are zero."""
+        """Returns `rows[h]` features for every head h, times a factor. Features beyond the head's own are zero."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self.spread(rows, factor)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as last column, in float64 on the CPU."""
-        # Homogeneous coordinates: decompositions then treat the bias as one more entry of every direction.
+        # Decompositions then treat the bias as one more entry of every direction (homogeneous coordinates).
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
     def spread(self, rows: tuple[int, ...], factor: float = 1.0) -> "WeightAndBias":
-        """Returns weight and bias times a factor, with zero rows as padding."""
+        """Returns weight and bias times a factor, padded with zero rows."""
         weight, bias = self.weight, self.bias
         if rows != self.rows:
-            # One gather pads all heads: every padding row reads the zero row that is appended at the end.
+            # One gather pads all heads, because every padding row reads the zero row that is appended at the end.
             index = padding_index(self.rows, rows, weight.device)
             weight = F.pad(weight, (0, 0, 0, 1)).index_select(0, index)
             bias = None if bias is None else F.pad(bias, (0, 1)).index_select(0, index)
@@ -56,13 +56,13 @@ class HeadLinear(nn.Module):
 WeightAndBias = tuple[Tensor, Tensor | None]
 
 Side = tuple[HeadLinear, tuple[int, ...]]
-"""A projection, and how many rows it gives to every head."""
+"""A projection, and the padded number of rows of every head."""
 
 
 class PackedWeights(NamedTuple):
     """One weight and bias whose rows are the weights and biases of several projections, in shared memory.
 
-    `parameters` are the weights and biases of the projections in turn, and `addresses` are where they are in memory.
+    `parameters` lists the weight and bias of each projection in turn, and `addresses` their places in memory.
     """
 
     parameters: tuple[Tensor | None, ...]
@@ -72,11 +72,12 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
-        """Moves the weights of the projections into one weight, whose rows they become.
+        """Moves the weights of the projections into one weight and makes each projection's weight a view of its rows.
 
-        Returns None on a CPU, or if a projection is of a subclass, which may compute something else. An in-place change
-        of one of them then changes the whole. PyTorch's recurrent layers do the same whenever a layer is created,
-        copied or moved to a device (`flatten_parameters`).
+        An in-place change of a projection then also changes the joint weight. PyTorch's recurrent layers do the same
+        whenever a layer is created, copied or moved to a device (`flatten_parameters`).
+
+        Returns None on a CPU, and if a projection is of a subclass, because it may compute something else.
         """
         if any(type(side) is not HeadLinear for side in projections):
             return None
@@ -93,7 +94,7 @@ class PackedWeights(NamedTuple):
             for each, part in zip(weights, weight.split(rows), strict=True):
                 each.data = part
             if any(each is not None for each in biases):
-                # Some models have biases only for queries and values; the product needs one for every row.
+                # Some models have biases only for queries and values, but the product needs one for every row.
                 pairs = zip(weights, biases, strict=True)
                 bias = torch.cat([weight.new_zeros(len(each)) if own is None else own for each, own in pairs])
                 for each, part in zip(biases, bias.split(rows), strict=True):
@@ -102,8 +103,8 @@ class PackedWeights(NamedTuple):
         return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns weight and bias of the last projections; None if these parameters, of any shape, are elsewhere."""
-        # Identity is checked first: a parameter that is replaced for a call (torch.func.vmap) may have no address.
+        """Returns the last projections' weight and bias, or None if `parameters`, of any shape, are elsewhere."""
+        # Identity is checked first, because a parameter replaced for a call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
             return None
@@ -116,18 +117,18 @@ class PackedWeights(NamedTuple):
 
 
 def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Returns where parameters of any shape are in memory."""
+    """Returns the address of each parameter, of any shape, in memory, or 0 for None."""
     return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
 
 
 def joint_product(
     tokens: TokenBatch, sides: Sequence[Side], packed: PackedWeights | None
 ) -> Float[Tensor, "batch tokens rows"] | None:
-    """Returns the results of `padded` for several projections of the same tokens, concatenated.
+    """Returns the concatenated results of `padded` for several projections of the same tokens.
 
-    The C++ kernel computes them, or on other devices than a CPU one product with the `packed` weights. Returns None if
-    they have to be computed one by one, e.g. for gradients. This is also so in the graphs of files, where one product
-    and its division into three take longer than three products (docs/results/speed.md).
+    The C++ kernel computes them on a CPU, and one product with the `packed` weights on other devices. Returns None if
+    they have to be computed one by one, e.g. for gradients. The graphs of exported files need separate products, too,
+    because one product and its division into three would take longer there (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
         return None
@@ -153,7 +154,7 @@ def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
 
 
 class OutputProjection(nn.Module):
-    """Projects the concatenated heads, with `value_dims[h]` features of head h, to the output; stored unpadded."""
+    """Projects the concatenated heads, with `value_dims[h]` features of head h, to the output. It stores no padding."""
 
     def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
         super().__init__()
@@ -167,13 +168,13 @@ class OutputProjection(nn.Module):
         return linear_map(features, self.weight, self.bias)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
-        """Projects heads that are padded to `value_dims[h]` features; features beyond those of the head are ignored."""
+        """Projects heads that are padded to `value_dims[h]` features. Features beyond the head's own are ignored."""
         if value_dims == self.value_dims:
             return self(features)
         return linear_map(features, of_weights(self, value_dims, lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
-        """Returns the weight with zero columns as padding."""
+        """Returns the weight, padded with zero columns."""
         if value_dims == self.value_dims:
             return self.weight
         # Because of the zero columns, the padded features of a head do not reach the output.
@@ -183,7 +184,7 @@ class OutputProjection(nn.Module):
 
 @kept
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
+    """Returns, for every padded row, the index of its stored row. Padding has the index after the last stored row."""
     zero, index, first = sum(rows), [], 0
     for num_rows, num_padded in zip(rows, padded, strict=True):
         index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]

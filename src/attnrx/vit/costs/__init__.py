@@ -1,4 +1,4 @@
-"""Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
+"""Costs of a model: parameters and MACs in closed form or counted, and measured latency and memory."""
 
 from attnrx.support.hardware import device_name
 from attnrx.vit.costs.measured import (

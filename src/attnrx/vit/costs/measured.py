@@ -28,22 +28,22 @@ from attnrx.support.subprocess_runner import shared_subprocess
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # PyTorch needs passes before a recording, because kernel libraries allocate their memory in the first ones.
 PASSES_BEFORE = 3
-# The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts that a run is divided into.
+# The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts into which a run is divided.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
-# A protocol that ends when the speeds are precise checks them after every LOOK_EVERY rounds. The first check is after
-# FIRST_LOOK rounds, and not before an eighth of all rounds.
+# If a protocol ends once the speeds are precise, it checks them every LOOK_EVERY rounds, from round FIRST_LOOK on, but
+# not before an eighth of all rounds.
 LOOK_EVERY, FIRST_LOOK = 4, 12
-# The number of processes for measurements that are evidence. Runs in different processes differ by more than the rounds
-# of one run, and these depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times as
-# wide (benchmarks/coverage.py).
+# The number of processes for measurements that are evidence. Different processes differ by more than the rounds of one
+# process, and these rounds depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times
+# as wide (benchmarks/coverage.py).
 PROCESSES = 8
-# REPEATED: up to this many seconds, it matters what the caches hold when a call starts. Such a call follows other calls
-# of the same model: as many as take WARM seconds, but at most MOST_WARM.
+# REPEATED: if a call takes at most this many seconds, its latency depends on the contents of the caches when it starts.
+# So other calls of the same model run before it. They take about WARM seconds, and there are at most MOST_WARM.
 REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
-# If other processes take more processors than this from a measurement, on average, the machine counts as busy.
+# If other processes use more processors than this during a measurement, on average, the machine counts as busy.
 BUSY = 0.2
-# The roles beside the candidates in one run; they are blank, which the name of a candidate cannot be.
+# The roles beside the candidates in one run. They are blank, because a candidate's name cannot be blank.
 REFERENCE, UNCHANGED = "", " "
 
 
@@ -51,9 +51,9 @@ class RecordedCalls:
     """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph.
 
     For few images or small layers, launching the kernels one by one takes longer than running them. The first call with
-    inputs of a shape and type records a graph. A later call copies its inputs to the memory of the recorded inputs, and
-    overwrites the outputs of the earlier call. Weights may change in place, but a weight that is replaced by another
-    tensor goes unnoticed.
+    inputs of a new shape and type records a graph. Later calls copy their inputs to the memory of the recorded inputs,
+    and overwrite the outputs of the earlier call. Weights may change in place. If you replace a weight by another
+    tensor, the recorded graph still uses the old one.
     """
 
     def __init__(self, model: Callable[[Tensor], Any]):
@@ -99,10 +99,10 @@ class RecordedCalls:
 class Conditions:
     """The device, precision, threads and compilation of both models.
 
-    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
-    `compiled` runs both models through torch.compile, after clearing its caches, so that earlier models do not count
-    towards the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With `plain`,
-    models are timed in the code of their library, and never in attnrx's kernels.
+    Weights and images are cast to `precision`. `threads` is the number of CPU threads, or None to keep the current
+    number. `compiled` runs both models through torch.compile. It first clears torch.compile's caches, so earlier models
+    do not count towards the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With
+    `plain`, models are timed in the code of their library, and never in attnrx's kernels.
     """
 
     device: str = "cpu"
@@ -118,14 +118,14 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged.
+        """Returns a copy of the model under these conditions, in evaluation mode. The model itself is unchanged.
 
         With `graphs`, the calls are recorded (`RecordedCalls`).
         """
-        # A copy made in inference mode has inference tensors, for which no derived value can be cached.
+        # A copy made in inference mode has inference tensors, and values derived from these cannot be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
-        # fullgraph: if a part fell back to eager, it must fail here instead of being timed as compiled.
+        # fullgraph: if a part fell back to eager, the call must fail here. Otherwise it would be timed as compiled.
         # dynamic=False: one input shape is measured, so the kernels are specialized to it.
         ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
         return RecordedCalls(ready) if self.graphs else ready
@@ -152,7 +152,7 @@ class Conditions:
 
     @property
     def in_kernels(self) -> bool:
-        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`), which is in eager PyTorch on a CPU."""
+        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`). Only eager PyTorch on a CPU uses them."""
         return not (self.on_cuda or self.compiled or self.plain)
 
     @property
@@ -174,12 +174,12 @@ class Timing:
 
 
 def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
-    """Returns the median over rounds of one time divided by the other of the same round, with its 95 % interval.
+    """Returns the median over rounds of `seconds / reference`, with its 95 % interval.
 
-    The two times of a round are paired: runs close in time share the load of other processes, which cancels in the
-    ratio. The interval is a t interval on a logarithmic scale. With several processes, it is over their medians, and
-    includes what differs between processes. With one process, it is over the medians of four consecutive parts of the
-    run (batch means). A repetition in another process can then differ by more than the interval.
+    The two times of a round are paired, because other processes slow down both alike, which cancels in the ratio. The
+    interval is a t interval on a logarithmic scale. With several processes, it is computed from their medians and
+    includes differences between processes. With one process, it is computed from the medians of four consecutive parts
+    of the run (batch means). A repetition in another process can then differ by more than the interval.
 
     Raises:
         InvalidInput: There are fewer than two rounds.
@@ -188,20 +188,20 @@ def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor,
     processes, rounds = ratios.shape
     if rounds < 2:
         raise InvalidInput(f"{rounds} round: an interval needs at least two.")
-    # The remaining load lasts for many rounds. A bootstrap of single rounds would treat them as independent: its 95 %
-    # interval covers the ratio in 60 % of the runs. Quarters of the run are nearly independent, and fewer parts would
-    # have much wider intervals (benchmarks/coverage.py).
+    # The remaining load lasts for many rounds. A bootstrap of single rounds would treat them as independent, and its
+    # 95 % interval would cover the ratio in only 60 % of the runs. Quarters of the run are nearly independent, and
+    # fewer parts would have much wider intervals (benchmarks/coverage.py).
     parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
-    # Medians, not means: in some rounds the machine does something else.
+    # Medians, not means, because the machine is busy with something else in some rounds.
     value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
-    # The shorter the parts, the more neighbouring ones are correlated, and the smaller their spread: it is corrected.
+    # The shorter the parts, the more neighbouring parts are correlated, so their spread is too small and is corrected.
     spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
     factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
     return Estimate(value, value / factor, value * factor)
 
 
 def _median(values: Float[Tensor, "values"]) -> Float[Tensor, ""]:
-    # Not torch.median, which takes the lower of the two middle values.
+    # Not torch.median, which returns the lower of the two middle values.
     return torch.quantile(values, 0.5)
 
 
@@ -216,18 +216,18 @@ def interleave(
 ) -> dict[str, Float[Tensor, "runs"]]:
     """Times every run once per round and returns the seconds by name.
 
-    `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
-    Garbage is collected before the rounds, not during them.
+    `clock` is one of CLOCKS. Every second round runs in reverse order, so no run always follows the same one. Garbage
+    is collected before the rounds, not during them.
 
-    A model in use is called again and again, and finds its weights in the caches. So with `repeated`, every call that
+    A model in use is called again and again, and its weights stay in the caches. So with `repeated`, every call that
     takes less than REPEATED seconds is timed after other, untimed calls of the same run. One such call is not enough.
     After calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7,
-    5.5, 5.2, 5.0, 4.9, 4.9 ms; with two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
+    5.5, 5.2, 5.0, 4.9, 4.9 ms. With two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
         runs: The functions to time, by name.
-        rounds: How often each runs.
-        warmup: The number of rounds before, which do not count.
+        rounds: The number of rounds. Each run is timed once per round.
+        warmup: The number of rounds before these, which do not count.
         clock: The name of the clock.
         repeated: Whether short calls are timed after other calls of the same run.
 
@@ -291,7 +291,7 @@ def _cuda_seconds(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1000
 
 
-# "cpu" is the CPU time of the process on all its threads. On one thread it hardly depends on other load of the machine.
+# "cpu" is the CPU time of the process on all its threads. On one thread, other load on the machine hardly affects it.
 # On several threads it includes their waiting, so only "wall" is the latency that a user measures.
 CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
     "wall": partial(_elapsed, time.perf_counter),
@@ -326,7 +326,7 @@ class LatencyComparison:
     by_runtime: Estimate | None = None
     by_compression: Estimate | None = None
     taken: float | None = None
-    """How many processors other processes took from the threads, on average; None if that is not known."""
+    """The average number of processors that other processes took from the threads, or None if it is unknown."""
 
     @property
     def interval(self) -> str:
@@ -348,12 +348,12 @@ class LatencyComparison:
 
 
 def is_busy(taken: float | None) -> bool:
-    """Whether a measurement that lacked `taken` processors was made on a busy machine."""
+    """Whether the machine was busy, given that other processes took `taken` processors from the measurement."""
     return taken is not None and taken > BUSY
 
 
 def busy_text(taken: float | None) -> str:
-    """Formats the reason why a measurement was made on a busy machine."""
+    """Formats a warning that the machine was busy during a measurement."""
     return f"measured beside other processes, which took {taken:.1f} of the processors that it needs"
 
 
@@ -371,16 +371,17 @@ def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnr
 class LatencyProtocol:
     """How latency is measured.
 
-    The models take turns for `rounds` rounds, after `warmup` rounds that do not count. A short call is timed after
+    The models run in turns for `rounds` rounds, after `warmup` rounds that do not count. A short call is timed after
     other calls of the same model, which do not count either (`interleave`). `clock` is "wall", "cpu" (the CPU time of
     the process, for busy machines) or "cuda" (events of the stream). None means "cuda" on a CUDA device and "wall"
     elsewhere.
 
-    If `processes` is above 1, the rounds are divided among that many new processes, and the intervals include the
+    If `processes` is above 1, the rounds are divided among `processes` new processes, and the intervals include the
     differences between them. Models that cannot be pickled are measured in this process instead, and
     `LatencyComparison.processes` is then 1.
 
-    With `enough`, rounds end early: when the interval of every speed is at most this share of it to either side.
+    If `enough` is not None, the rounds end once every speed's interval reaches at most this share of the speed to
+    either side.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -398,7 +399,7 @@ class LatencyProtocol:
 
     @property
     def resolved_clock(self) -> str:
-        """The name of the clock, even if it follows from the device."""
+        """The name of the clock. Without a stated clock, it depends on the device."""
         return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
 
 
@@ -410,15 +411,15 @@ def compare_latency(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
-    """Measures the forward pass of both models on the images; neither is changed.
+    """Measures the forward pass of both models on the images. Neither model is changed.
 
     Args:
         candidate: The model to measure.
         reference: The model to compare it with.
-        images: A batch; every pass takes all of it.
-        protocol: The conditions, rounds and clock; by default `LatencyProtocol()`.
+        images: A batch. Every pass processes all of it.
+        protocol: The conditions, rounds and clock. The default is `LatencyProtocol()`.
         unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels or its own
-            file. The speed is then stated with its two factors.
+            file. With it, the result also contains the two factors of the speed.
 
     Raises:
         InvalidInput: There are no images.
@@ -474,7 +475,7 @@ def compare_latencies(
     }  # fmt: skip
 
 
-# The seconds of every model in the rounds of one process, the number of threads, and the processors they lacked.
+# Every model's seconds in the rounds of one process, the number of threads, and the processors that they lacked.
 _Run = tuple[dict[str, Float[Tensor, "rounds"]], int, float | None]
 
 
@@ -484,11 +485,11 @@ def _taken(runs: Sequence[_Run]) -> float | None:
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
-    """Measures the models in as many processes as the protocol states, one after another, or in this process."""
+    """Measures the models one after another in `protocol.processes` new processes, or in this process."""
     if protocol.processes > 1:
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
-        # Some models cannot be pickled, because no module defines their class, or because they are files that a runtime
-        # has opened. An error of the measurement itself is raised again below.
+        # Some models cannot be pickled, because no module defines their class, or because a runtime has opened them as
+        # files. If the measurement itself raised an error, it is raised again below.
         with suppress(NotSupported), shared_subprocess() as process:
             calls = process.calls(protocol.processes, _run, models, images, part)
             return list(track(calls, "measuring latency, processes", protocol.processes))
@@ -510,38 +511,38 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
 
 
 def are_precise(reference: str, enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
-    """Whether the interval of every speed relative to the reference is at most this share of it to either side."""
+    """Whether the interval of every speed relative to the reference reaches at most `enough` of it to either side."""
     speeds = (ratio_of(seconds[reference], own) for name, own in seconds.items() if name != reference)
     return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Returns the largest amount of CPU memory that is held while `run` runs, beyond what was held before."""
+    """Returns the largest amount of CPU memory that `run` allocates, beyond the memory that was in use before."""
     # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
-    del result  # kept alive until here: the output of the run is part of its peak
+    del result  # kept until here, because the output of the run is part of its peak
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    # Events of operations contain only their net memory; the allocator's events include temporary allocations.
+    # Events of operations contain only their net memory, but the allocator's events include temporary allocations.
     events = sorted(results.events(), key=lambda event: event.start_ns())
-    # Signed changes in order of time: the peak is the largest partial sum.
+    # The changes are signed and in order of time, so the peak is the largest partial sum.
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]  # type: ignore[attr-defined]
     return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes of the weights, and of activations and work space at the peak of one forward pass."""
+    """The bytes of the weights, and the peak bytes of activations and work space in one forward pass."""
 
     weights: int
     activations: int
 
     @property
     def total(self) -> int:
-        """The memory that must be free to run the model."""
+        """The bytes that must be free to run the model."""
         return self.weights + self.activations
 
 
@@ -564,7 +565,7 @@ class MemoryComparison:
 def compare_memory(
     candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
 ) -> MemoryComparison:
-    """Measures a forward pass of both models on the images, one after the other; neither is changed.
+    """Measures a forward pass of both models on the images, one after the other. Neither model is changed.
 
     Raises:
         InvalidInput: There are no images.
@@ -582,7 +583,7 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
     run = partial(conditions.prepare(model), batch)
     run()  # the first pass also fills caches and compiles
     if conditions.on_cuda:
-        # Kernels still running would free or allocate memory inside the measurement.
+        # Otherwise kernels that are still running would free or allocate memory inside the measurement.
         torch.cuda.synchronize(conditions.device)
         torch.cuda.reset_peak_memory_stats(conditions.device)
         baseline = torch.cuda.memory_allocated(conditions.device)

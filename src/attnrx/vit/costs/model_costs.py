@@ -1,9 +1,9 @@
-"""The costs of the parts of a model: exact integers that add up to the whole, and that must agree with counted costs.
+"""The costs of the parts of a model, as exact integers that add up to the whole and must agree with counted costs.
 
-The convention is SVDA's, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is counted
+The convention is SVDA's, A.6. Parameters are all trainable tensors. A multiply-accumulate operation (MAC) is counted
 for every matrix product of the patches and the layers, and one per token for every strength. Biases, LayerNorm, row
-norms, softmax and GELU are not counted. Neither is the classifier, whose MACs are listed separately. Every layer counts
-all its tokens, although a model may compute only the class token in the last block.
+norms, softmax and GELU are not counted. The classifier's MACs are listed separately. Every layer counts all its tokens,
+although a model may compute only the class token in the last block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from attnrx.support.shapes import ImageBatch
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 
-# torch 2.11 counts fused attention only on CUDA; later versions register the same formula for the CPU.
+# torch 2.11 counts fused attention only on CUDA. Later versions register the same formula for the CPU.
 _aten = torch.ops.aten
 flop_registry.setdefault(
     _aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -46,10 +46,10 @@ class PartCosts:
 class LayerCosts:
     """The costs of one transformer block, by part.
 
-    `query_key` are the two projections of the score pathway, and the products of queries and relative positions.
-    `scores` are the products of queries and keys, `diagonal` the strengths, and `fusion` the matrix that mixes the
-    score maps of blocks. `value_output` are the two projections of the other pathway, and `read_out` is attention times
-    values. `spec` and `tokens` are the inputs of the attention's costs.
+    `query_key` are the two score projections, and the products of queries and relative positions. `scores` are the
+    products of queries and keys, `diagonal` the strengths, and `fusion` the matrix that mixes the score maps of blocks.
+    `value_output` are the value and output projections, and `read_out` is attention times values. The costs of the
+    attention are computed from `spec` and `tokens`.
     """
 
     query_key: PartCosts
@@ -66,7 +66,7 @@ class LayerCosts:
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """Every part by its name; together they are the layer."""
+        """Every part by its name. The parts add up to the layer."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if isinstance(part, PartCosts)}
 
@@ -76,9 +76,9 @@ class LayerCosts:
         return _sum(self.parts.values())
 
     def over(self, lengths: Sequence[int], mlp_tokens: int | None = None) -> "LayerCosts":
-        """Returns the costs of the block for one image, if its attention is called on sequences of these `lengths`.
+        """Returns the costs of the block for one image, if its attention runs on sequences of these `lengths`.
 
-        The MLP processes all of these tokens, or `mlp_tokens` if given.
+        The MLP processes all of these tokens, or `mlp_tokens` tokens if it is not None.
         """
         once, squares = sum(lengths), sum(length * length for length in lengths)
 
@@ -93,13 +93,13 @@ class LayerCosts:
 
 @dataclass(frozen=True, repr=False)
 class ModelCosts(Displayed):
-    """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
+    """The costs of a whole model: patch embedding, layers, and the classifier with its norm.
 
     `embeddings` are the learned tokens and positions. They have MACs only with timm's `relpos`, an MLP that computes
-    the bias of pairs once per call; these are for a call with one image. `predictors` are the modules that select
-    tokens between layers, so that layers have different numbers of tokens. `classifier_macs` are known, but not part of
-    `macs`, as in the paper. One thing is not counted at all: if a reducer uses the attention of the class token, it is
-    computed beside a fused kernel.
+    the bias of token pairs once per call. Its MACs are for a call with one image. `predictors` are the modules that
+    select tokens between layers, so layers can have different numbers of tokens. `classifier_macs` are known, but not
+    part of `macs`, as in the paper. One thing is not counted at all. If a reducer uses the class token's attention, an
+    extra product beside a fused kernel computes it.
     """
 
     patches: PartCosts
@@ -111,7 +111,7 @@ class ModelCosts(Displayed):
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """Every part by its name, summed over the layers; together they are the model."""
+        """Every part by its name, summed over the layers. The parts add up to the model."""
         names = self.layers[0].parts if self.layers else {}
         return {
             "patches": self.patches,
@@ -124,7 +124,7 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs inside a module that calls the parts in its own way for each image.
+        """Returns the costs inside a module that calls the parts several times or on other lengths for each image.
 
         Every layer runs on sequences of its `lengths` (`LayerCosts.over`). The patch embedding and the predictors run
         `patches` times, the classifier `heads` times.
@@ -159,18 +159,18 @@ class ModelCosts(Displayed):
 
     @property
     def product_macs(self) -> int:
-        """The MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
+        """The MACs of every matrix product and convolution, including the classifier's, as a FLOP counter counts."""
         # Strengths are multiplied elementwise, which a FLOP counter does not count.
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The number of tokens of every layer."""
+        """Each layer's number of tokens."""
         return tuple(layer.tokens for layer in self.layers)
 
     @property
     def directions(self) -> int:
-        """The number of score directions of all layers and heads."""
+        """The total number of score directions over all layers and heads."""
         return sum(layer.directions for layer in self.layers)
 
     def to_record(self) -> dict[str, Any]:
@@ -187,14 +187,14 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
 
 
 def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
-    """Returns the costs of a block: attention of this spec, its MLP and its norms.
+    """Returns the costs of a block with this attention, MLP and norms.
 
-    The MACs follow the spec; a backend that pads heads to a common rank computes more.
+    The MACs follow the spec. A backend that pads heads to a common rank computes more.
     """
-    # `rows` are computed by the projections, and `rank` is used by the heads. With original norms more rows are
-    # computed than used, and shared directions have one row for all heads.
+    # The projections compute `rows`, and the heads use `rank`. With original norms, more rows are computed than used.
+    # Shared directions have one row for all heads.
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
-    # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
+    # A head without directions returns the mean of its values, so it needs no product of tokens with tokens.
     attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
     strengths = rank if spec.traits.has_strengths else 0
     # The mix is a matrix [heads, blocks], applied to every pair of tokens.
@@ -228,14 +228,14 @@ def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> P
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """The tokens of every layer, and the costs of the predictors."""
+    """Each layer's number of tokens, and the costs of the predictors."""
 
     tokens: tuple[int, ...]
     predictors: PartCosts = PartCosts()
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
-    """Returns the costs of a policy in a model with these layers, before anything is built.
+    """Returns the costs of a policy in a model with these layers, without building the model.
 
     With a mask, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing does not
     run its predictor, but the predictor exists. Parameters are counted on the predictor itself.
@@ -249,11 +249,11 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     macs = 0
     for layer, count in zip(policy.layers, policy.counts(layout.patches), strict=True):
         if count < layout.patches:
-            # A stage before layer l (from 1) has the tokens of layer l - 1, and compares the keys of that layer, which
+            # A stage before layer l (from 1) has the tokens of layer l - 1. It compares the keys of layer l - 1, which
             # are padded to the largest rank of its heads.
             compared = replace(shape, directions=max((*specs[layer - 2].ranks, 1)))
             macs += policy.reducer.predictor_macs(compared, tokens[layer - 2] - layout.prefix, count)
-    with torch.device("meta"):  # only for its parameters: no memory, no random numbers
+    with torch.device("meta"):  # only parameters are needed, so no memory and no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
     predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
@@ -265,7 +265,7 @@ def count_params(model: nn.Module) -> int:
 
 
 def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
-    """Counts the MACs per image of every matrix product and convolution of one forward pass.
+    """Counts the MACs per image of every matrix product and convolution in one forward pass.
 
     The count equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises
     NotSupported for a fused kernel that this build of torch cannot count.
@@ -291,14 +291,14 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts operations inside the context, without gradients; operations on parameters are included."""
+    """Counts operations inside the context, without gradients. Operations on parameters are included."""
     # With only no_grad, torch's counter raises an AssertionError for timm's attention pooling, whose query is a
-    # parameter. The model is not copied, because its token reduction holds the numbers of tokens of the counted pass.
+    # parameter. The model is not copied, because its token reduction stores the token numbers of the counted pass.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             require_gradient_(parameter, False)
-        # While this mode is active, PyTorch's transformers do not take their fast path, which is not counted.
+        # While this mode is active, PyTorch's transformers do not use their fast path, which is not counted.
         with torch.no_grad(), BaseTorchFunctionMode(), FlopCounterMode(display=False) as counter:
             yield counter
     finally:

@@ -1,9 +1,10 @@
 // Attention on a CPU, unpadded: every head has its own rank and value dimension.
 //
-// One head of one image is computed at a time. Its keys are transposed into panels of two vectors, its values copied
-// into panels. As many queries as fit the registers are multiplied with all keys, followed by softmax and the weighted
-// sum of the values, while those rows of the map are in the L1 cache. No map is written to memory. Heads that mix the
-// score maps of blocks are computed together: for a few queries first the rows of all block maps, then head by head.
+// One head of one image is computed at a time. Its keys are transposed into panels of two vectors, and its values are
+// copied into panels. As many queries as fit into the registers are multiplied with all keys. Then come softmax and the
+// weighted sum of the values, while the rows of the map are still in the L1 cache. No map is written to memory. Heads
+// that mix the score maps of blocks are computed together: for a few queries, first the rows of all block maps are
+// computed, and then each head.
 #include <new>
 #include <numeric>
 #include <vector>
@@ -21,8 +22,8 @@ struct Head {
 const float* at(int64_t start, int64_t offset) { return (const float*)start + offset; }
 
 // The rotations of the patches, passed from Python: cosines and sines [images][patches][pairs of all heads], with the
-// stride of images in floats (0 if all are the same). Of every head: the first column of its pairs, how many there are,
-// and how many rows precede them; the real parts of all pairs come first, then the imaginary ones.
+// stride of images in floats (0 if all are the same). For every head: the first column of its pairs, the number of its
+// pairs, and the number of rows before them. The real parts of all pairs come first, then the imaginary parts.
 struct Rotation {
   const float *cosines, *sines;
   int64_t image, patch;
@@ -30,13 +31,13 @@ struct Rotation {
   int prefix;
 };
 
-// A bias of every pair of tokens: [images][heads][queries][keys], with the strides of images and heads in floats.
+// A bias for every pair of tokens: [images][heads][queries][keys], with the strides of images and heads in floats.
 struct Bias {
   const float* values;
   int64_t image, head;
 };
 
-// Copies rows of a head, [tokens][rank], and rotates those of the patches.
+// Copies rows of a head, [tokens][rank], and rotates the rows of patches.
 void rotate(const float* rows, int64_t token, int first, int last, int rank, const Rotation& by, int64_t image, int head,
             float* to) {
   const int count = (int)by.counts[head], still = (int)by.stills[head], padding = rank - still - 2 * count;
@@ -58,7 +59,7 @@ void rotate(const float* rows, int64_t token, int first, int last, int rank, con
   }
 }
 
-// Values in panels of two vectors of features, or of one: [keys][features of the panel], followed by zeros.
+// Copies values into panels of two vectors of features, or of one: [keys][features of the panel], padded with zeros.
 void pack_values(const float* value, int64_t token, int keys, int reads, float* packed) {
   for (int start = 0; start < reads; start += PANEL) {
     const int wide = reads - start > WIDTH ? PANEL : WIDTH, own = reads - start < wide ? reads - start : wide;
@@ -105,8 +106,8 @@ INLINED void read_out(const float* map, int padded, const float* value, int keys
 
 constexpr float TO_BASE_TWO = 1.4426950408889634f;
 
-// Replaces a row of scores by weights and returns one over their sum. Differences are converted to base two, not scores:
-// a score near the largest float would overflow.
+// Replaces a row of scores by weights and returns one over their sum. Differences are converted to base two, not
+// scores, because a score near the largest float would overflow.
 INLINED float weigh(float* row, int padded) {
   Vector most = load(row), sum = {};
   for (int i = WIDTH; i < padded; i += WIDTH) most = larger(load(row + i), most);
@@ -132,7 +133,7 @@ void score_rows(const float* query, int64_t token, const float* key, int rank, c
   }
 }
 
-// The outputs of N queries from their rows of the score map, which are overwritten.
+// The outputs of N queries, computed from their rows of the score map, which are overwritten.
 template <int N>
 void attend_rows(float* map, const float* value, float* output, int64_t output_token, Shape shape) {
   const int padded = up(shape.keys, WIDTH);
@@ -146,7 +147,7 @@ void attend_rows(float* map, const float* value, float* output, int64_t output_t
   }
 }
 
-// What a tile of queries does, for each number of its rows.
+// The functions for a tile of queries, by its number of rows.
 struct Steps {
   void (*score)(const float*, int64_t, const float*, int, const float*, float*, int);
   void (*attend)(float*, const float*, float*, int64_t, Shape);
@@ -158,7 +159,7 @@ const Steps& steps_of(int rows, std::integer_sequence<int, N...>) {
   return known[rows - 1];
 }
 
-// Tiles of nearly equal numbers of rows: a last tile of a single row would take as long as one of four.
+// Tiles of nearly equal numbers of rows, because a last tile of a single row would take as long as one of four.
 template <typename Compute>
 void in_tiles(int first, int last, Compute compute) {
   const int tiles = (last - first + ROWS - 1) / ROWS;
@@ -169,7 +170,7 @@ void in_tiles(int first, int last, Compute compute) {
   }
 }
 
-// The logarithms of the sizes; -infinity for the padding.
+// The logarithms of the sizes, with -infinity for the padding.
 void pack_sizes(const float* sizes, int keys, float* added) {
   for (int i = 0; i < up(keys, WIDTH); i++) added[i] = i < keys ? (sizes ? std::log(sizes[i]) : 0.f) : -INFINITY;
 }
@@ -180,7 +181,7 @@ INLINED void add_bias(float* row, const float* bias, int keys) {
   for (; i < keys; i++) row[i] += bias[i];
 }
 
-// Computes the queries from `first` to `last` of one head of one image; false if out of memory.
+// Computes the queries from `first` to `last` of one head in one image. Returns false if out of memory.
 bool attend_head(const Head& head, int number, int image, int first, int last, int keys, const float* sizes,
                  float scale, const Rotation* rotation, const Bias* bias) {
   const int padded = up(keys, WIDTH), rank = (int)head.rank, reads = (int)head.reads;
@@ -215,15 +216,15 @@ bool attend_head(const Head& head, int number, int image, int first, int last, i
   return true;
 }
 
-// Directions that all heads share, in blocks of `ranks[b]` neighbouring ones; head h mixes the maps of the blocks with
-// the weights mix[h * blocks + b].
+// Directions that all heads share, in blocks of `ranks[b]` neighbouring directions. Head h mixes the maps of the blocks
+// with the weights mix[h * blocks + b].
 struct Mixture {
   const int64_t* ranks;
   const float* mix;
   int blocks, heads;
 };
 
-// `rows` rows of the score map of a head: the sum of the weighted rows of the block maps, and `added`.
+// Computes `rows` rows of a head's score map: the sum of the weighted rows of the block maps, and `added`.
 void mix_rows(const float* maps, const float* weights, const Mixture& mixture, const float* added, int rows,
               int padded, float* map) {
   constexpr int GROUP = 4;  // vectors of sums in registers: one weight is broadcast for all of them
@@ -249,7 +250,7 @@ void mix_rows(const float* maps, const float* weights, const Mixture& mixture, c
   }
 }
 
-// Computes the queries from `first` to `last` of all heads of one image; false if out of memory.
+// Computes the queries from `first` to `last` of all heads in one image. Returns false if out of memory.
 bool attend_mixed(const Head* heads, const Mixture& mixture, int image, int first, int last, int keys,
                   const float* sizes) {
   const int padded = up(keys, WIDTH), rank = (int)heads[0].rank;
@@ -288,13 +289,13 @@ bool attend_mixed(const Head* heads, const Mixture& mixture, int image, int firs
   return true;
 }
 
-// The number of parts into which the queries of a unit of work are split, so that all threads have some.
+// The number of parts into which the queries of a unit of work are split, so no thread is idle.
 int parts_of(int64_t units, int threads) { return threads > 1 && units < 8 * threads && units % threads ? threads : 1; }
 
 }  // namespace
 
-// softmax(scale * query @ key^T + bias + log(sizes)) @ value for every head; `sizes` is null if every size is 1, and
-// `rotation` and `bias` are null if there is none. Queries of a head are split if there are fewer heads than threads.
+// softmax(scale * query @ key^T + bias + log(sizes)) @ value for every head. `sizes` is null if every size is 1, and
+// `rotation` and `bias` are null if there is none. A head's queries are split if there are fewer heads than threads.
 // Returns 0, or 1 if out of memory.
 extern "C" int attnrx_attention(const int64_t* described, int heads, int images, int queries, int keys,
                                 const float* sizes, float scale, int threads, const Rotation* rotation,
@@ -315,7 +316,7 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
 }
 
 // The same for heads that mix the score maps of blocks. Every head is described with the queries and keys of all
-// directions; `mix` [heads][blocks] includes the scale.
+// directions, and `mix` [heads][blocks] includes the scale.
 extern "C" int attnrx_mixed_attention(const int64_t* described, int heads, const int64_t* ranks, const float* mix,
                                       int blocks, int images, int queries, int keys, const float* sizes, int threads) {
   const Mixture mixture = {ranks, mix, blocks, heads};
@@ -331,7 +332,7 @@ extern "C" int attnrx_mixed_attention(const int64_t* described, int heads, const
   return failed;
 }
 
-// The same where the features of a token lie in one row: those of all queries, of all keys, of all values, by head.
+// The same for features of a token in one row: first of all queries, then of all keys, then of all values, by head.
 extern "C" int attnrx_joint_attention(const int64_t* ranks, const int64_t* reads, int heads, const float* features,
                                       float* output, int images, int tokens, const float* sizes, float scale,
                                       int threads, const Rotation* rotation, const Bias* bias) {

@@ -1,8 +1,8 @@
 // Pre-norm blocks on a CPU in one call: norm, attention, residual sum, norm, MLP, residual sum.
 //
 // The tokens of an image are transposed once, and all steps compute columns (columns.hpp). The scores of a panel of
-// queries with all keys are columns too: softmax runs lane by lane, and the weighted sums of the values are the columns
-// that the output projection reads.
+// queries with all keys are columns, too. Softmax runs lane by lane, and the weighted sums of the values are the
+// columns that the output projection reads.
 #include "columns.hpp"
 
 namespace {
@@ -12,9 +12,9 @@ struct Norm {
   float epsilon, unused;
 };
 
-// The arguments, passed from Python: start addresses (zero: none) and numbers. Of the `count` tokens of an image, the
-// first `outputs` are computed. The attention of the first token is written to `first_rows` [images][heads][count], if
-// given. `maps` are those of queries, keys, values and outputs, then those of the MLP; `scales`
+// The arguments, passed from Python: start addresses (zero: none) and numbers. Only the first `outputs` of an image's
+// `count` tokens are computed. The attention of the first token is written to `first_rows` [images][heads][count],
+// unless it is zero. `maps` are the maps of queries, keys, values and outputs, then the maps of the MLP. `scales`
 // multiply the two branches.
 struct Block {
   int64_t tokens, output, first_rows, sizes, images, count, outputs, width, heads, ranks, reads, maps, mlp_maps;
@@ -59,7 +59,7 @@ void normalize(const Columns& from, const Norm& norm, const Columns& to) {
   }
 }
 
-// Where the features of a head begin in those of queries, keys and values, how many it has, and where its outputs begin.
+// Where a head's features begin among the queries, keys and values, their number, and where its outputs begin.
 struct Head {
   int query, key, value, rank, reads, output;
 };
@@ -99,8 +99,8 @@ const Steps<VECTORS>& steps_of(int rows, std::integer_sequence<int, N...>) {
   return known[rows - 1];
 }
 
-// The outputs of one head for a panel of queries. `scores` is a buffer of a panel per key, `scaled` of one per direction.
-// The attention of the first query is written to `first_row`, unless that is null.
+// The outputs of one head for a panel of queries. `scores` is a buffer with a panel per key, `scaled` with a panel per
+// direction. The attention of the first query is written to `first_row`, unless that is null.
 template <int VECTORS>
 void attend_panel(const Columns& all_features, const Head& head, const float* queries, float scale, const float* added,
                   float* scores, float* scaled, float* to, float* first_row) {
@@ -124,7 +124,7 @@ void attend_panel(const Columns& all_features, const Head& head, const float* qu
   for (int key = 0; key < keys; key++)
     UNROLLED for (int v = 0; v < VECTORS; v++) {
       float* place = scores + (int64_t)key * wide + v * WIDTH;
-      // Differences are converted to base two, not scores: a score near the largest float would overflow.
+      // Differences are converted to base two, not scores, because a score near the largest float would overflow.
       const Vector weight = power_of_two((load(place) - most[v]) * 1.4426950408889634f);
       store(place, weight);
       sums[v] += weight;
@@ -136,7 +136,7 @@ void attend_panel(const Columns& all_features, const Head& head, const float* qu
   });
 }
 
-// The attention of the panels from `first` to `last` as queries, to all tokens.
+// The attention from the panels from `first` to `last`, as queries, to all tokens.
 void attend(const Block& block, const Columns& all_features, const float* added, int first, int last,
             const Columns& to, float* buffer, float* first_rows) {
   const int64_t *ranks = (const int64_t*)block.ranks, *reads = (const int64_t*)block.reads;
@@ -190,7 +190,7 @@ Image image_of(const Block& block, float* buffer) {
   return image;
 }
 
-// Queries, keys and values of the panels from `first` to `last`.
+// The queries, keys and values of the panels from `first` to `last`.
 void project(const Block& block, const Image& image, int number, int first, int last) {
   const float* rows = (const float*)block.tokens + (number * block.count + first * PANEL) * block.width;
   const Columns tokens = image.tokens.part(first, last), normed = image.normed.part(first, last);
@@ -206,7 +206,7 @@ void project(const Block& block, const Image& image, int number, int first, int 
     image.added[i] = sizes ? std::log(sizes[i]) : 0.f;
 }
 
-// The rest of the block, for those of the panels from `first` to `last` that are computed; false if out of memory.
+// The rest of the block, for the computed panels between `first` and `last`. Returns false if out of memory.
 bool finish(const Block& block, const Image& image, int number, int first, int last) {
   constexpr int GROUP = BLOCK / PANEL;
   last = std::min(last, block.output_panels());

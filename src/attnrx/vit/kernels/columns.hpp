@@ -1,9 +1,9 @@
 // Features of tokens in columns: tokens are the lanes of the vectors.
 //
-// A tile of outputs of a linear map is then some rows of its weight, as PyTorch stores it, times columns: no weight is
-// packed, so none is copied, and a changed weight is used at once. The sums are the columns that the next map reads;
-// only the first features are transposed, and the last ones back. What a token needs of itself, such as the mean of a
-// norm, is computed lane by lane.
+// A tile of outputs of a linear map is then a few rows of its weight, as PyTorch stores it, times columns. No weight is
+// packed or copied, so a changed weight is used at once. The sums are the columns that the next map reads. Only the
+// first features are transposed, and the last ones are transposed back. What a token needs of itself, such as the mean
+// of a norm, is computed lane by lane.
 #pragma once
 #include <algorithm>
 
@@ -16,10 +16,10 @@ struct Map {
   int64_t weight, bias, inputs, outputs, gelu;
 };
 
-// Tokens whose features between two maps fit the L2 cache.
+// The number of tokens whose features between two maps fit into the L2 cache.
 constexpr int BLOCK = 128;
 
-// [features][tokens] as `pack_keys` writes it: panels of two vectors of tokens, one in the last panel if it suffices.
+// [features][tokens] as `pack_keys` writes it, in panels of two vectors of tokens. The last panel may have only one.
 struct Columns {
   float* data;
   int features, tokens;
@@ -60,12 +60,12 @@ INLINED Vector gelu(Vector x) {
   sum = sum * t + 1.421413741f;
   sum = sum * t - 0.284496736f;
   sum = sum * t + 0.254829592f;
-  // 1 - erf(|z|), whose power is at least 2^-100: arithmetic with numbers below 2^-126 takes a hundred times as long.
+  // 1 - erf(|z|), with a power of at least 2^-100: arithmetic with numbers below 2^-126 takes a hundred times as long.
   Vector tail = sum * t * power_of_two(larger(z * z * -1.4426950408889634f, all(-100.f)));
   return 0.5f * x * (z < 0.f ? tail : 2.f - tail);
 }
 
-// What is done with the outputs of a map: ADDED adds them to what is there, each output times its `scale` (null: 1).
+// How the outputs of a map are stored. ADDED adds them to the stored values, each output times its `scale` (null: 1).
 enum Use { STORED, GELU, ADDED };
 
 struct Tile {
@@ -100,8 +100,8 @@ Compute computing(int rows, std::integer_sequence<int, N...>) {
   return known[rows - 1];
 }
 
-// Calls `compute(first, count)` for tiles of nearly equal numbers of rows: a last tile of a single row would take as long
-// as one of four.
+// Calls `compute(first, count)` for tiles of nearly equal numbers of rows, because a last tile of a single row would
+// take as long as one of four.
 template <typename Function>
 INLINED void in_tiles(int rows, Function compute) {
   const int tiles = (rows + ROWS - 1) / ROWS;
@@ -111,7 +111,7 @@ INLINED void in_tiles(int rows, Function compute) {
   }
 }
 
-// The map of all columns, written to the features of `to` from `first` on.
+// Computes the map of all columns and writes it to the features of `to` from `first` on.
 void multiply_by(const Map& map, const Columns& from, const Columns& to, int first, Use use,
                  const float* scale = nullptr) {
   constexpr auto all_rows = std::make_integer_sequence<int, ROWS>{};
@@ -124,7 +124,7 @@ void multiply_by(const Map& map, const Columns& from, const Columns& to, int fir
     const float *weight = (const float*)map.weight + (int64_t)start * inputs, *bias = (const float*)map.bias;
     for (int row = 0; copy && row < count; row++)
       memcpy(copy + row * (inputs + WIDTH), weight + (int64_t)row * inputs, inputs * sizeof(float));
-    // The next rows are on their way from the memory while these are multiplied: 16 numbers per line of the cache.
+    // The next rows are loaded from memory while these are multiplied, with 16 numbers per cache line.
     const int64_t lines = (int64_t)std::min(ROWS, (int)map.outputs - start - count) * inputs / 16, panels = from.panels();
     const float* next = (const float*)map.weight + (int64_t)(start + count) * inputs;
     for (int panel = 0; panel < panels; panel++) {
@@ -138,7 +138,7 @@ void multiply_by(const Map& map, const Columns& from, const Columns& to, int fir
   });
 }
 
-// Some maps, one after the other; `use` is that of the last one. `between` is a buffer of two times `most` features.
+// Several maps, one after the other. `use` applies to the last one. `between` is a buffer of two times `most` features.
 void apply(const Map* maps, int number, const Columns& from, const Columns& to, Use use, const float* scale,
            float* between, int64_t most) {
   Columns features = from;

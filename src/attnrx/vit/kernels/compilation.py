@@ -5,8 +5,8 @@ Otherwise the user's compiler builds it on first use, into a private cache folde
 
 The library in the wheel is trusted like the modules beside it. A library in the cache is native code and is checked.
 The folder and the library must belong to this user, must not be symbolic links, and must not be writable by other
-users. Then the library's name, which contains the hash of what was built, can be trusted. It is compared with the
-content of the file descriptor from which the library is loaded.
+users. Then the library's name can be trusted. It contains the hash of the built file, and attnrx compares this hash
+with the content of the file descriptor from which it loads the library.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ BUILD = "ATTNRX_BUILD"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-shared")
 PATIENCE = 120
-"""The seconds that a compiler may take; it usually takes about three."""
+"""The seconds that a compiler may take. It usually takes about three."""
 OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
 # The argument types of every function: p is a pointer, i an integer, l a 64-bit integer, f a float.
@@ -49,7 +49,7 @@ ARGUMENTS = {
 _OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 
 
-# Once per process, even if it fails: a compiler that fails must not be started again at every layer.
+# Called once per process, even if it fails. A compiler that fails must not be started again at every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
     """Returns the library of the kernels: the wheel's for this processor, else one built by this or an earlier process.
@@ -95,7 +95,7 @@ def required_library() -> ctypes.CDLL:
 
 
 class _Threads:
-    """Whether this process was forked, and whether it or its parent ran a kernel on several threads."""
+    """Whether this process was forked, and whether this process or its parent ran a kernel on several threads."""
 
     is_forked = False
     were_used = False
@@ -104,7 +104,8 @@ class _Threads:
 def kernel_threads() -> int:
     """Returns the number of threads for a kernel: PyTorch's number, or 1 in a forked process.
 
-    A forked process has none of the threads that OpenMP started earlier, and would wait for them forever.
+    A forked process has none of the threads that OpenMP started earlier. A kernel with more threads would wait for them
+    forever.
     """
     threads = 1 if _Threads.is_forked else torch.get_num_threads()
     _Threads.were_used |= threads > 1
@@ -114,7 +115,7 @@ def kernel_threads() -> int:
 def _start_forked() -> None:
     _Threads.is_forked = True
     # PyTorch's operations between the kernels use the same threads. If no kernel used threads before the fork, the
-    # setting is left to the program.
+    # program's own setting is kept.
     if _Threads.were_used:
         torch.set_num_threads(1)
 
@@ -124,7 +125,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def kernel_version() -> str:
-    """Returns the hash of the kernels' source, "" if they are not built."""
+    """Returns the hash of the kernels' source, or "" if they are not built."""
     return _sha256(_source()) if native_library() is not None else ""
 
 
@@ -133,7 +134,7 @@ def _source() -> str:
 
 
 def cpp_compiler() -> list[str]:
-    """Returns the command of the compiler, [] if there is none.
+    """Returns the command of the compiler, or [] if there is none.
 
     Raises:
         InvalidInput: CXX names no program.
@@ -152,13 +153,13 @@ def cpp_compiler() -> list[str]:
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
-    """Loads the library for this source, compiler and machine; builds a new one if none is intact and private.
+    """Loads the library for this source, compiler and machine, or builds a new one if none is intact and private.
 
     Raises:
         CheckpointError: The folder is not private, or the new library cannot be loaded.
     """
-    # The compiler's predefined macros contain its version and the instructions of -march=native, because machines that
-    # share a name may also share a cache folder.
+    # Machines that share a name may also share a cache folder. The compiler's predefined macros contain its version and
+    # the instructions of -march=native, so they tell such machines apart.
     defined = output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     key = _sha256("\n".join((_source(), *command, defined)))[:16]
     folder = cache_folder() / "kernels"
@@ -166,8 +167,8 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     for path in sorted(folder.glob(f"native-{key}-*.so")):
         with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: the library lacks a function
             return _loaded(path)
-    # Built in a scratch folder of the cache. A rename then moves the whole file to a name with the hash of its content;
-    # a link with that name is replaced, not followed.
+    # The library is built in a scratch folder of the cache. A rename then moves the finished file to a name with the
+    # hash of its content. It would replace a link with that name, not follow it.
     with scratch_folder(folder) as temporary:
         library = temporary / "library.so"
         output_of([*command, *map(str, SOURCES), "-o", str(library)])
@@ -215,9 +216,9 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
-    # Does not follow a link that has replaced the file since, and does not wait if it is a named pipe.
+    # Does not follow a link that has replaced the file meanwhile, and does not wait if it is a named pipe.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
-    # The status of the opened file rather than of the path, which could name another file by now.
+    # The status of the opened file, not of the path, which could name another file by now.
     status, user = os.fstat(descriptor), os.geteuid()
     if status.st_uid == user and not status.st_mode & OTHERS_CAN_WRITE:
         return descriptor
@@ -233,7 +234,7 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    # Opened relative to the checked folder, even if its path leads to another folder by now.
+    # Opened relative to the checked folder, because the path could lead to another folder by now.
     within = _open_private(path.parent, os.O_DIRECTORY)
     try:
         descriptor = _open_private(path, within=within)
@@ -244,8 +245,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
     if digest != path.stem.rpartition("-")[2]:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
-    # Loads the checked file, even if its path was replaced since. The file stays open, because the loader identifies
-    # libraries by name, and would mistake the next file with this descriptor for this one.
+    # Loads the checked file, even if its path was replaced meanwhile. The loader identifies libraries by name, and it
+    # would mistake the next file with this descriptor for this library. So the file stays open.
     opened = DESCRIPTORS / str(descriptor)
     return _declared(ctypes.CDLL(str(opened if opened.exists() else path)))
 
@@ -264,8 +265,8 @@ def define(
 ) -> Callable[..., Any]:
     """Defines an operator for inference, without autograd, and returns it.
 
-    `kernel` computes it on a CPU. `empty` returns its outputs without data, on "Meta": for counting on meta tensors,
-    and for compilers' fake tensors. `operations` counts from shapes as PyTorch does, with two operations per MAC.
+    `kernel` computes it on a CPU. `empty` returns its outputs without data, on "Meta", for counting on meta tensors and
+    for the fake tensors of compilers. `operations` counts from shapes as PyTorch does, with two operations per MAC.
     """
     _OPERATORS.define(schema)
     name = schema.partition("(")[0]
@@ -277,7 +278,7 @@ def define(
 
 
 def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
-    """Whether a profiler, a mode of this thread, a function transform or the tensor itself sees every operator."""
+    """Whether a profiler, a mode of this thread, a function transform or the tensor itself observes every operator."""
     return (
         type(tensor) is not Tensor
         or not tensor.is_cpu
@@ -290,10 +291,10 @@ def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can read tensors, which may be of any shapes.
+    """Checks that a kernel can read the tensors, which may have any shape.
 
     Raises:
-        InvalidInput: A tensor requires gradients, which the kernel would lose, or has no strides.
+        InvalidInput: A tensor requires gradients, which the kernel would not record, or has no strides.
     """
     for tensor in tensors:
         if tensor is None:
@@ -305,7 +306,7 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
 
 
 def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
-    """Raises InvalidInput if a kernel would read out of the bounds of tensors, which may be of any shapes."""
+    """Raises InvalidInput with the types and shapes of the tensors, unless `fits` says that a kernel can read them."""
     if not fits:
         given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)
         raise InvalidInput(f"a C++ kernel cannot read {given}: give float32 tensors on a CPU whose shapes fit.")

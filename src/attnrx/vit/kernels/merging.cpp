@@ -1,7 +1,7 @@
 // One round of bipartite token merging on a CPU (Bolya et al., 2023).
 //
-// Patches at even positions are matched with the most similar ones at odd positions; the most similar pairs are merged
-// into means weighted by size. Similarities of a tile of rows stay in registers; no matrix of them is written.
+// Patches at even positions are matched with the most similar ones at odd positions. The most similar pairs are merged
+// into means weighted by size. Similarities of a tile of rows stay in registers, and no matrix of them is written.
 #include <algorithm>
 #include <limits>
 #include <new>
@@ -12,12 +12,12 @@
 namespace {
 
 // The arguments, passed from Python: start addresses, and strides of images and tokens in floats. The first `prefix`
-// tokens are no patches; compared rows, sizes, weights and outputs include them, indices do not.
+// tokens are not patches. Compared rows, sizes, weights and outputs include them, but indices do not.
 struct Merge {
   int64_t tokens, tokens_image, tokens_row, width;
   int64_t compared, compared_image, compared_row, features;
   int64_t images, prefix, count, merged;
-  int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
+  int64_t distances, lengths;  // flags: squared distances instead of cosines, and kept norms of merged patches
   int64_t sizes, weights, indices, output, output_sizes, output_indices, output_destinations;
 
   const float* row_of(int64_t start, int64_t image_stride, int64_t row_stride, int image, int patch) const {
@@ -28,14 +28,14 @@ struct Merge {
 };
 
 // What the similarity needs of one set besides its products: squares and inverse weights, or inverse norms. `added` is
-// infinite for the columns that pad the last vector, which are never the most similar.
+// infinite for the columns that pad the last vector, so they are never the most similar.
 struct Side {
   std::vector<float> packed, squares, weights, added;
 };
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Squared norms are summed in the order of `multiply`, so that the distance of equal patches is exactly zero.
+// Squared norms are summed in the order of `multiply`, so the distance of equal patches is exactly zero.
 void sum_squares(const Side& side, int count, int length, float* to) {
   const int padded = up(count, WIDTH);
   for (int first = 0; first < padded; first += WIDTH) {
@@ -63,7 +63,7 @@ void prepare(const Merge& merge, int image, int parity, Side& side) {
   }
 }
 
-// For N patches of the first set, starting at `row`: the most similar one of the second, the first one if several are.
+// Finds the most similar patch of the second set for N patches of the first, from `row` on. The first best one wins.
 template <int N, bool DISTANCES>
 void match(const float* rows, int64_t stride, int length, int row, const Side& first, const Side& second, int count,
            float* best, int32_t* nearest) {
@@ -115,7 +115,7 @@ Match matching(int rows, std::integer_sequence<int, N...>) {
   return known[rows - 1];
 }
 
-// Matches the patches `begin` to `end` of the first set of one image.
+// Matches the patches `begin` to `end` of the first set in one image.
 void match_rows(const Merge& merge, int image, int begin, int end, const Side& first, const Side& second, float* best,
                 int32_t* nearest) {
   constexpr auto rows = std::make_integer_sequence<int, ROWS>{};
@@ -138,7 +138,7 @@ float sum_of_squares(const float* row, int width) {
   return total;
 }
 
-// Merges the most similar pairs of one image and writes what remains, in order.
+// Merges the most similar pairs of one image and writes the remaining tokens, in order.
 void merge_image(const Merge& merge, int image, const Side& first, const Side& second, const float* best,
                  const int32_t* nearest) {
   const int count = (int)merge.count, width = (int)merge.width, left = (int)(merge.count - merge.merged);
@@ -189,16 +189,16 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
     // A mean of opposite patches can be zero, and stays zero.
     const float factor = (norm(goal) + length[goal]) / std::max(std::sqrt(sum_of_squares(to, width)), 1e-6f);
     for (int i = 0; i < width; i++) to[i] *= factor;
-    place[goal] = -1;  // several sources may have the same goal, which is scaled once
+    place[goal] = -1;  // several sources may have the same goal, but it is scaled only once
   }
 }
 
-// Merges one image; `threads` of them match its patches.
+// Merges one image. `threads` threads match its patches.
 void merge_one(const Merge& merge, int image, int threads) {
   thread_local Side sides[2];
   thread_local std::vector<float> most_similar;
   thread_local std::vector<int32_t> most_similar_at;
-  Side &first = sides[0], &second = sides[1];  // by reference: a thread-local name is another object in each thread
+  Side &first = sides[0], &second = sides[1];  // by reference, because each thread has its own thread-local object
   const int rows = ((int)merge.count + 1) / 2;
   most_similar.resize(rows);
   most_similar_at.resize(rows);
@@ -214,8 +214,8 @@ void merge_one(const Merge& merge, int image, int threads) {
 
 }  // namespace
 
-// Merges `merged` pairs of patches in every image; at most as many as there are at even positions. Returns 0, or 1 if
-// out of memory. Threads share the images, or the patches of one image if there are fewer images than threads.
+// Merges `merged` pairs of patches in every image, at most as many as there are patches at even positions. Returns 0,
+// or 1 if out of memory. Threads share the images, or the patches of one image if there are fewer images than threads.
 extern "C" int attnrx_merge(const int64_t* described, int threads) {
   const Merge& merge = *(const Merge*)described;
   const int images = (int)merge.images;
@@ -228,7 +228,7 @@ extern "C" int attnrx_merge(const int64_t* described, int threads) {
     }
     return 0;
   };
-  if (images < threads) {  // not nested in the loop below: nested regions start new threads every time
+  if (images < threads) {  // not nested in the loop below, because nested regions start new threads every time
     for (int image = 0; image < images; image++) failed |= merge_image_by(image, threads);
     return failed;
   }

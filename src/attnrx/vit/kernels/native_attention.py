@@ -19,16 +19,16 @@ from attnrx.vit.kernels.compilation import (
 )
 
 # How many numbers describe a head to the kernel: a pointer and two strides each for query, key, value and output, then
-# rank and value dimension. FLOAT is the number of bytes of a float.
+# rank and value dimension. FLOAT is the number of bytes in a float.
 DESCRIBED, FLOAT = 14, 4
 
 
 class RotationTable(NamedTuple):
-    """The rotations of the pairs of all heads: cosines and sines, and where the pairs of every head are.
+    """The rotations of all heads' pairs: cosines and sines, and the positions of every head's pairs.
 
-    `pairs` has three numbers per head: the first column of its pairs in the tables, how many pairs it has, and how many
-    rows precede them. It lists the first number for all heads, then the second, then the third. The last entry is the
-    number of tokens before the patches.
+    `pairs` has three numbers per head: the first column of its pairs in the tables, the number of its pairs, and the
+    number of rows before them. It lists the first number for all heads, then the second, then the third. The last entry
+    is the number of tokens before the patches.
     """
 
     cosines: Float[Tensor, "images patches columns"]
@@ -59,10 +59,10 @@ def native_attention(
     scale: float,
     bias: Float[Tensor, "images heads queries keys"] | None = None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value for all heads, concatenated; float32 on a CPU.
+    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value for all heads, concatenated.
 
-    Every entry of the lists holds neighbouring heads of one shape. Heads without query and key features return the mean
-    of their values. For inference only: gradients are not recorded.
+    It runs in float32 on a CPU. Every entry of the lists contains neighbouring heads of one shape. Heads without query
+    and key features return the mean of their values. The kernel is only for inference and records no gradients.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -106,14 +106,14 @@ def described_heads(
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
     """Returns the numbers that describe the heads to the kernel, the number of heads, and tensors to keep alive.
 
-    These tensors must live during the call, because a contiguous copy may have no other owner.
+    The tensors must exist during the call, because a contiguous copy may have no other owner.
     """
     buffers: list[Tensor] = []
     numbers: list[int] = []
-    # Addresses are in bytes, strides in floats. A token's features must be contiguous; images and tokens need not be.
+    # Addresses are in bytes, strides in floats. The features of a token must be contiguous, but not images and tokens.
     start_of_output, (image, token, _) = output.data_ptr(), output.stride()
     for sides in zip(queries, keys, values, strict=True):
-        # Query, key and value of neighbouring heads of one shape; each is [batch, heads, tokens, features].
+        # Query, key and value of neighbouring heads of one shape, [batch, heads, tokens, features] each.
         group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
         buffers += group
         starts = [(side.data_ptr(), *side.stride()) for side in group]
@@ -122,7 +122,7 @@ def described_heads(
             for start, image_stride, stride, token_stride, _ in starts:
                 numbers += (start + FLOAT * head * stride, image_stride, token_stride)
             numbers += (start_of_output, image, token, rank, value_dim)
-            start_of_output += FLOAT * value_dim  # heads are side by side in the output, whatever their dimensions
+            start_of_output += FLOAT * value_dim  # heads are side by side in the output, with their own dimensions
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
@@ -132,7 +132,7 @@ def require_heads(
     values: Sequence[Float[Tensor, "*_"]],
     sizes: Float[Tensor, "*_"] | None,
 ) -> None:
-    """Raises InvalidInput if the kernel would read out of the bounds of these heads, or of the sizes of keys."""
+    """Raises InvalidInput if the kernel would read out of the bounds of these heads or of the sizes of keys."""
     all_sides = (*queries, *keys, *values)
     fits = len(queries) == len(keys) == len(values) > 0 and {side.ndim for side in all_sides} == {4}
     if fits:
@@ -173,7 +173,7 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
     if bias is None:
         return None
     require_fitting(bias.shape[0] in (1, shape[0]) and tuple(bias.shape[1:]) == shape[1:], bias)
-    # One bias for all images has the stride 0. byref keeps the structure alive; the caller keeps the tensor.
+    # One bias for all images has the stride 0. byref keeps the structure alive, and the caller keeps the tensor.
     image = 0 if bias.shape[0] == 1 else bias.stride(0)
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
 
@@ -183,8 +183,8 @@ def native_joint_attention(
 ) -> Float[Tensor, "batch tokens _"]:
     """Returns the same as `native_attention`, for features from one product.
 
-    If a `rotation` is given, the queries and keys of patches are rotated first. This saves the views that would
-    separate the features, which for a few images take longer than the arithmetic.
+    With a `rotation`, the queries and keys of patches are rotated first. No views separate the features. For a few
+    images, creating such views would take longer than the arithmetic.
     """
     features, rows, value_dims, scale, rotation, bias = joint
     require_inference((features, sizes, bias))
@@ -216,7 +216,7 @@ def _joint_attention(
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        # `pairs` is flat, because an operator only takes lists of integers (see RotationTable).
+        # `pairs` is flat, because an operator accepts only lists of integers (see RotationTable).
         columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
         fits = all(
             0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
@@ -226,7 +226,7 @@ def _joint_attention(
         fits &= cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - prefix
         require_fitting(fits, cosines, sines)
         image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
-        # The structure holds only addresses; arrays and tables are local variables, alive until the call returns.
+        # The structure contains only addresses. Arrays and tables are local variables, alive until the call returns.
         addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
         rotation = ctypes.byref(
             _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
@@ -291,9 +291,9 @@ Merged = tuple[
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel can merge these patches to `count`: float32 on a CPU, in one round, not recorded."""
+    """Whether the kernel can merge these patches to `count` in one round: float32 on a CPU, with nothing recorded."""
     return (
-        # A round merges at most the first set, which has the odd patch, so patches // 2 remain.
+        # A round merges at most the first set. It includes the odd patch, so patches // 2 remain.
         patches // 2 <= count < patches
         and patches > 1
         and tokens.dtype == torch.float32
@@ -312,11 +312,11 @@ def native_merge(
     lengths: bool = False,
     weights: Float[Tensor, "batch tokens"] | None = None,
 ) -> Merged:
-    """Merges to `count` patches in one round; the tokens before the patches, which have no `indices`, stay.
+    """Merges to `count` patches in one round. The tokens before the patches, which have no `indices`, stay.
 
     Patches at even positions are merged into patches at odd positions. They are matched by the cosine of their `keys`.
     Without keys, they are matched by the smallest increase of squared error, where patches count by their `weights`
-    (default: their sizes). With `lengths`, a merged patch then keeps the mean norm of its patches.
+    (default: their sizes). With `lengths`, a merged patch is rescaled to the mean norm of its patches.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -347,7 +347,7 @@ def _merge(
     fits &= tokens.dtype == sizes.dtype == compared.dtype == torch.float32 and indices.dtype == torch.int64
     require_fitting(fits, tokens, sizes, weights, compared, indices)
     outputs = _empty_merged(tokens, sizes, indices, None, None, merged)
-    # A row must be contiguous; a copy is kept until the kernel returns.
+    # A row must be contiguous. A copy is kept until the kernel returns.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
     sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()

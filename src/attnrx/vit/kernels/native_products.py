@@ -1,6 +1,6 @@
 """Two C++ operators: linear maps, and a pre-norm block.
 
-Linear maps run one after another or side by side; a layer uses them. The block consists of norm, attention, residual
+Linear maps run one after another or side by side, and layers use them. The block consists of norm, attention, residual
 sum, norm, MLP, residual sum.
 """
 
@@ -24,11 +24,11 @@ from attnrx.vit.kernels.compilation import (
     required_library,
 )
 
-# The smallest product that the kernel computes; for smaller ones, the call itself takes longer than it saves.
+# The smallest product that the kernel computes. For smaller ones, the call itself takes longer than it saves.
 LEAST_MACS = 1_000_000
-# The fewest rows; they are the lanes of the kernel's vectors, and an AVX-512 register has 16.
+# The fewest rows. Rows are the lanes of the kernel's vectors, and an AVX-512 register has 16.
 LEAST_ROWS = 16
-# The largest weight that the kernel multiplies by; PyTorch multiplies by larger ones (docs/results/speed.md).
+# The largest weight that the kernel multiplies by. PyTorch multiplies by larger ones (docs/results/speed.md).
 LARGEST = 1 << 20
 
 
@@ -39,16 +39,16 @@ class NativeMap(ctypes.Structure):
 
 
 def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
-    """Whether the kernels can compute products of these features at all: for inference in float32 on a CPU."""
-    # Checked first: recorded sizes may be symbolic, and on other devices every comparison delays a kernel.
+    """Whether the kernels can compute products of these features at all, for inference in float32 on a CPU."""
+    # The device is checked first. Recorded sizes may be symbolic, and on other devices comparisons delay the kernels.
     return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
 
 
 def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
-    """Whether the kernel computes the products with these weights, which is for inference in float32 on a CPU."""
+    """Whether the kernel computes the products with these weights, for inference in float32 on a CPU."""
     return (
         may_run_natively(features)
-        # Subclasses (fake, distributed, quantized tensors) compute products in their own way.
+        # Subclasses (fake, distributed, quantized tensors) have their own code for products.
         and type(features) is Tensor
         and features.numel() >= LEAST_ROWS * features.shape[-1]
         and features.numel() * sum([weight.shape[0] for weight in weights]) >= LEAST_MACS
@@ -87,8 +87,8 @@ class NativeLinear(nn.Linear):
 
 
 def native_(linear: nn.Linear) -> NativeLinear:
-    """Converts a linear layer in place; its parameters and hooks remain."""
-    # Only the class is changed: references to the module, its parameters and its hooks remain valid.
+    """Converts a linear layer in place. Its parameters and hooks remain."""
+    # Only the class is changed, so references to the module, its parameters and its hooks remain valid.
     linear.__class__ = NativeLinear
     assert isinstance(linear, NativeLinear)
     return linear
@@ -101,10 +101,10 @@ def native_maps(
     gelus: Sequence[bool],
     joined: bool = False,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Returns the result of applying linear maps one after another, each followed by a GELU if `gelus` says so.
+    """Returns the result of linear maps that are applied one after another, each followed by a GELU if `gelus` says so.
 
-    With `joined`, every map is applied to the features themselves, and the outputs are concatenated. It computes in
-    float32, on a CPU, for inference only: gradients are not recorded.
+    With `joined`, every map is applied to the features themselves, and the outputs are concatenated. The kernel runs in
+    float32 on a CPU. It is only for inference and records no gradients.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -117,7 +117,7 @@ def native_maps(
 def described_maps(
     inputs: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gelus: Sequence[bool], joined: bool = False
 ) -> tuple[list[NativeMap], list[Tensor]]:
-    """Returns what the kernel reads for maps of `inputs` features, and the tensors that must live during the call.
+    """Returns the kernel's description of maps of `inputs` features, and the tensors that must exist during the call.
 
     Raises:
         InvalidInput: Tensors are not float32 on a CPU, or their shapes do not fit.
@@ -175,11 +175,11 @@ _NATIVE_MAPS = define(
 
 
 class BlockTensors(NamedTuple):
-    """The tensors and numbers that a block computes with.
+    """The tensors and numbers of a block's computation.
 
-    `vectors` are the weight and bias of the first norm and of the second, then the factors of the two branches.
+    `vectors` are the weight and bias of the first norm and of the second norm, then the factors of the two branches.
     `weights` and `biases` belong to the maps of queries, keys, values and outputs, followed by the MLP's maps. `gelus`
-    states after which maps a GELU follows. `scale` is the factor of the scores.
+    tells after which maps a GELU follows. `scale` is the factor of the scores.
     """
 
     vectors: list[Tensor | None]
@@ -207,10 +207,10 @@ class _Block(ctypes.Structure):
 
 
 class KnownBlock:
-    """The tensors of a block as the kernel reads them, valid as long as each tensor stays where it was.
+    """The tensors of a block as the kernel reads them, valid as long as each tensor stays at its address.
 
-    A weight changed in place counts in the next call, because the kernel reads the tensors themselves. `is_current`
-    notices a tensor that moved or has another shape. `is_exact` states that no tensor had to be copied.
+    The kernel reads the tensors themselves, so weights that change in place affect the next call. `is_current` detects
+    a tensor that moved or has another shape. `is_exact` is true if no tensor had to be copied.
 
     Raises:
         InvalidInput: Tensors are not float32, or their shapes do not fit.
@@ -220,7 +220,7 @@ class KnownBlock:
         self.block, self.width = block, block.weights[0].shape[1] if block.weights[0].ndim == 2 else 0
         require_fitting(_block_fits(block, self.width), *block.weights, *block.vectors)
         width, weights, biases, gelus = self.width, block.weights, block.biases, block.gelus
-        # Queries, keys and values are maps of the tokens; the others are maps of the result of the previous step.
+        # Queries, keys and values are maps of the tokens. The others are maps of the previous step's result.
         sides, buffers = described_maps(width, weights[:3], biases[:3], gelus[:3], joined=True)
         readout, others = described_maps(sum(block.value_dims), weights[3:4], biases[3:4], gelus[3:4])
         mlp, more = described_maps(width, weights[4:], biases[4:], gelus[4:])
@@ -241,7 +241,7 @@ class KnownBlock:
         self._described = bytes(described)
 
     def is_current(self) -> bool:
-        """Whether every tensor is where it was and has the same shape."""
+        """Whether every tensor still has its address and its shape."""
         for tensor, address, shape, stride in self._facts:
             if tensor.data_ptr() != address or tensor.shape != shape or tensor.stride() != stride:
                 return False
@@ -250,7 +250,7 @@ class KnownBlock:
     def __call__(
         self, tokens: TokenBatch, sizes: Float[Tensor, "batch tokens"] | None, outputs: int, first_rows: bool
     ) -> tuple[Tensor, Tensor]:
-        """Computes the block; see `native_block`."""
+        """Computes the block (see `native_block`)."""
         library, tokens = required_library(), tokens.contiguous()
         images, count, width = tokens.shape
         fits = 0 <= outputs <= count and width == self.width and tokens.dtype == torch.float32
@@ -283,8 +283,8 @@ def native_block(
     """Returns the output of a block, and with `first_rows` the attention that its first token pays to all tokens.
 
     The output is x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)), in float32, on a
-    CPU. `sizes` weight the keys of the tokens. Only the first `outputs` tokens are computed (default: all). For
-    inference only: gradients are not recorded.
+    CPU. `sizes` weight the keys of the tokens. Only the first `outputs` tokens are computed (default: all). The kernel
+    is only for inference and records no gradients.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -292,7 +292,7 @@ def native_block(
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    # For a block's arguments, PyTorch's dispatcher takes 50 us of the 1,400 us for the 197 tokens of a ViT-Tiny.
+    # Computing the 197 tokens of a ViT-Tiny takes 1,400 us, and 50 us of them are PyTorch's dispatch of the arguments.
     if is_observed(tokens):
         output, rows = _NATIVE_BLOCK(tokens, *block.block, sizes, outputs, first_rows)
     else:
@@ -301,7 +301,7 @@ def native_block(
 
 
 def _block_fits(block: BlockTensors, width: int) -> bool:
-    """Whether the kernel reads within the bounds of these tensors; maps are checked when they are described."""
+    """Whether the kernel reads within the bounds of these tensors. Maps are checked when they are described."""
     outputs, ranks, value_dims = [weight.shape[0] for weight in block.weights], block.ranks, block.value_dims
     directions, features = sum(ranks), sum(value_dims)
     fits = len(outputs) > 4 and outputs[:4] == [directions, directions, features, width] and outputs[-1] == width

@@ -1,7 +1,7 @@
-// Linear maps of tokens on a CPU, one after the other or side by side, with GELU after them if wanted.
+// Linear maps of tokens on a CPU, one after the other or side by side, each with a GELU after it if requested.
 #include "columns.hpp"
 
-// output [count, outputs] = the maps of `count` rows, one after the other; with `joined` all maps read the rows, and
+// output [count, outputs] = the maps of `count` rows, one after the other. With `joined`, all maps read the rows, and
 // their outputs lie side by side. Returns 0, or 1 if out of memory.
 extern "C" int attnrx_maps(const Map* maps, int number, int joined, const float* rows, int64_t stride, int64_t count,
                            float* output, int threads) {

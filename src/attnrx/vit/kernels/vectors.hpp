@@ -8,7 +8,7 @@
 
 namespace {
 
-// Floats per vector, and rows of two vectors each whose sums fit the registers.
+// The number of floats per vector, and of rows with two vectors each whose sums fit into the registers.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, ROWS = 14;
 #elif defined(__AVX__)
@@ -37,7 +37,7 @@ INLINED Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
 int up(int count, int step) { return (count + step - 1) / step * step; }
 
-// 2^x for x <= 0 to two roundings: a power of two by its bits, times a polynomial on [-1/2, 1/2]. Propagates NaN.
+// 2^x for x <= 0, up to two roundings: a power of two from its bits, times a polynomial on [-1/2, 1/2]. Propagates NaN.
 INLINED Vector power_of_two(Vector x) {
   x = x < -126.f ? all(-126.f) : x;
   const float rounding = 12582912.f + 127.f;  // 1.5 * 2^23 puts the integer into the last bits, 127 is the exponent's
@@ -75,7 +75,7 @@ INLINED void transpose(Vector* x) {
   if constexpr (WIDTH > 8) exchange<8>(x, lanes);
 }
 
-// Buffers of one thread; reused between calls.
+// Buffers of one thread, reused between calls.
 struct Workspace {
   float* floats = nullptr;
   size_t size = 0;
@@ -92,7 +92,7 @@ struct Workspace {
 };
 thread_local Workspace workspace;
 
-// Keys times `factor`: panels of two vectors (one in the last panel, if sufficient), [rank][keys of the panel].
+// Packs keys times `factor` into panels of two vectors, or one in the last panel if enough: [rank][keys of the panel].
 void pack_keys(const float* key, int64_t token, int keys, int rank, float factor, float* packed) {
   const int padded = up(keys, WIDTH);
   for (int first = 0; first < padded; first += WIDTH) {
@@ -115,12 +115,12 @@ void pack_keys(const float* key, int64_t token, int keys, int rank, float factor
   }
 }
 
-// N rows times VECTORS vectors of columns, summed over `length`; sums stay in registers. The numbers of a row lie `step`
-// apart.
+// N rows times VECTORS vectors of columns, summed over `length`. Sums stay in registers. The numbers of a row lie
+// `step` apart.
 template <int N, int VECTORS>
 INLINED void multiply(const float* rows, int64_t stride, const float* columns, int length, Vector (&sums)[N][VECTORS],
                       int step = 1) {
-  // An address is a pointer, or that plus one or two strides: with one pointer per row the registers would not suffice.
+  // An address is a pointer plus up to two strides. With one pointer per row, the registers would not be enough.
   constexpr int SHARED = 3, POINTERS = (N + SHARED - 1) / SHARED;
   const float* pointers[POINTERS];
   UNROLLED for (int p = 0; p < POINTERS; p++) pointers[p] = rows + SHARED * p * stride;

@@ -1,4 +1,4 @@
-"""Model families: find the attention layers of each kind of model, and build, load and save models by name."""
+"""Model families, which find the attention layers of each kind of model, and build, load and save models by name."""
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.boundary.loading import build_model, load_model, save_model

@@ -1,7 +1,7 @@
-"""Saves a model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
+"""Saves a model as a folder: config.json (its description), model.safetensors (its weights), and further files.
 
-The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains beside a new one.
-A portable model (`boundary/stock.py`) is its library's checkpoint, with attnrx.json beside it. All other files in the
+The files of a saved model, PARTS, are replaced together, so no file of an earlier model remains beside a new one. A
+portable model (`boundary/stock.py`) is its library's checkpoint, with attnrx.json beside it. All other files in the
 folder (notes, training checkpoints) are kept.
 """
 
@@ -39,19 +39,19 @@ from attnrx.vit.models.working.token_hooks import attach_tokens_, described_toke
 from attnrx.vit.tokens import policy_from_dict
 
 KIND, SCHEMA = "attnrx model", 1
-MOST_BYTES = 2**24  # the largest config.json; 4,096 layers take 3 MB
+MOST_BYTES = 2**24  # the largest config.json (4,096 layers need 3 MB)
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
 STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # and as torchvision and open_clip name it
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as in timm
-MOST_NUMBER = 2**20  # of layers, features, classes etc.; checked before anything is built
+MOST_NUMBER = 2**20  # of layers, features, classes etc. It is checked before anything is built
 # Without these two fields, transformers would ignore config.json and initialize a default model with random weights.
-# Its Auto classes and `pipeline` refuse such a model type, and its classes such an attention; the message quotes the
-# value. Its Trainer reads the file nevertheless.
+# With them, its Auto classes and `pipeline` refuse the model type, and its classes refuse the attention. The message
+# quotes the value. Its Trainer reads the file nevertheless.
 FOR_TRANSFORMERS = {
     "model_type": "attnrx: open it by attnrx.load(folder)",
     "attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)",
 }
-COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, from which nothing is built
+COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, which do not affect what is built
 OUTPUTS = ("logits", "multilabel", "regression", "embedding", "map")
 TOKENS = kinds.record(
     {"policy": kinds.bounded(MOST_NUMBER), "by": kinds.one_of(*REALIZATIONS), "heads": kinds.whole(1, MAX_HEADS)}
@@ -70,9 +70,9 @@ RECORD = kinds.record(
     more={**dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT), "outputs": kinds.optional(kinds.one_of(*OUTPUTS))},
 )
 
-# The file that attnrx reads for a portable model, whose config.json belongs to the library.
+# The file that attnrx reads for a portable model. The config.json of such a model belongs to the library.
 STOCK = "attnrx.json"
-# The files of portable models that libraries read. They have no marker inside, so attnrx.json holds their hashes.
+# The files of portable models that libraries read. They have no marker inside, so attnrx.json contains their hashes.
 LIBRARY_FILES = ("config.json", "open_clip_config.json", "modeling.py")
 STOCK_RECORD = kinds.record(
     {
@@ -150,7 +150,7 @@ def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
+    """Returns whether attnrx wrote this file for a saved model, judged by its name and the marker inside."""
     # A user's file may have one of these names, so only a file with the marker is replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:
@@ -162,7 +162,7 @@ def is_model_file(path: Path) -> bool:
 
 
 def is_model_folder(folder: Path | str) -> bool:
-    """Returns whether the folder holds a model saved by attnrx."""
+    """Returns whether the folder contains a model saved by attnrx."""
     return any(file_kind(Path(folder) / name) == KIND for name in (STOCK, "config.json"))
 
 
@@ -235,7 +235,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
 def _opened(
     path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Reads a model's record, of this kind, and the weights beside it; returns the record, its family and the weights.
+    """Reads a model's record, of this kind, and its weights. Returns the record, its family and the weights.
 
     Raises:
         CheckpointError: A file was damaged or edited, or the record names an unknown family.
@@ -256,14 +256,14 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Returns the portable model of a folder: its library creates it, and its weights have the library's names.
+    """Returns the portable model of a folder. Its library creates it, and its weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
     """
     path = folder / STOCK
     record, family, tensors = _opened(path, STOCK_RECORD, families)
-    # Checked before anything is built: every layer has several tensors.
+    # Checked before anything is built. Every layer has several tensors.
     arguments = record["model"].get("arguments")
     inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None
     stated = [each for each in (arguments, inside) if isinstance(each, Mapping)]
@@ -279,11 +279,11 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 def read_weight_file(path: Path) -> dict[str, Tensor]:
     """Reads a weight file of another library: safetensors, or a torch checkpoint, whose code is never run.
 
-    If a checkpoint holds more than weights, the state dict under the first of STATE_KEYS is taken. Prefixes of wrappers
-    (DistributedDataParallel, torch.compile) are removed from the names.
+    If a checkpoint contains more than weights, the state dict under the first of STATE_KEYS is used. Prefixes of
+    wrappers (DistributedDataParallel, torch.compile) are removed from the names.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or holds something other than tensors.
+        CheckpointError: The file is missing or damaged, or contains values that are not tensors.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file with weights.")
@@ -299,11 +299,11 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises CheckpointError if config.json and the tensors state different depths; nothing has been built by then."""
-    # Otherwise an inconsistent file would build all layers that it states before its weights are found not to fit.
+    """Raises CheckpointError if config.json and the tensors state different depths. It is called before building."""
+    # Otherwise all layers that an inconsistent file states would be built before its weights turn out not to fit.
     layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
-    # Every layer has an output projection, whatever its form and rank.
+    # Every layer has an output projection, independent of its form and rank.
     stored = sum(name.endswith("attention.output.weight") for name in tensors)
     depths = {"attention": len(layers) if isinstance(layers, list) else described(layers)}
     if isinstance(arguments, Mapping):

@@ -1,4 +1,4 @@
-"""The families by name, and the family of a given model."""
+"""The families by name, and the family of a model."""
 
 from torch import nn
 
@@ -23,12 +23,12 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
-# By their names in saved folders. `family_of` takes the first one that matches; each matches only its own models.
+# By their names in saved folders. `family_of` returns the first one that matches. Each matches only its own models.
 FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), StructureFamily(), UnitsFamily())
 
 
 def known_family(model: nn.Module) -> Family | None:
-    """Returns the family of a model; None if the model belongs to no family, or has not been adopted yet."""
+    """Returns the family of a model, or None if the model belongs to no family or has not been adopted yet."""
     # Only families that have been imported can have created the model.
     return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported for any wrapper around an adopted model, with the path of that model."""
+    """Raises NotSupported for any wrapper around an adopted model, with the path of the adopted model."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(

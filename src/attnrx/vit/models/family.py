@@ -23,11 +23,11 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 
 MLPRanks = tuple[tuple[int | None, int | None], ...]
-"""The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
+"""The ranks of the two maps of every layer's MLP. None stands for a map that is one matrix."""
 
 STATED_OUTPUTS = "stated_outputs"
-"""The attribute of a model that holds the name of the `OutputKind` its user stated; copies of the model keep it. If a
-model has a record, the name is stored there instead."""
+"""The attribute of a model that contains the name of the `OutputKind` that its user stated. Copies of the model keep
+it. If a model has a record, the name is stored there instead."""
 
 
 def stated_outputs(model: nn.Module) -> str | None:
@@ -46,7 +46,7 @@ def state_outputs_(model: nn.Module, kind: str) -> None:
 
 
 class Family(ABC):
-    """One kind of model. A family is stateless; only its methods with a trailing underscore change a model.
+    """One kind of model. A family is stateless, and only its methods with a trailing underscore change a model.
 
     Raises:
         InvalidInput: A method that takes a model of this family gets another model.
@@ -65,7 +65,7 @@ class Family(ABC):
         return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
-        """Returns a model with a record in the form that the methods of this family take; only for reading."""
+        """Returns a model with a record in the form that the methods of this family accept. Use it only for reading."""
         raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
@@ -97,27 +97,27 @@ class Family(ABC):
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
         """Returns the blocks after which a forward pass needs all patches even if tokens are pruned or merged.
 
-        Returns None for models of attnrx.
+        It is None for attnrx's own models.
         """
         return None
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps (or low-rank forms) of every layer's MLP; () if MLPs are of another kind."""
+        """Returns the two linear maps (or low-rank forms) of every layer's MLP, or () if MLPs are of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
-        """Returns whether the attention of the model is read; otherwise a layer is just one MLP."""
+        """Returns whether the family reads the attention of the model. Otherwise a layer is just one MLP."""
         return True
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of every layer's block; if attention is not read, of the part around every MLP."""
+        """Returns the path of every layer's block. Without readable attention, it is the part around every MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Removes units not in `keep` from the parts with weights per unit between the two maps of a layer's MLP."""
+        """Removes the units outside `keep` from the parts with weights per unit between the two maps of an MLP."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
-        """Returns whether only an activation is between the two maps of every MLP, so that its units are separate."""
+        """Returns whether only an activation is between the two maps of every MLP, so the units are separate."""
         return bool(self.mlp(model))
 
     @abstractmethod
@@ -130,10 +130,10 @@ class Family(ABC):
 
     @abstractmethod
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the model from its description; called on the meta device when loading."""
+        """Builds the model from its description. Loading calls it on the meta device."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model as its own library creates it, with fresh weights: the baseline of speed ratios."""
+        """Returns the model as its own library creates it, with fresh weights, as the baseline of speed ratios."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -142,7 +142,7 @@ class Family(ABC):
 
     @abstractmethod
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
-        """Makes the model take images of another height and width, in place, in the way its library does.
+        """Resizes the model for images of another height and width, in place, as its library does.
 
         Raises:
             NotSupported: The library does not resize the position embeddings of this model.
@@ -155,53 +155,53 @@ class Family(ABC):
         return origin.mean, origin.std
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns how the library turns a picture into pixels for evaluation, or None if it is not stated."""
+        """Returns how the library turns a picture into pixels for evaluation, or None if the library does not say."""
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns what the model takes (`ModuleInputs`); None for images of channels, height and width."""
+        """Returns the inputs of the model (`ModuleInputs`), or None for images of channels, height and width."""
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        """Makes a model take inputs with another number of channels, if it can; returns whether it can."""
+        """Changes a model for another number of input channels, if possible, and returns whether it was possible."""
         return False
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        """Returns whether `normalization` is stated by the model itself, rather than a common default."""
+        """Returns whether the model itself states `normalization`. Otherwise it is a common default."""
         return True
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
-        """Returns transformers' preprocessor_config.json for a saved model; {} if there is none."""
+        """Returns transformers' preprocessor_config.json for a saved model, or {} if there is none."""
         return {}
 
     @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        """Returns the last features of all patches of the images; pruned or merged patches are restored."""
+        """Returns the last features of all patches in the images. Pruned or merged patches are restored."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Returns the names of weights by their names in the library's files, if these differ; else {}."""
+        """Returns the names of weights by their names in the library's files, or {} if both are the same."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
-        """Returns a function that takes the model, or a copy of it, and images, and returns the answer.
+        """Returns a function that takes the model, or a copy of it, and images, and returns the model's answer.
 
-        The answer is one row per image; a whole module's answer is what it returns.
+        The answer has one row per image. For a whole module, it is the module's own output.
         """
         return called_with_images
 
     def output_kind(self, model: nn.Module) -> str:
-        """Returns the name of the `OutputKind` of what the model returns.
+        """Returns the name of the `OutputKind` of the model's outputs.
 
-        This is "logits", "multilabel", "regression", or "embedding" for a model without a classifier.
+        It is "logits", "multilabel", "regression", or "embedding" for a model without a classifier.
         """
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns which kind the outputs are taken for if another one fits too, and how to state it; "" otherwise."""
+        """Returns a note if the outputs could be of another kind, with the way to state that kind, or "" otherwise."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the class names in the order of the logits; () if the model has none."""
+        """Returns the class names in the order of the logits, or () if the model has none."""
         return ()
 
     @abstractmethod
@@ -221,33 +221,33 @@ class Family(ABC):
         """Returns the module whose output tokens are pooled."""
 
     def pooler(self, model: nn.Module) -> nn.Module | None:
-        """Returns the attention that pools these tokens; None if the model pools them in another way."""
+        """Returns the attention that pools these tokens, or None if the model pools them in another way."""
         return None
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of the whole image, which take one token or a mean; () if the model has none.
+        """Returns the classifiers of the whole image, which take one token or a mean, or () if the model has none.
 
         Each is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
         """
 
     def token_shape(self, model: nn.Module, heads: int | None = None) -> Shape:
-        """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
+        """Returns the model properties that reducers need. `heads` is the number of heads of the original model."""
         specs = self.specs(model)
         stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
         return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
 
     def windows(self, model: nn.Module) -> int:
-        """Returns how many sequences the tokens of an image are divided into between blocks."""
+        """Returns the number of sequences into which an image's tokens are divided between blocks."""
         return 1
 
     def grid_axis(self, model: nn.Module) -> int | None:
-        """Returns the axis of the features if blocks take grids of tokens; None if they take sequences."""
+        """Returns the axis of the features if blocks take grids of tokens, or None if they take sequences."""
         return None
 
     @abstractmethod
     def num_tokens(self, model: nn.Module) -> int:
-        """Returns the number of tokens of an image in every layer without a token policy."""
+        """Returns an image's number of tokens in every layer without a token policy."""
 
     def costs(
         self,
@@ -257,10 +257,10 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns parameters and MACs in closed form, for the model as it is or with other sizes in its layers.
+        """Returns parameters and MACs in closed form, for the present model or with other sizes in its layers.
 
         You can pass other specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted with its
-        own number of tokens, under the policy `tokens` or else under the policy attached to the model.
+        own number of tokens, under the policy `tokens`. Without it, the policy attached to the model applies.
 
         Raises:
             InvalidInput: There is not one spec, pair of ranks and number of units for each layer.
@@ -303,7 +303,7 @@ class NamedFamily(Family):
 
     @abstractmethod
     def fresh(self, name: str, seed: int = 0, **changes: Any) -> nn.Module:
-        """Returns an initialized model with one of the names; `changes` override fields of its configuration."""
+        """Returns an initialized model with one of the names. `changes` override fields of its configuration."""
 
     def load(self, name: str, weights: Path | str) -> nn.Module:
         """Returns a model with the weights of a published file, in evaluation mode, if the family `takes_weights`.
@@ -316,9 +316,9 @@ class NamedFamily(Family):
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """What the costs of the layers depend on.
+    """The shapes that determine the costs of the layers.
 
-    These are the specs of the attention, the ranks and hidden units of the MLPs (if they have two maps), and tokens.
+    They are the specs of the attention, the ranks and hidden units of the MLPs (if they have two maps), and the tokens.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -328,12 +328,12 @@ class LayerShapes:
 
 
 def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns what a module returns if it gets only images."""
+    """Returns the output of a module that gets only images."""
     return model(images)
 
 
 def num_outputs(head: nn.Module) -> int:
-    """Returns how many outputs a classifier has, if it is a linear map or an nn.Sequential with one; else 0."""
+    """Returns the number of outputs of a classifier if it is or contains a linear map (`nn.Sequential`), else 0."""
     parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 
@@ -346,7 +346,7 @@ def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> No
         blocks: The paths of its blocks, which are changed one by one. Outside of them, two names may share a weight.
 
     Raises:
-        NotSupported: There is a quantized module, whose weights are packed, or a weight of a block with two names. Or a
+        NotSupported: There is a quantized module, whose weights are packed, or a block's weight has two names. Or a
             tensor is sparse, quantized, complex or not initialized, or a parameter has integers or 8-bit numbers.
         InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
@@ -358,7 +358,7 @@ def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> No
                 f"{path or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
                 "int8` quantizes a model for ONNX Runtime."
             )
-    # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
+    # keep_vars, because a state dict contains detached tensors. Only the parameters themselves show which are shared.
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise NotSupported(f"{name} holds {key}, which is not a tensor but {type(value).__name__}.")
@@ -375,7 +375,7 @@ def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> No
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
         if value.is_floating_point():
             first.setdefault(value.dtype, key)
-        # One dict for both: a dtype and the id of a tensor are different keys.
+        # One dict for both, because a dtype and the id of a tensor are different keys.
         shared = first.setdefault(id(value), key)
         if shared != key and isinstance(value, nn.Parameter) and (shared.startswith(inside) or key.startswith(inside)):
             raise NotSupported(

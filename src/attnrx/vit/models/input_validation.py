@@ -1,4 +1,4 @@
-"""Validates the images that enter a model: wrong shapes and NaN raise DataError, a wrong scale causes a warning."""
+"""Validates the images that enter a model. Wrong shapes and NaN raise DataError, a wrong scale causes a warning."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.family import Family
 
-# The images are converted back to pixels with the model's constants. With the right constants they fill [0, 1]: four or
-# more images of ImageNette, Tiny-ImageNet, CIFAR-10, FashionMNIST or the digits always filled over 0.95 of it. With
-# wrong constants they exceed it by 0.5 or more (unnormalized bytes, or ImageNet's constants where 0.5 is meant), or
-# fill at most 0.62 of it (0.5 where ImageNet's or CLIP's constants are meant; at most 0.5 of it if unnormalized). Means
-# and standard deviations would tell scales apart less well: with the right constants, eight such images have standard
-# deviations of 0.18 to 0.40, and half of that overlaps. Constants as close as ImageNet's and CIFAR-10's (0.01 to 0.96)
-# change little and are not told apart.
+# The images are converted back to pixels with the model's constants. With the right constants, the pixels fill [0, 1].
+# Four or more images of ImageNette, Tiny-ImageNet, CIFAR-10, FashionMNIST or the digits always filled over 0.95 of it.
+# With wrong constants, they exceed it by 0.5 or more, e.g. unnormalized bytes, or ImageNet's constants instead of 0.5.
+# Or they fill at most 0.62 of it if 0.5 replaces ImageNet's or CLIP's constants, and at most 0.5 if unnormalized. Means
+# and standard deviations would distinguish scales less well. With the right constants, eight such images have standard
+# deviations of 0.18 to 0.40, and half of this range overlaps. Constants as close as ImageNet's and CIFAR-10's (0.01 to
+# 0.96) change little and are not distinguished.
 OUTSIDE, FILLED = 0.1, 0.8
-FEW = 4  # images; fewer may be dark or pale although their scale is right
+FEW = 4  # images. Fewer may be dark or pale although their scale is right
 
-# Other scales in common use: the mean and the standard deviation that pixels in [0, 1] were normalized with.
+# Other scales in common use: the mean and the standard deviation by which pixels in [0, 1] were normalized.
 COMMON = {
     "pixels in [0, 1] that were not normalized": (0.0, 1.0),
     "pixels in 0 to 255": (0.0, 1 / 255),
@@ -45,7 +45,7 @@ class InputValidation:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._scale = ImageScale(*family.normalization(model))
         self._is_known = family.knows_normalization(model)
-        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not if several tensors are packed in one
+        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not if several tensors are packed into one
 
     def take(self, images: ImageBatch) -> Tensor:
         """Returns the images in the model's dtype.
@@ -77,7 +77,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note, and warns, if the images are not on the model's scale; only a note if no scale is known."""
+        """Returns a note and warns if the images are not on the model's scale. An unknown scale causes only a note."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -92,7 +92,7 @@ class InputValidation:
 
 
 def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Raises DataError if an image has its channels last, and would fit the model if they came first."""
+    """Raises DataError if an image has its channels last, but would fit the model with channels first."""
     if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
         raise DataError(
             f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
@@ -105,12 +105,12 @@ def _by(shape: Sequence[int]) -> str:
 
 
 class ImageScale:
-    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`; it needs constant memory."""
+    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`. It needs constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         self.images = 0
-        # [low or high, channels]: an empty range, which the first images replace.
+        # [low or high, channels], first an empty range, which the first images replace.
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: ImageBatch) -> None:
@@ -125,13 +125,13 @@ class ImageScale:
 
     @property
     def fits(self) -> bool:
-        """Whether the images are compatible with this scale, and no other known scale fits them better."""
+        """Whether the images are compatible with this scale, and no other known scale matches them better."""
         # A narrow range counts against a scale only if the images fill [0, 1] on another one.
         holds, filled = self._fit(self.mean, self.std)
         return not self.images or (holds and (self.images < FEW or filled or not self._explanations()))
 
     def describe(self) -> str:
-        """Returns the expected scale, the range of the images, and the scales that fit them."""
+        """Returns the expected scale, the range of the images, and the scales that match them."""
         mean, std = (", ".join(f"{value:.3g}" for value in values.tolist()) for values in (self.mean, self.std))
         low, high, looks = float(self._ends[0].min()), float(self._ends[1].max()), " or ".join(self._explanations())
         return (
@@ -140,7 +140,7 @@ class ImageScale:
         )
 
     def _explanations(self) -> list[str]:
-        """The names of the common scales on which these images are pixels."""
+        """Returns the names of the common scales on which these images are pixels."""
         scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
         fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
         return [name for name, scale in fitting.items() if all(self._fit(*scale))]

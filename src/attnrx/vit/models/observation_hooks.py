@@ -1,4 +1,4 @@
-"""Observes the calls of modules and the attention maps during a model's forward passes; finds the model's blocks."""
+"""Observes module calls and attention maps during a model's forward passes, and finds the model's blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +16,7 @@ Kept = TypeVar("Kept")
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module: `tokens` is its first argument; `args` and `kwargs` are the others, e.g. rotations."""
+    """One call of a module. `tokens` is its first argument. `args` and `kwargs` are the others, e.g. rotations."""
 
     module: nn.Module
     tokens: Tensor
@@ -37,7 +37,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Leaves autocast inside the context, because it would change what is measured."""
+    """Leaves autocast inside the context, because it would change the measured values."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -92,7 +92,7 @@ def with_tokens(
 def recording_calls(
     modules: Iterable[nn.Module], keep: Callable[[ModuleCall], Kept], by_image: bool = False
 ) -> Iterator[list[Kept]]:
-    """Collects what `keep` returns for every call of the modules inside the context; the caller may clear the list."""
+    """Collects what `keep` returns for every call of the modules inside the context. The caller may clear the list."""
     kept: list[Kept] = []
     with observing_calls(modules, lambda call: kept.append(keep(call)), by_image):
         yield kept
@@ -101,8 +101,8 @@ def recording_calls(
 @contextmanager
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass inside the context."""
-    # A backend rather than a hook on the layer, because the maps exist only inside it, and fused kernels never store
-    # them. This backend also takes over the captures for a token reducer, whose backend it replaces.
+    # A backend, not a hook on the layer, because the maps exist only inside the backend, and fused kernels never store
+    # them. This backend also captures for a token reducer if it replaces the reducer's backend.
     layers = family.attention(model)
 
     def precisely(index: int, observation: Observation) -> None:
@@ -142,9 +142,9 @@ def observing_mlp(
 
 @contextmanager
 def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces what a module computes inside the context; its hooks still run."""
-    # Set on the instance, which hides the method of the class. The hook is needed because a module without hooks may be
-    # computed by a kernel that does not call it, and a batch in chunks.
+    """Replaces what a module computes inside the context. Its hooks still run."""
+    # Set on the instance, which hides the method of the class. The hook is needed because a kernel may compute a module
+    # without hooks and not call it, or compute a batch in chunks.
     module.forward = forward
     try:
         with observing_calls((module,), lambda call: None):
@@ -154,16 +154,16 @@ def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager[list[Tensor]]:
-    """Collects the output of every block in each forward pass; the caller clears the list."""
+    """Collects the output of every block in each forward pass. The caller clears the list."""
     return recording_calls(blocks_of(model, family), lambda call: call.output_tokens)
 
 
 @contextmanager
 def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
-    """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
+    """Runs every layer on the eager backend, without padding, so an operation counter finds the MACs of the specs.
 
-    Token reducers receive uniform attention maps here. The logits are then not the model's, but the costs are, because
-    they do not depend on which tokens are pruned.
+    Token reducers receive uniform attention maps here. The logits then differ from the model's logits, but the costs do
+    not, because they do not depend on the choice of pruned tokens.
     """
     layers = family.attention(model)
     with ExitStack() as hooks:

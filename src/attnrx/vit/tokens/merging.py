@@ -33,7 +33,7 @@ class Merging(Reducer):
 
     Patches are divided into two sets, alternately unless `split` is overridden. Every patch of the first set is matched
     with the most similar patch of the second. The most similar pairs are merged into means weighted by size. Later
-    attention is proportional. A round can merge at most all patches of the first set; if more must be merged, more
+    attention is proportional. A round can merge at most all patches of the first set. If more must be merged, more
     rounds follow.
 
     The similarity is the cosine of the keys, averaged over the heads. For another similarity, override `tables`,
@@ -44,20 +44,20 @@ class Merging(Reducer):
     needs = ("keys",)
 
     def compared_width(self, shape: Shape) -> int:
-        """Returns the number of features by which two patches are compared."""
+        """Returns the number of features that are compared between two patches."""
         return shape.directions
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the tensors to merge: the "patches", and the tensors by which patches are compared."""
+        """Returns the tensors to merge: the "patches", and the tensors from which `features` are computed."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        """Returns the tables of the first round, plus further ones that are merged in the same way."""
+        """Returns the tables of the first round, plus further tables that are merged in the same way."""
         return tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
-        """Returns the features by which patches are compared in a round, one row per patch; `sizes` None means 1."""
+        """Returns the features that a round compares, one row per patch. If `sizes` is None, all sizes are 1."""
         return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
@@ -65,7 +65,7 @@ class Merging(Reducer):
         return torch.bmm(first["keys"], second["keys"].transpose(1, 2))
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
-        """Divides the patches of a round into two sets; at most `most` are merged, and some may be in neither set."""
+        """Divides a round's patches into two sets. Some may be in neither. At most `most` patches are merged."""
         return ALTERNATING
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
@@ -83,11 +83,11 @@ class Merging(Reducer):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` patches remain."""
-        # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
+        # The tables shrink from round to round. `kept` are the indices of the patch tokens that the rows represent, and
         # `destinations` has the row of every patch. Masked patches are removed first, so they are in neither set.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            # All keys differ, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+            # All keys differ, because OpenVINO does not sort stably. They are integers, as ONNX cannot sort booleans.
             order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
             keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
             kept = stable_order(keys, descending=False)[:, : state.num_present]
@@ -120,24 +120,25 @@ class Merging(Reducer):
 
 
 class Round:
-    """One round: patches at `sources` are merged into the patches at the positions `goals` of the set `second`.
+    """One round, which merges the patches at `sources` into the patches at the positions `goals` of the set `second`.
 
-    The first `prefix` rows are tokens that are not patches. `destinations` [batch, patches] is the index after the
-    round of every patch, or of the patch it is merged into. `stay` [batch, left] are the indices of the patches that
-    are left. Every row has a weight in the mean of its destination; it is exactly 1 where nothing is merged.
+    The first `prefix` rows are tokens that are not patches. `destinations` [batch, patches] contains, for every patch,
+    its index after the round, or the index of the patch into which it is merged. `stay` [batch, left] are the indices
+    of the remaining patches. Every row has a weight in the mean of its destination. The weight is exactly 1 where
+    nothing is merged.
 
-    On a CPU, and in files written for one, the merged rows are added to the rows that are left. Elsewhere the means are
-    one product, [left, rows] times the table. It has the fewest operations, and starting these takes most of the time
-    of a small batch on a GPU; it also sums in a fixed order. In a file, however, quantizers treat a product as a layer,
-    and round all tokens to the few numbers that they allow for a layer's input. Neither way is counted as MACs.
+    On a CPU, and in files written for one, the merged rows are added to the remaining rows. Elsewhere the means are one
+    product, [left, rows] times the table. The product has the fewest operations, and launching operations takes most of
+    the time for a small batch on a GPU. It also sums in a fixed order. In a file, however, quantizers treat a product
+    as a layer, and round all tokens to the few numbers that they allow for a layer's input. Neither way counts as MACs.
     """
 
     def __init__(
         self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
     ):
         num_left, self._num_rows, self._prefix = sizes.shape[1] - sources.shape[1], sizes.shape[1], prefix
-        # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to a row is the row's
-        # index after the round, counted from 1.
+        # Integers, because TorchScript cannot scatter booleans. A row's index after the round, counted from 1, is the
+        # number of remaining rows up to and including it.
         order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
         rows = counted(1, num_left + 1, sizes.device)[:, None]
         of_patches = order[:, prefix:]
@@ -145,12 +146,12 @@ class Round:
         numbers = of_second.gather(1, goals)
         self._numbers = order.scatter(1, sources, numbers)
         self._shares: Tensor | None = None
-        # The r-th row that is left comes after all rows at which fewer than r have been counted.
+        # The r-th remaining row comes after all rows at which fewer than r have been counted.
         if sizes.device.type == "cpu":
             left = (order[:, None] < rows).sum(2, dtype=torch.int64)
             self.stay = left[:, prefix:] - prefix
             self._num_left, self._goals = num_left, numbers - 1
-            # First the rows that are left, then the rows that are merged.
+            # First the remaining rows, then the rows that are merged.
             self._rows = torch.cat([left, sources], dim=1)
             of_rows = sizes.gather(1, self._rows)
             self.sizes = of_rows[:, :num_left].scatter_add(1, self._goals, of_rows[:, num_left:])
@@ -172,13 +173,13 @@ class Round:
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
             left, merged = weighted.tensor_split([self._num_left - first], dim=1)
-            # Not scattered into one flat list of rows, whose sums ONNX Runtime computes in several threads at once.
+            # Not scattered into one flat list of rows, because ONNX Runtime sums into it in several threads at once.
             merged = left.scatter_add(1, (self._goals - first)[..., None].expand_as(merged), merged)
         else:
-            # Not `@`, which expands both sides to one batch size and so adds operations to a graph for any batch.
+            # Not `@`, because it expands both sides to one batch size, which adds operations to a graph for any batch.
             shares = self._shares[:, first:, first:] if first else self._shares
             merged = torch.bmm(shares, table)
-        # Under autocast, the product has a lower precision than the table; sizes may have a higher one.
+        # Under autocast, the product has a lower precision than the table. Sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
 
@@ -191,7 +192,7 @@ def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tenso
 
 
 def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
-    """Returns the rows in the table that belong to these positions in a set of patches."""
+    """Returns the rows of the table for these positions in a set of patches."""
     if not isinstance(side, slice):
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
@@ -202,7 +203,7 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 class ToMe(Merging):
     """Merges the patches that are most similar by the cosine of their mean keys over the heads (Bolya et al., 2023).
 
-    Implemented from the paper; see `Merging`. After the first round, patches are compared by the means of the merged
+    Implemented from the paper (see `Merging`). After the first round, a merged patch is compared by the mean of its
     patches' keys, weighted by size. The paper merges a few patches in every layer, between attention and MLP, and never
     more than one round. Here merging comes before a layer (`tome:N@every` is the closest schedule).
     """
@@ -215,16 +216,16 @@ class ToMe(Merging):
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges the patches with the smallest increase of squared error (ours; the criterion is Ward's, 1963).
+    """Merges the patches with the smallest increase of squared error (our method, with the criterion of Ward, 1963).
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
-    error of all tokens. Large groups are therefore merged late. Patches are compared by the tokens themselves, so no
-    statistics of a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches.
-    Otherwise the mean vector would be shorter, and the residual branches of later layers would weigh more.
+    error of all tokens. Large groups are therefore merged late. The tokens themselves are compared, so no statistics of
+    a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches. Otherwise the mean
+    vector would be shorter, and the residual branches of later layers would weigh more.
 
     With a `relevance` r above 0, the sizes in the criterion are multiplied by 1 - r + r c. Here c is the attention that
-    the class token pays to a patch in the previous layer, scaled to mean 1 over the patches. Errors of patches that the
-    class token ignores thus cost less. The means are still weighted by the sizes themselves.
+    the class token pays to a patch in the previous layer, scaled to mean 1 over the patches. So errors of patches that
+    the class token ignores cost less. The means are still weighted by the unchanged sizes.
     """
 
     lengths: bool = True
@@ -244,17 +245,17 @@ class Ward(Merging):
         tables = {"patches": state.patches}
         if not self.relevance:
             return tables
-        # Stored relative to the sizes, so that later rounds average them.
+        # Stored relative to the sizes, because later rounds average the factors.
         factors = self._weights(state) / state.sizes.clamp_min(1)
         return {**tables, "factors": factors[:, state.prefix :, None]}
 
     def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
-        """Returns the weights of all tokens in the criterion, 0 for a masked one."""
+        """Returns the weights of all tokens in the criterion, 0 for a masked token."""
         if not self.relevance:
             return state.sizes
         assert state.class_attention is not None
         received, prefix = state.class_attention.mean(1), state.prefix
-        # The attention per patch of the image; a masked token receives none.
+        # The attention per patch of the image. A masked token receives none.
         total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
         num_present = state.patches.shape[1] if state.unmasked else state.present_mask.sum(1, keepdim=True)
         return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
@@ -264,7 +265,7 @@ class Ward(Merging):
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        # The norms are a separate table: merged like the patches, they become means weighted by size.
+        # The norms are a separate table. Merged like the patches, they become means weighted by size.
         return {**tables, "lengths": features["norms"]} if self.lengths else tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
@@ -277,7 +278,7 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns half of the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, divided by 1/a + 1/b."""
+        """Returns half of the negative increase in squared error: |x|^2 + |y|^2 - 2 x y, divided by 1/a + 1/b."""
         squares = first["squares"] + second["squares"].transpose(1, 2)
         # x y - (|x|^2 + |y|^2) / 2, half of the negative squared distance: [batch, first, second].
         products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))

@@ -6,8 +6,8 @@ Policies as text: `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
-One ratio is the share of the remaining patches that is kept at every stage. Several ratios are the shares of the
-image's patches that remain after each stage. A number before @every is how many patches are removed before every layer
+One ratio is the share of the remaining patches that every stage keeps. Several ratios are the shares of the image's
+patches that remain after each stage. A number before @every is the number of patches to remove before every layer
 except the first. Invariant: parse_policy(str(policy)) == policy.written.
 """
 
@@ -28,19 +28,19 @@ from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer
 EXAMPLES = "ward:0.7@4,7,10, ward(relevance=0.3):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
 PER_TOKEN = ("keys", "tokens")
-"""What a reducer may use even if windows are separate sequences in some layers and one sequence in others."""
+"""What a reducer may use even if some layers attend within windows and others across all windows."""
 
 
 @dataclass(frozen=True)
 class TokenPolicy:
     """A reducer that runs before each of `layers` (counted from 1).
 
-    `keep` is the share of the image's patches that remains after each stage: (rho, rho^2, rho^3) for the keep ratio rho
-    of the papers. Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+    `keep` is the share of the image's patches that remains after each stage. For the papers' keep ratio rho, it is
+    (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
 
-    `num_pruned` is the number of patches to remove before every layer except the first. This is the schedule r of ToMe,
-    although the paper merges inside every layer, including the last. Layers and shares then depend on the model; `on`
-    sets them.
+    `num_pruned` is the number of patches to remove before every layer except the first. ToMe calls this schedule r,
+    although the paper merges inside every layer, including the last. Layers and shares then depend on the model, and
+    `on` sets them.
     """
 
     reducer: Reducer
@@ -70,13 +70,13 @@ class TokenPolicy:
 
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
-        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
+        """Returns a policy that keeps the share `ratio` of the remaining patches at every stage: ratio^s after s."""
         return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
         if self.num_pruned is not None:
             return f"{self.reducer}:{self.num_pruned}@every"
-        # Exact equality is safe: `staged` computes the powers of the same ratio by the same function. repr round-trips.
+        # Exact equality is safe, because `staged` computes the powers with the same function. repr round-trips.
         staged = self.keep == _powers(self.keep[0], len(self.keep))
         ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
         return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
@@ -88,7 +88,7 @@ class TokenPolicy:
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as in its text: without the layers of a model if it is an every-layer policy."""
+        """The policy as its text describes it. For an every-layer policy, it has no layers and no shares."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
@@ -171,7 +171,7 @@ REDUCERS = Registry[type[Reducer]]("token reducer", ClassAttention, AttentionRec
 
 
 class PolicyReader(TextReader):
-    """Reads policies; every method consumes the tokens of one rule of the grammar."""
+    """Reads policies. Every method consumes the tokens of one rule of the grammar."""
 
     noun, plural, examples, signs = "policy", "Policies", EXAMPLES, "():,=/@"
     nested = Reducer
@@ -179,7 +179,7 @@ class PolicyReader(TextReader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        # A number before @every is read like a ratio at first, because the @ comes later; `first` keeps its token.
+        # A number before @every is first parsed as a ratio, because the @ comes later. `first` stores its token.
         first = self.token
         ratios = [self.read_ratio()]
         while self.take("/"):
@@ -219,11 +219,11 @@ class PolicyReader(TextReader):
 def parse_policy(text: str) -> TokenPolicy:
     """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `ward:0.7@4,7,10`, or NAME:N@every.
 
-    One ratio is the share of the remaining patches that is kept at every stage. Ratios separated by / are shares of the
+    One ratio is the share of the remaining patches that every stage keeps. Ratios separated by / are shares of the
     image's patches, one per stage. `tome:13@every` removes 13 patches before every layer except the first.
 
     Raises:
-        InvalidInput: The text is not a policy; the message marks the place.
+        InvalidInput: The text is not a policy. The message points to the place.
         UnknownName: There is no such reducer.
     """
     return PolicyReader(text).read_policy()

@@ -1,1 +1,1 @@
-"""The boundary of verbs: working copies in, models of the user's class out; loading, saving, acceleration."""
+"""The boundary of verbs: working copies, models of the user's own class, loading, saving and acceleration."""

@@ -1,7 +1,7 @@
 """`accelerate` and `plain`: a model for inference in attnrx's kernels, and the way back.
 
-An accelerated model is frozen: its class is a subclass of the user's class that refuses training and new weights.
-Whatever the kernels derive from the weights therefore never goes out of date.
+An accelerated model is frozen. Its class is a subclass of the user's class that refuses training and new weights. So
+values that the kernels derive from the weights never go out of date.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from attnrx.vit.models.working.adopted import chunked_forward
 
 
 class Accelerated(nn.Module):
-    """The first base of the classes of accelerated models; the user's class is the second."""
+    """The first base of the classes of accelerated models. The user's class is the second base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model returns; if it gets only images, it computes a batch in chunks that fit the caches.
+        """Returns the model's own result. With only images, it computes a batch in chunks that fit the caches.
 
         Raises:
             NotSupported: torch.fx traces the model.
@@ -100,8 +100,8 @@ def accelerate(model: nn.Module) -> nn.Module:
 
     In float32, one call of a C++ kernel computes each attention, MLP or whole block of a known kind. A batch is
     computed in chunks that fit the caches. The last block computes only the class token if the answer needs no other.
-    The copy has your model's class, call and state dict. It refuses training and new weights; `plain` gives you the
-    model back.
+    The copy has your model's class, call and state dict. It refuses training and new weights. To get the model back,
+    call `plain`.
 
     Args:
         model: A model that `load`, `realize` or another function of attnrx returned.
@@ -136,10 +136,10 @@ def accelerate(model: nn.Module) -> nn.Module:
 
 @checked()
 def plain(model: nn.Module) -> nn.Module:
-    """Returns a copy of an accelerated model as it was before, with its own class, modules and weights.
+    """Returns a copy of an accelerated model in its earlier form, with its own class, modules and weights.
 
     Args:
-        model: What `accelerate` returned.
+        model: The result of `accelerate`.
 
     Returns:
         The model, in evaluation mode. You can train its weights.

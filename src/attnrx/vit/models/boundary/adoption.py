@@ -1,4 +1,4 @@
-"""The one way of adoption: what is read in a module, its working copy, and the proof that both compute the same.
+"""The adoption of models: reading a module's parts, its working copy, and the proof that both compute the same.
 
 A library's model is created again by its library, so it has no surroundings. A user's module has the Vision Transformer
 at some path, and may have its own parts around it (`Surroundings`).
@@ -53,13 +53,13 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """A module needs more than images, or returns something else for them than one entry per image."""
+    """A module needs more than images, or does not return one entry per image for them."""
 
 
 def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
-    """Returns a working copy of a module of any class; a model of a known family is returned as it is.
+    """Returns a working copy of a module of any class. A model of a known family is returned unchanged.
 
-    `factory` creates the module again. `inputs` are an example of what it takes other than images.
+    `factory` creates the module again. If the module does not take images, `inputs` are an example of its inputs.
 
     Raises:
         NotSupported: The module has an unsupported feature, or nothing that attnrx can read.
@@ -74,7 +74,7 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
         )
     if inputs is None:
         return adopt_any(model, factory)
-    # The inputs are stated on a shallow copy, whose copies keep them; the user's model is unchanged.
+    # The inputs are stated on a shallow copy, and its copies keep them. The user's model is unchanged.
     marked = copy(model)
     vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
     return adopt_any(marked, factory)
@@ -100,10 +100,10 @@ def adopt_any(
     inside = partial(adopt, factory=factory, creation=creation)  # as a user's module
     units = partial(inside, UnitsFamily(), model, "")
     attempts: Sequence[Callable[[], Any]]
-    # The error to show is about what the model is, not about an attempt to read only a part of it.
+    # The raised error should be about the model itself, not about an attempt to read only a part of it.
     shown = 0
     if (library is None or refusals) and (trunks := trunks_of(model)):
-        # Only the first one that the module calls is adopted; the others stay as they are.
+        # Only the first one that the module calls is adopted. The others stay unchanged.
         attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
         structure = StructureFamily()
@@ -123,7 +123,7 @@ def adopt_any(
                 raise
             errors.append(error)
     if shown and len(errors) > 1:
-        # The last error says what you can load instead, the one before it what is missing in this model.
+        # The last error says what you can load instead. The error before it says what is missing in this model.
         raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]
 
@@ -138,22 +138,22 @@ def adopt(
     creation: Mapping[str, Any] | None = None,
     **stated: Any,
 ) -> Adopted:
-    """Returns a working copy of a model with attnrx attention in every layer; the model itself is not changed.
+    """Returns a working copy of a model with attnrx attention in every layer. The model itself is not changed.
 
-    The outputs of both are compared on random images, and every attention is compared with the one it replaces. A
-    library's model (`path` is None) is created again from its description, and compared with that, too. For a user's
-    module, forward passes show what the parts around the Vision Transformer read, return and cost. Activations that
-    parts store are detached.
+    The outputs of both are compared on random images, and every attention is compared with the attention that it
+    replaces. A library's model (`path` is None) is also created again from its description and compared with the
+    result. For a user's module, forward passes show the costs of the parts around the Vision Transformer, and what they
+    read and return. Activations that parts store are detached.
 
     Args:
         family: The family of the Vision Transformer.
         model: The model, or the module that contains it.
-        path: Where the Vision Transformer is in a user's module, "" for the module itself; None for a model that its
-            library creates again.
-        facts: What is known about a structure that was found (`StructureFamily.found`).
+        path: The path of the Vision Transformer in a user's module, or "" for the module itself. None for a model that
+            its library creates again.
+        facts: The known facts about a structure that was found (`StructureFamily.found`).
         factory: The function that creates a user's module.
-        creation: How a library creates a user's module, if that is known.
-        **stated: Fields of `Origin` that override what a library's model states: `mean` and `std` of the
+        creation: How a library creates a user's module, if it is known.
+        **stated: Fields of `Origin` that override the values of a library's model: `mean` and `std` of the image
             normalization, and `preprocessing`, the settings of the library's image transform.
 
     Raises:
@@ -171,7 +171,7 @@ def adopt(
     require_finite_tensors(model.state_dict(), model_name(model))
     facts = dict(facts or {})
     origin = family.stated_origin(model, path, facts, stated)
-    original = copy_module(model)  # the model's own code may change it in a forward pass
+    original = copy_module(model)  # the model's own code may change the model in a forward pass
     around = None
     if path is not None:
         facts["shape"] = PlainShape(original)
@@ -184,7 +184,7 @@ def adopt(
             around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # until it is known which are read
         require_ordinary_tensors(opened, [f"{path or ''}.{each}".strip(".") for each in family.block_paths(trunk)])
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
-    if not path:  # other parts have no code of the user's, or it is lost when the model is saved
+    if not path:  # a part has no user's code around it, or saving discards that code
         require_unchanged(original, partial(working.answering(), original), working.input_shape)
     images, expected = _proved(family, original, working)
     if layers:
@@ -194,7 +194,7 @@ def adopt(
     prove_units(family, working)
     family.prove(working)
     if around is None:
-        # A model that was changed after its creation would be loaded as another one than was saved.
+        # If a model was changed after its creation, loading it would create a different model.
         family.require_rebuilt(working)
     else:
         _measure_(family, original, working, images, expected, factory, creation)
@@ -210,7 +210,7 @@ def _function_name(factory: Factory) -> str:
 def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns random images and a model's outputs for them, after comparing them with the outputs of its working copy.
 
-    For a user's module, this also records in the working copy which method takes images.
+    For a user's module, it also records in the working copy which method takes images.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
@@ -237,7 +237,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
     name, answer = working.name, partial(working.answering(), original)
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
 
-    def count(call: ModuleCall) -> int:  # the number of images; a method other than `forward` may be called
+    def count(call: ModuleCall) -> int:  # the number of images. A method other than `forward` may be called
         return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
 
     with evaluating((original, working)):
@@ -295,7 +295,7 @@ def _measure_(
     factory: Factory | None,
     creation: Mapping[str, Any] | None,
 ) -> None:
-    """Records in the working copy of a user's module what is around the Vision Transformer, as its passes show it."""
+    """Records in the working copy of a user's module what its passes show about the parts around the trunk."""
     around = working.around
     assert around is not None
     kind = None
@@ -320,7 +320,7 @@ def _measure_(
     if not depth:
         return
     is_alike = False
-    # Without hooks, so that the last block may compute only the class token.
+    # Without hooks, the last block may compute only the class token.
     with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
         is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
     if not is_alike:
@@ -329,7 +329,7 @@ def _measure_(
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Whether a function creates this module up to its weights: with them, it has the expected outputs."""
+    """Whether a function creates this module up to its weights, and has the expected outputs with them."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
@@ -344,9 +344,9 @@ def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, e
 
 
 def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
-    """Returns two random images for the proof, small ones if the module interpolates its position embeddings.
+    """Returns two random images for the proof. They are small if the module interpolates its position embeddings.
 
-    A pass of a DINOv2 at its stated 518 x 518 pixels takes seven times as long as one with 16 x 16 patches.
+    A pass of a DINOv2 at its stated 518 x 518 pixels takes seven times as long as a pass with 16 x 16 patches.
     """
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) and working.attnrx_inputs is None else ()
@@ -363,7 +363,7 @@ def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopte
 def _kind(
     family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor, tensors: Mapping[str, Tensor]
 ) -> str:
-    """Returns the name of the kind of a module's outputs; if a method returns features, they are an embedding."""
+    """Returns the name of the kind of a module's outputs. Features that a method returns are an embedding."""
     around = working.around
     if around is not None and around.call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
         return "embedding"
@@ -376,7 +376,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
     """Returns the blocks whose patch tokens are read by parts besides the next block.
 
     The patch tokens of a block are changed for all parts except the next block. If the outputs change, a part reads
-    them.
+    the tokens.
     """
     blocks = family.blocks(working.trunk)
     prefix = family.parts(working.trunk).prefix_tokens
@@ -389,7 +389,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
         return tokens + scale * noise
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
-        remove_capturing_(working)  # so that transformers' own hooks are called after those below
+        remove_capturing_(working)  # transformers' own hooks must be called after those below
         with ExitStack() as hooks:
             for index in indices:
                 changed = TokenHook(partial(change, index, scale, first))
@@ -408,7 +408,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
     with evaluating((working,)):
         if not changes([last], 0):  # a head of zeros reads nothing yet
             return tuple(range(len(blocks)))
-        # First all blocks at once, because most modules read only the last block.
+        # First all blocks are tested at once, because most modules read only the last block.
         found = [index for index in earlier if changes([index], prefix)] if changes(earlier, prefix) else []
         return (*found, *([last] if changes([last], prefix) else []))
 

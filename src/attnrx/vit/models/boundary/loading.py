@@ -37,18 +37,18 @@ def load_model(
     factory: Factory | str | None = None,
     inputs: Any = None,
 ) -> nn.Module:
-    """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
+    """Returns a model from a saved folder, a name or an instance. An instance of another library is adopted.
 
     The arguments are the same as in `attnrx.load`, which also reads elastic models and the files of runtimes.
 
     Returns:
-        A new model, except that an instance of an attnrx model is returned as it is.
+        A new model. Only an instance of an attnrx model is returned itself.
 
     Raises:
         CheckpointError: The folder or the weights cannot be read, or do not fit.
         UnknownName: There is no model of this name.
         NotSupported: The model has an unsupported feature, or belongs to no family.
-        InvalidInput: You gave `weights` or `pretrained` for a source that takes none.
+        InvalidInput: You passed `weights` or `pretrained` for a source that accepts none.
     """
     factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
@@ -97,7 +97,7 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
 
     Args:
         name: The name of an attnrx model, or LIBRARY:NAME.
-        seed: The seed of the weights of attnrx models.
+        seed: The seed for the weights of attnrx models.
         **changes: Fields of the configuration, or arguments of the library.
 
     Raises:
@@ -125,13 +125,14 @@ def save_model(
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model already in the folder is replaced atomically, together with all files that belong to it. These are `parts`,
-    by default PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files
-    of the new model. Before anything is replaced, the new folder is loaded and its model is compared with this one.
+    A model already in the folder is replaced atomically, together with all files that belong to it. The replaced files
+    are `parts`, by default PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes
+    further files of the new model. Before anything is replaced, the new folder is loaded and its model is compared with
+    `model`.
 
     Raises:
         NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Or the saved model
-            differs, because this one was changed in a way that a folder cannot hold.
+            differs, because the model was changed in a way that a folder cannot store.
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
@@ -141,14 +142,14 @@ def save_model(
     def write(new: Path) -> None:
         if write_beside is not None:
             write_beside(new)
-        if "factory" not in needed_to_load(model):  # else it needs a user's function, known only when it is loaded
+        if "factory" not in needed_to_load(model):  # else loading needs a user's function, which is not known here
             require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
 
     return save_weights(folder, model, family, notes, write, parts)
 
 
 def require_same(folder: Path, model: nn.Module, factory: Factory | None = None) -> None:
-    """Raises NotSupported if a folder does not hold this model: answers for random images and parts are compared."""
+    """Raises NotSupported if a folder contains another model, judged by answers for random images and by the parts."""
     remedy = (
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
         "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
@@ -161,14 +162,14 @@ def require_same(folder: Path, model: nn.Module, factory: Factory | None = None)
         raise NotSupported(f"{type(model).__name__} {remedy} What was written cannot be loaded: {why}") from error
     saved = library_form(saved)
     require_alike(model, saved, remedy)
-    # Compares what outputs may not show (e.g. with a head of zeros): activations, epsilons, dropout rates.
+    # Compares parts that outputs may not show (e.g. with a head of zeros): activations, epsilons, dropout rates.
     for own, other in zip(repr(model).splitlines(), repr(saved).splitlines(), strict=False):
         if own != other:
             raise NotSupported(f"{type(model).__name__} {remedy} It has {own.strip()}, the folder {other.strip()}.")
 
 
 def _meant(name: str) -> str:
-    """Returns the end of a message about a name that is not a folder: what the user may have meant."""
+    """Returns the end of a message about a name that is not a folder, with names that the user may have meant."""
     known = []
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
@@ -186,16 +187,16 @@ def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
 
 
 def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
-    """Returns the working copy of the model in a folder of attnrx, with other weights if they are given.
+    """Returns the working copy of the model in an attnrx folder, with other weights if they are not None.
 
     Raises:
         CheckpointError: The folder has no model, or a damaged one.
-        NotSupported: A function that creates the user's module is needed, and none was given.
+        NotSupported: `factory` is None, although a function must create the user's module.
     """
 
     def build(family: Any, description: Mapping[str, Any]) -> nn.Module:
         if "around" not in description:
-            # The shared instance must not get the factory: it would be used for every model loaded later.
+            # The shared instance must not store the factory, or all models loaded later would use it.
             return (ModuleFamily(factory) if isinstance(family, ModuleFamily) else family).build(description)
         around = from_dict(description["around"], Surroundings)
         return family.built_inside(created_again(around, factory), description)
@@ -217,7 +218,7 @@ def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
         )
     tensors: Mapping[str, Tensor] = read_tensors(source)
     require_finite_tensors(tensors, str(source))
-    # The names are either the model's, or those in a file that attnrx wrote.
+    # The names are either the model's own names, or the names in a file that attnrx wrote.
     model = model if tensors.keys() == model.state_dict().keys() else library_form(model)
     if tensors.keys() != model.state_dict().keys():
         names = family_of(model).saved_names(model)

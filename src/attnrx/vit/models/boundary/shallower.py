@@ -1,4 +1,4 @@
-"""Models with fewer blocks: their library creates another depth, and the kept blocks keep their weights."""
+"""Models with fewer blocks. Their library creates them at another depth, and the kept blocks keep their weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +22,7 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
     """Returns the library's own model with only the blocks `kept`, and with its own copy of their weights.
 
-    Its answers are compared with the answers of the original, in which the other blocks return their inputs.
+    Its answers are compared with the original's answers, for which the other blocks return their inputs.
 
     Raises:
         NotSupported: The library creates no such model, or the tokens do not pass a removed block unchanged.

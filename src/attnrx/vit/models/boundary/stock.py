@@ -1,9 +1,9 @@
 """Portable models: modules that their own library creates at other sizes, and checkpoints that it loads without attnrx.
 
-A library's class states the width of its MLPs, and some classes state the number of heads. `Stock` finds the arguments
-for other sizes. It tries the few ways in which libraries state them, and reads the sizes of what the library then
-creates on the meta device. `stock_form` creates that model, gives it the weights, and compares its outputs.
-`save_stock` writes the library's own checkpoint; attnrx reads the attnrx.json beside it.
+A library's class has arguments for the width of its MLPs, and some classes for the number of heads. `Stock` finds the
+arguments for other sizes. It tries the few ways in which libraries state them. Then it compares the sizes of the model
+that the library creates on the meta device. `stock_form` creates this model, copies the weights into it, and compares
+its outputs. `save_stock` writes the library's own checkpoint. attnrx reads the attnrx.json beside it.
 """
 
 import copy
@@ -38,8 +38,8 @@ from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import difference_of
 
-# By family: the argument that may state the MLP width as a number of units, the one for the number of blocks, and the
-# one that may state the MLP width as a ratio to the model width.
+# For each family: the argument for the MLP width as a number of units, the argument for the number of blocks, and the
+# argument for the MLP width as a ratio to the model width. A class may lack them.
 UNITS: Mapping[str, str] = {"huggingface": "intermediate_size", "torchvision": "mlp_dim"}
 DEPTHS: Mapping[str, str] = {
     "timm": "depth", "huggingface": "num_hidden_layers", "torchvision": "num_layers", "open_clip": "layers",
@@ -47,10 +47,10 @@ DEPTHS: Mapping[str, str] = {
 RATIOS: Mapping[str, str] = {"timm": "mlp_ratio", "huggingface": "mlp_ratio", "open_clip": "mlp_ratio"}
 # Settings that transformers' configurations derive from the number of blocks and then store.
 STAGES = ("stage_names", "out_features", "out_indices")
-# For gated MLPs, timm counts the outputs of both halves; transformers' DINOv2 counts 3 / 2 of the units.
+# For gated MLPs, timm counts the outputs of both halves. transformers' DINOv2 counts 3 / 2 of the units.
 GATES = (1.0, 2.0, 1.5)
-# Most libraries round a ratio times the width down; DINOv2's gated MLP rounds it up to a multiple of 8. The exact value
-# is tried first, and floating-point error may round it to the number below.
+# Most libraries round a ratio times the width down. DINOv2's gated MLP rounds it up to a multiple of 8. The exact value
+# is tried first, but floating-point error may round it to the number below.
 ROUNDINGS = (0.0, 0.25, -0.5)
 PORTABLE = (
     "a portable model is a plain Vision Transformer of timm, transformers, torchvision or open_clip, with other sizes"
@@ -58,7 +58,7 @@ PORTABLE = (
 
 
 class Stock:
-    """What a library's class can create in place of a model: other MLP widths, numbers of heads or of blocks."""
+    """The sizes at which a library's class can create a model: other MLP widths, numbers of heads or of blocks."""
 
     def __init__(self, model: nn.Module):
         """Reads the present sizes of a model.
@@ -84,7 +84,7 @@ class Stock:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of units of every MLP, the number of heads, and the number of directions of a head.
+        """The number of units in every MLP, the number of heads, and a head's number of directions.
 
         Raises:
             NotSupported: There are no MLPs with two maps, or the sizes differ between layers or heads.
@@ -142,7 +142,7 @@ class Stock:
             own = {name: value for name, value in own.items() if name not in STAGES}
             own[DEPTHS[self.family.name]] = depth
         units, ratio = UNITS.get(self.family.name, ""), RATIOS.get(self.family.name, "")
-        # timm's arguments are those that were passed; the other libraries state all of their arguments.
+        # timm's arguments are only those that were passed. The other libraries state all of their arguments.
         changes: list[dict[str, Any]] = [{}] if (hidden, heads) == (self.hidden, self.heads) else []
         changes += [{units: hidden}] if units in own else []
         if ratio in own or self.family.name == "timm":
@@ -153,13 +153,13 @@ class Stock:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
 
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
-        """Returns the arguments of the present model, and the sizes of the linear maps that they create differently.
+        """Returns the present model's arguments, and the sizes of the linear maps that they create differently.
 
-        The latter are empty if the arguments can state all sizes. Otherwise they hold the (inputs, outputs) of the
-        present maps by their paths.
+        The sizes are (inputs, outputs) of the present maps, by their paths. They are empty if the arguments can state
+        all sizes.
 
         Raises:
-            NotSupported: The arguments are classes that no file can hold.
+            NotSupported: The arguments include classes, which no file can store.
         """
         with suppress(NotSupported):
             arguments = self.arguments(self.hidden, self.heads)
@@ -179,7 +179,7 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the paths of both maps of MLPs outside the blocks whose width follows the width in the blocks.
+        """Returns the paths of both maps for every MLP outside the blocks that has the width of the blocks' MLPs.
 
         The pooling head of SigLIP has such an MLP.
         """
@@ -192,7 +192,7 @@ class Stock:
             for path, part in self._outside(source).items()
             if isinstance(part, nn.Linear) and isinstance(created.get(path), nn.Linear)
         ]
-        # A classifier with `hidden` classes is not such a map: it has no second map.
+        # A classifier with `hidden` classes is not such a map, because it has no second map.
         firsts = [path for path, part, other in linears if part.out_features != other.out_features == hidden]
         seconds = [path for path, part, other in linears if part.in_features != other.in_features == hidden]
         self._followers[key] = tuple(zip(firsts, seconds, strict=False))
@@ -212,7 +212,7 @@ class Stock:
         return ""
 
     def require_files(self) -> None:
-        """Raises NotSupported if no file of the library can hold the arguments."""
+        """Raises NotSupported if no file of the library can store the arguments."""
         if classes := [name for name, each in self.origin.arguments.items() if is_layer(each)]:
             raise NotSupported(
                 f"{self.name} cannot be portable: it was created with a class of layers as {', '.join(classes)}, which "
@@ -249,11 +249,11 @@ def stock_form(model: nn.Module) -> nn.Module:
     """Returns a model as its library creates it, with the same weights and without any part of attnrx.
 
     If no argument of the class states the sizes, e.g. because layers differ, the library's linear maps are replaced by
-    others (`Stock.present`), and the saved folder contains the code for it. The result shares the memory of the
-    weights.
+    maps of the right sizes (`Stock.present`), and the saved folder contains the code for it. The result shares the
+    memory of the weights.
 
     Raises:
-        NotSupported: The library has no parts that can hold the model: ranks, token policies, other heads.
+        NotSupported: The library has no parts for the model's ranks, token policy or heads.
     """
     own = library_form(model)
     if reduction_of(own) is not None:
@@ -288,7 +288,7 @@ def stock_form(model: nn.Module) -> nn.Module:
 
 
 def copy_modes_(model: nn.Module, created: nn.Module, renamed: Callable[[str], str | None] = str) -> None:
-    """Gives the parts and weights of a newly created model the modes of another model.
+    """Copies the modes of a model's parts and weights to a newly created model.
 
     `renamed` maps a name in `model` to the name in `created`, or to None.
     """
@@ -311,13 +311,13 @@ def save_stock(
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: ReplacedFiles | None = None,
 ) -> Path:
-    """Saves what `stock_form` returned as a folder that both its own library and `load` read.
+    """Saves the result of `stock_form` as a folder that both its own library and `load` read.
 
-    An earlier model in the folder is replaced. The library and attnrx read the same weights file, which has the
-    library's names. The folder is read back as a check, as in `save_model`.
+    An earlier model in the folder is replaced. The library and attnrx read the same weights file, with the library's
+    names. As a check, the folder is loaded again, as in `save_model`.
 
     Raises:
-        NotSupported: The library joins or divides weights in its files, or has arguments that no file can hold.
+        NotSupported: The library joins or divides weights in its files, or has arguments that no file can store.
     """
     folder, stock = Path(folder), Stock(model)
     require_ordinary_weights(model)
@@ -361,11 +361,11 @@ def _write_huggingface(model: Any, stock: Stock, folder: Path, **more: Any) -> N
 
 
 def _write_torchvision(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes nothing: torchvision reads only weights."""
+    """Writes nothing, because torchvision reads only weights."""
 
 
 def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes the image tower of open_clip's JSON; a caller that has a text tower adds it."""
+    """Writes the image tower in open_clip's JSON. A caller that has a text tower adds it."""
     own, mean_std = stock.origin.arguments, {"mean": list(stock.origin.mean), "std": list(stock.origin.std)}
     vision = {
         "image_size": own["image_size"][0] if len({*own["image_size"]}) == 1 else own["image_size"],
@@ -379,10 +379,10 @@ def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], folder: Path) -> None:
-    """Writes modeling.py, which creates a model whose sizes no argument of its class states."""
+    """Writes modeling.py, which creates a model with sizes that no argument of its class states."""
     name = type(model).__name__
     if stock.family.name == "huggingface":
-        # transformers runs this file for `trust_remote_code=True`; it finds it by the names of its automatic classes.
+        # transformers runs this file for `trust_remote_code=True`. The names of the automatic classes refer to it.
         classes = [
             "AutoModel",
             *(["AutoModelForImageClassification"] if name.endswith("ForImageClassification") else []),
@@ -400,7 +400,7 @@ def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], 
     write_text(folder / "modeling.py", MODELING.format(imported=imported, created=created))
 
 
-# By library, what modeling.py imports, and how it creates the model.
+# For each library, the imports of modeling.py, and the expression that creates the model.
 CREATED = {
     "timm": ("import timm", 'timm.create_model(facts["architecture"], **facts["arguments"])'),
     "torchvision": ("from torchvision.models import VisionTransformer", 'VisionTransformer(**facts["arguments"])'),
@@ -481,7 +481,7 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
     if family.name == "huggingface":
         name = type(library_form(model)).__name__
         return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where!r})"
-    # For these libraries, the folder holds the weights and the code states the sizes.
+    # For these libraries, the folder contains the weights, and the code contains the sizes.
     module = {"torchvision": "torchvision.models", "open_clip": "open_clip.transformer"}[family.name]
     arguments, layers = [], dict.fromkeys(["VisionTransformer"])
     for name, value in Stock(model).origin.arguments.items():

@@ -1,4 +1,4 @@
-"""The boundary of a public function on models (a verb): what it requires of them, and what it leaves unchanged."""
+"""The boundary of a public function on models (a verb): its requirements for the models, and the state it restores."""
 
 import sysconfig
 import traceback
@@ -37,8 +37,9 @@ Result = TypeVar("Result")
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Turns a function on models into a verb.
 
-    A verb checks the code that was added to the models. It runs in the ordinary modes of autograd, whatever modes the
-    caller set, and makes tensors on the CPU by default. It leaves the state of models and random generators as it was.
+    A verb checks the code that was added to the models. It runs in the ordinary modes of autograd, regardless of the
+    caller's modes, and creates tensors on the CPU by default. It leaves the state of models and random generators
+    unchanged.
 
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
@@ -50,7 +51,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         is_inside = _IS_INSIDE.get()
         with ordinary_modes(), default_cpu(), restored_state(models), inside_verb():
             copies: dict[int, nn.Module] = {}
-            for model in {id(each): each for each in models}.values():  # a model that was given twice has one copy
+            for model in {id(each): each for each in models}.values():  # a model that is passed twice has one copy
                 copies[id(model)] = working_copy(model)
                 if not is_inside and record_of(model) is not None:
                     require_alike(model, copies[id(model)], CHANGED)
@@ -72,11 +73,11 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 def users_code_named(verb: str) -> Iterator[None]:
     """Names the user's code, e.g. the forward of a part of a model, if it raises an error inside a verb.
 
-    The user's code is code that attnrx called and that is in no installed package. An error that a library raises for
-    attnrx's tensors is a defect of attnrx.
+    The user's code is any code that attnrx called and that belongs to no installed package. An error that a library
+    raises for attnrx's tensors is a defect of attnrx.
 
     Raises:
-        UserCodeError: The block raised an exception in such code; the exception is the `__cause__`.
+        UserCodeError: The block raised an exception in such code. The exception is the `__cause__`.
     """
     try:
         yield
@@ -102,8 +103,8 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 @contextmanager
 def default_cpu() -> Iterator[None]:
-    """Makes new tensors on the CPU, where random generators are, even if the caller set another default device."""
-    # The mode costs time in every operation, so it is entered only if it changes something.
+    """Creates new tensors on the CPU, where random generators are, even if the caller set another default device."""
+    # The mode costs time in every operation, so it is entered only if it has an effect.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
@@ -124,7 +125,7 @@ def inside_verb() -> Iterator[None]:
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
     """Returns the result of a verb, with models of their own classes in place of working copies.
 
-    A model that shares memory with a given model, e.g. because it is unchanged, is copied.
+    A model that shares memory with one of the models in `given`, e.g. because it is unchanged, is copied.
     """
     if hasattr(result, "in_library_form"):
         result = result.in_library_form()
@@ -147,7 +148,7 @@ def _with_own_memory(model: nn.Module, given: Sequence[nn.Module]) -> nn.Module:
 @contextmanager
 def ordinary_modes() -> Iterator[None]:
     """Leaves inference mode and autocast inside the context, and enables gradients."""
-    # Weights made in inference mode cannot be trained, and autocast would change what is measured.
+    # Weights created in inference mode cannot be trained, and autocast would change the measured values.
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(without_autocast())

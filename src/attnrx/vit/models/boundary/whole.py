@@ -22,7 +22,7 @@ from attnrx.vit.models.working.adopted import Adopted
 
 
 def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns how a library creates a module, or None if the module does not state it."""
+    """Returns how a library creates a module, or None if no library's arguments describe it."""
     library = next((each for each in LIBRARIES.values() if each.adopts(model)), None)
     with suppress(NotSupported):  # its arguments cannot be saved
         stated = None if library is None else library.creation(model)
@@ -30,7 +30,7 @@ def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
-    """Creates a module as `library_creation` states.
+    """Creates a module from the result of `library_creation`.
 
     Raises:
         UnknownName: The library has no such class.
@@ -41,18 +41,18 @@ def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
 
 
 def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
-    """Creates a user's module again, with any weights: by the factory, its library or its class.
+    """Creates a user's module again, with any weights, by the factory, its library or its class.
 
     Raises:
         NotSupported: The class has not been imported or needs arguments, and there is no factory.
         UserCodeError: The factory raised an exception.
-        InvalidInput: The factory returned something else than a module.
+        InvalidInput: The factory did not return a module.
     """
     if factory is None and around.creation is not None:
         create: Factory | None = partial(created_by_library, around.creation)
     else:
         create = factory or (imported_class(around.name) if around.by_class else None)
-    # With values, even if a model is loaded on the meta device: the code of a module may read them.
+    # With values, even if a model is loaded on the meta device, because the code of a module may read them.
     with torch.device("cpu"):
         return created_by(create, around.name, around.needed)
 
@@ -60,7 +60,7 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 def restate_creation_(adopted: Adopted) -> None:
     """Records in a working copy if neither its library nor its class creates the module any longer.
 
-    This is so if the user changed the module after loading it.
+    This happens if the user changed the module after loading it.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:
@@ -94,7 +94,7 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns the pairs of maps around the Vision Transformer of a working copy that have separate units between them.
+    """Returns the pairs of maps with separate units between them, around a working copy's Vision Transformer.
 
     Units, e.g. the channels of a decoder, are separate if none is computed from another one. Paths are relative to
     `source`.
@@ -116,14 +116,14 @@ def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]
 
 
 def needed_to_load(model: nn.Module) -> str:
-    """Returns what a user must do so that `load` can create a saved model again, "" for nothing."""
+    """Returns the action that a user must take so that `load` can create a saved model again, or "" for no action."""
     record = record_of(model)
     around = model.around if isinstance(model, Adopted) else None if record is None else record.around
     return "" if around is None else around.needed
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
-    """Imports a function by the "module:function" that the user stated.
+    """Imports a function from the text "module:function" that the user stated.
 
     Raises:
         InvalidInput: There is no such function.

@@ -3,7 +3,8 @@
 A user has models of a library's own classes, with a record beside them. The verbs (public functions on models) compute
 with working copies (`Adopted`). In these, every attention is attnrx's, every linear map and block may run in a kernel,
 and a library's model returns one tensor. The result is put back into a copy of the user's module. A part is replaced
-only if the library's own part cannot hold the result; an attention that fits is written into the library's module.
+only if the library's own part cannot store the result. An attention that the library's module can store is written
+into it.
 """
 
 import copy
@@ -43,9 +44,9 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
 WORKING = "attnrx_working"
-"""The attribute of an accelerated model that holds its working copy."""
+"""The attribute of an accelerated model that contains its working copy."""
 HOOKS = "hooks"
-"""The attribute of that working copy that holds the keys of the hooks the model had before it was accelerated."""
+"""The attribute of this working copy that contains the keys of the hooks before the model was accelerated."""
 SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_channels", "groups", "normalized_shape")
 """The attributes of a part that state the sizes of its weights."""
 
@@ -56,9 +57,9 @@ def is_working(model: nn.Module) -> bool:
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """Returns a working copy of a model with a record; any other model is returned itself.
+    """Returns a working copy of a model with a record. Any other model is returned itself.
 
-    The copy has separate parameters in the same memory, except in the attention, so it is only for reading.
+    The copy has separate parameters in the same memory, except in the attention, so use it only for reading.
     """
     if WORKING in vars(model):
         model = plain_form(model)
@@ -85,9 +86,9 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def answer(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns what a model's own code answers for images: one row per image, or what a whole module returns.
+    """Returns the answer of a model's own code for images: one row per image, or the output of a whole module.
 
-    A transformers model returns more than its answer and takes images under other names; this hides both.
+    A transformers model returns more than its answer and takes images under other names. This function hides both.
     """
     return _caller(model)(model, images)
 
@@ -101,7 +102,7 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     """Raises NotSupported, with the remedy, if a model and another form of it give different answers.
 
     Both get the random images of their adoption. Copies are run, because transformers leaves hooks in a model that it
-    runs. Models that prune tokens are not compared: rounding may decide which tokens they prune.
+    runs. Models that prune tokens are not compared, because rounding may decide which tokens they prune.
     """
     if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
@@ -119,9 +120,10 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
 
 
 def own_model(model: nn.Module) -> nn.Module:
-    """Returns the model that a working copy was made of, which answers by its own code as the user runs it.
+    """Returns the model from which a working copy was made, with its own code as the user runs it.
 
-    If the weights of the working copy have changed since, the working copy is returned. So is any other model.
+    If the working copy's weights have changed since then, the working copy itself is returned. Any other model is also
+    returned itself.
     """
     kept = model.own if isinstance(model, Adopted) else None
     own = None if kept is None else kept.model
@@ -176,10 +178,10 @@ def library_form(model: nn.Module) -> nn.Module:
 def plain_form(accelerated: nn.Module) -> nn.Module:
     """Returns the plain model of an accelerated one, in the same memory.
 
-    It has the hooks and the attributes that the user has written since.
+    It has the hooks and attributes that the user has added since.
 
     Raises:
-        NotSupported: A hook was put on a part that the model itself does not have.
+        NotSupported: A hook is on a part that the model itself does not have.
     """
     working = vars(accelerated)[WORKING]
     result = library_form(working)
@@ -190,13 +192,13 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
 
 
 def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
-    """Returns the keys of the hooks of every part that has some, by the path of the part."""
+    """Returns the hook keys of every part that has hooks, by the path of the part."""
     keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
     return {path: each for path, each in keys.items() if each}
 
 
 def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-    """Adds to and removes from a model the hooks that its accelerated form gained and lost after `before`."""
+    """Adds the hooks to a model that its accelerated form gained after `before`, and removes those that it lost."""
     named = dict(result.named_modules())
     for path, part in accelerated.named_modules():
         own, known = named.get(path), before.get(path, frozenset())
@@ -221,7 +223,7 @@ def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, 
 
 
 def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
-    """Copies the numbers, texts and settings of the parts of an accelerated model to the parts of its plain form."""
+    """Copies numbers, texts and settings from the parts of an accelerated model to the parts of its plain form."""
     named, skipped = dict(result.named_modules()), {*vars(nn.Module()), RECORD, WORKING}
     for path, part in accelerated.named_modules():
         own = named.get(path)
@@ -239,7 +241,7 @@ def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
 def _put_settings_(own: Any, value: Any) -> None:
     """Copies the values of settings, a dictionary or an object such as a configuration, into other settings, in place.
 
-    In place, because several parts of a model may share them.
+    They are changed in place, because several parts of a model may share them.
     """
     is_other = callable(value) or isinstance(value, nn.Module | Tensor) or type(value).__module__.startswith("attnrx")
     if type(own) is not type(value) or is_other or value is own:
@@ -256,7 +258,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Does the work of `library_form`; with `in_blocks`, a found structure gets attnrx's blocks, not the user's."""
+    """Does the work of `library_form`. With `in_blocks`, a found structure gets attnrx's blocks, not the user's."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -289,9 +291,9 @@ def _joined(*paths: str) -> str:
 
 
 def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, places: dict[str, str]) -> Iterator[str]:
-    """Writes the attention of every layer into the library's own module of the result, or puts it in that place.
+    """Writes the attention of every layer into the library's own module of the result, or replaces this module.
 
-    Yields the paths of the adapters in the working copy. Adds to `places` where a norm is put before an attention.
+    Yields the paths of the adapters in the working copy. Updates `places` if a norm moves into an attention's place.
     """
     if not family.reads_attention(model):
         return
@@ -309,7 +311,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
-            # An attention with its own norm: the norm is outside of the blocks that attnrx calls.
+            # An attention with its own norm. The norm is outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
             replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):
@@ -330,7 +332,7 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
         family.write_attention_(source, module, adapter)
         found = family.convert_attention(source, module)
         is_same = found.spec == attention.spec and _are_equal(found, attention)
-        # The input is a grid or a sequence of tokens; a found structure has attention that takes sequences.
+        # The input is a grid or a sequence of tokens. A found structure has attention that takes sequences.
         is_grid = family.parts(source).grid_axis is not None and not isinstance(family, StructureFamily)
         sides = (attention.spec.window or (2, 3)) if is_grid else (5,)
         if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter, sides)):
@@ -378,7 +380,7 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _released(adapter: Adapter, module: nn.Module) -> Adapter:
-    """Returns an adapter for the place of a module, without what a token policy or an observer needed."""
+    """Returns an adapter for the place of a module, without the parts that a token policy or an observer needed."""
     released: Any = aliased(adapter)
     if "config" in vars(module):  # the result's own configuration, which a user of transformers changes
         released.config = vars(module)["config"]
@@ -391,7 +393,7 @@ def _released(adapter: Adapter, module: nn.Module) -> Adapter:
 
 
 def _put_maps_(model: Adopted, result: nn.Module, places: Mapping[str, str]) -> Iterator[str]:
-    """Writes the maps of every MLP into the result; yields their paths in the working copy."""
+    """Writes the maps of every MLP into the result, and yields their paths in the working copy."""
     trunk, path = model.trunk, model.path
     for pair, plain in zip(model.pairs, vars(model).get("plain_pairs", model.pairs), strict=True):
         sides = zip((pair.first, pair.second, *pair.between), (plain.first, plain.second, *plain.between), strict=True)
@@ -423,7 +425,7 @@ def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
 
 
 def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
-    """Writes a linear map into the library's own map, or replaces that by a map of two factors."""
+    """Writes a linear map into the library's own map, or replaces the library's map by a map of two factors."""
     own = result.get_submodule(target)
     if isinstance(part, Convolution):
         if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
@@ -470,7 +472,7 @@ def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: 
 
 
 def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
-    """Sets training or evaluation mode in the parts of the result; parts the working copy lacks follow their owners."""
+    """Sets training or evaluation mode in the result's parts. Parts the working copy lacks follow their owners."""
     working = {places.get(path, path): part.training for path, part in root.named_modules()}
     before = {path: part.training for path, part in result.named_modules()}
     for path, part in result.named_modules():
@@ -523,7 +525,7 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Returns the model, or a copy of it that takes images as large as another model with the same channels does.
+    """Returns the model, or a copy that takes images of the same size as another model with the same channels.
 
     Raises:
         NotSupported: The library does not interpolate the position embeddings of this model.

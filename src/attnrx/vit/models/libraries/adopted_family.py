@@ -1,4 +1,4 @@
-"""The base class of the families of other libraries: reads, describes and rebuilds models, and counts their costs."""
+"""The base class of other libraries' families, which read, describe and rebuild models and count their costs."""
 
 import importlib
 import math
@@ -68,21 +68,21 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     A subclass states where the parts of the library's models are (`parts`), how their attention is converted
     (`projected`, `traits`, `adapter`), how they are created, and which features are unsupported (`refusals`). A user's
-    module with such a model inside (`Adopted.around`) belongs to the same family: everything about the Vision
-    Transformer is read from `Adopted.trunk`.
+    module with such a model inside (`Adopted.around`) belongs to the same family. The family then reads everything
+    about the Vision Transformer from `Adopted.trunk`.
 
     Raises:
-        NotSupported: A method needs the library, and it is not installed.
+        NotSupported: A method needs the library, but it is not installed.
     """
 
     model_type: type[Adopted]
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
+        """Returns whether the model comes from this library, so `adopt` accepts or refuses it. Imports nothing."""
         return type(model).__module__.split(".")[0] == self.library
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
@@ -90,16 +90,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return iter(())
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported if a working copy shows that parts are not as its reader states.
+        """Raises NotSupported if a working copy contradicts its reader.
 
-        This is for statements that outputs do not prove.
+        It checks statements that the outputs do not prove.
         """
 
     def origin(self, model: nn.Module) -> Origin:
         """Returns how the model was created, and its input format.
 
         Raises:
-            NotSupported: The model does not state how it was created, or states it in values that cannot be saved.
+            NotSupported: The model does not state how it was created, or its arguments cannot be saved.
             InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
@@ -140,12 +140,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
         """Returns a module whose blocks are called with [batch, tokens, width], and the earlier paths of moved parts.
 
-        If its blocks are called like this already, it is the module itself. The module may be changed.
+        If its blocks are already called in this way, it is the module itself. The module may be changed.
         """
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns such a module for users, and the facts of its record."""
+        """Returns a module with such blocks for the user, and the facts of its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
@@ -156,10 +156,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
     def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
-        """Returns a working copy of a model, made from what `opened` returned for an alias of it."""
+        """Returns a working copy of a model, made from the result of `opened` for an alias of the model."""
         origin = self.present_size(opened.get_submodule(record.path), record.origin)
         adopted = self.model_type(opened, origin, record.around, record.facts, places)
-        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
+        adopted.training = model.training  # of the wrapper only, because every module inside keeps its own mode
         vars(adopted).update(plain=PlainShape(model), own=OwnModel(model))
         self._install_(adopted, self._converted_attention(adopted.trunk))
         return adopted
@@ -174,7 +174,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted
 
     def present_facts(self, adopted: Adopted) -> dict[str, Any]:
-        """Returns the facts that the record of a model needs besides its origin and surroundings."""
+        """Returns the facts that a model's record needs besides its origin and surroundings."""
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -187,11 +187,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return fresh if takes_images else OfImages(fresh, adopted.around.call)
 
     def created_again(self, origin: Origin) -> nn.Module:
-        """Creates the model of an origin with its own library; if called with images, it returns the answer."""
+        """Creates the model of an origin with its own library. Called with images, it returns the answer."""
         return self._created(origin)
 
     def _created(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, and replaces the parts that the origin states as replaced."""
+        """Creates the model with its own library, and replaces the parts that the origin lists as replaced."""
         created = self.create(origin.architecture, origin.arguments)
         blocks = self.parts(created).blocks
         for path, part in origin.replaced.items():
@@ -205,7 +205,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
         Raises:
             NotSupported: The model has an unsupported feature.
-            InvalidInput: The patches do not tile the images, or are larger than these.
+            InvalidInput: The patches do not tile the images, or are larger than the images.
         """
         self.require_supported(model)
         return self.working(model, Record(self.name, self._stated(model, {})))
@@ -233,9 +233,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
-            # A list, because the loop replaces modules; duplicates included, because a dropout may have several names.
+            # A list, because the loop replaces modules. Duplicates are kept, as a dropout may have several names.
             for name, part in list(block.named_modules(remove_duplicate=False)):
-                # Calling a dropout takes as long as a small matrix product does.
+                # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
                     block.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
@@ -249,7 +249,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             )
 
     def place_attention_(self, source: nn.Module, block: nn.Module, attention: Attention) -> Attention:
-        """Puts attnrx attention in place of a block's own, or of attnrx attention that is there already; returns it."""
+        """Replaces a block's own attention, or earlier attnrx attention, by attnrx attention, and returns it."""
         path = self.parts(source).attention
         module = block.get_submodule(path)
         if isinstance(module, Adapter):
@@ -265,7 +265,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention of a layer, after putting it in place of the library's own in the model."""
+        """Returns the attention of a layer, after it has replaced the library's own attention in the model."""
         source = self._adopted(model).trunk
         block = self.blocks(source)[layer]
         module = block.get_submodule(self.parts(source).attention)
@@ -284,10 +284,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model, without reading its weights."""
         refusals = tuple(self.refusals(model))
-        # Checked last, because without the parts that a reader names there are no MLPs.
+        # MLPs are checked last, because they cannot be found without the parts that a reader names.
         refusals = refusals or tuple(self._changed_mlps(model))
         if refusals:
-            # Every layer yields the same reasons; a dict removes repetitions and keeps the order.
+            # Every layer yields the same reasons. A dict removes repetitions and keeps the order.
             reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in refusals))
             remedies = dict.fromkeys(refusal.remedy for refusal in refusals if refusal.remedy)
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
@@ -310,7 +310,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """Returns the attention of every layer; if the library's own is still in place, a converted copy of it."""
+        """Returns the attention of every layer. If a layer has the library's own, it returns a converted copy."""
         return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -385,7 +385,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
-        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks.
+        """Creates the described model with its own library. Then it inserts attention and MLPs of the described ranks.
 
         Raises:
             InvalidInput: The library creates a model with another depth.
@@ -393,7 +393,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(self._created(self.described_origin(description)), description)
 
     def built_inside(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        """Does the same with a user's module that was newly created and has the Vision Transformer inside.
+        """Does the same as `build` with a newly created user's module that contains the Vision Transformer.
 
         Raises:
             InvalidInput: The module contains another Vision Transformer.
@@ -440,12 +440,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         state: Mapping[str, Tensor],
         outputs: str | None = None,
     ) -> nn.Module:
-        """Creates a model with its own library; it gets these weights and shares their memory.
+        """Creates a model with its own library, with these weights in shared memory.
 
-        `linears` holds the inputs and outputs of linear maps to replace first, by their paths.
+        `linears` has the inputs and outputs of the linear maps to replace first, by the paths of the maps.
 
         Raises:
-            RuntimeError: The weights do not fit; no memory was allocated for them.
+            RuntimeError: The weights do not fit. No memory was allocated for them.
         """
         with torch.device("meta"):
             created = self.create(origin.architecture, origin.arguments)
@@ -456,7 +456,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         self.state_format_(created, origin)
         vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
         weight = next(created.parameters())
-        return created.to(weight.device, weight.dtype)  # for buffers that no file has
+        return created.to(weight.device, weight.dtype)  # for buffers that no file contains
 
     def _recompute_buffers_(self, created: nn.Module) -> None:
         """Computes the unsaved buffers of a model that was created on the meta device."""
@@ -503,12 +503,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
                 "e.g. depth=N of timm."
             )
-        # Before the MLPs get their shapes: `_install_` fuses them, and their paths are those after it.
+        # Before the MLPs get their shapes, because `_install_` fuses them and thereby changes their paths.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         self._shape_mlps_(adopted, description)
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Gives the MLPs of a created model the described ranks and units, and the unsaved buffers their types."""
+        """Sets the described ranks and units of a created model's MLPs, and the types of its unsaved buffers."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.trunk.get_submodule(owner.removeprefix("source").lstrip("."))
@@ -525,7 +525,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 if rank is not None:
                     self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
                 elif hidden != created_units[layer]:
-                    # After units were removed, the second map has a bias: the mean of what these units contributed.
+                    # After units were removed, the second map has a bias with the mean contribution of these units.
                     self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -574,7 +574,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 adopted.answer(random_images(adopted, (channels, *size), 1))
             return (shapes[0][-2], shapes[0][-1]) if shapes else None
 
-        # A part may be called with something other than images, e.g. with the features of a convolution.
+        # A part may get something other than images, e.g. the features of a convolution.
         shows_images = adopted.attnrx_inputs is None and seen(*own) == adopted.origin.input_shape[1:]
         return (seen(height, width) if shows_images else None) or (height, width)
 
@@ -594,7 +594,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Resizes, in the same way and in place, a model from which a working copy was made; returns it."""
+        """Resizes, in the same way and in place, a model from which a working copy was made, and returns it."""
         source = model.get_submodule(adopted.path)
         self.fit_created_(source, adopted.origin, before)
         self.state_format_(source, adopted.origin)
@@ -614,7 +614,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         count = self.num_tokens(adopted)
         usual = all(each == parts.sequences(layer, count) * around.calls for layer, each in enumerate(lengths))
         adopted.around = replace(around, lengths=() if usual else lengths, head_calls=1, macs=0)
-        # The classifier is priced if it runs once per image, on the tokens that it pools; else it counts as the rest.
+        # The classifier has its own costs if it runs once per image on the tokens that it pools. Otherwise its MACs are
+        # part of the rest.
         priced = self.costs(adopted).classifier_macs * around.calls
         inside = ".".join(filter(None, ("source", around.path)))
         is_priced = priced > 0 and priced == sum(macs.get(f"{inside}.{head}", 0) for head in parts.heads)
@@ -622,10 +623,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.around = replace(adopted.around, macs=macs[""] - self.costs(adopted).product_macs)
 
     def refresh_(self, adopted: Adopted) -> None:
-        """Records in the origin of a working copy what its user changed outside of the blocks after loading it.
+        """Records in the origin of a working copy the user's later changes outside of the blocks.
 
         Raises:
-            NotSupported: A part was replaced by one that a saved folder cannot describe.
+            NotSupported: A part was replaced by a part that a saved folder cannot describe.
         """
         if adopted.plain is None:
             return
@@ -652,7 +653,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
-        """Returns the origin with the image size that the model takes now, if its library states that."""
+        """Returns the origin with the image size that the model takes now, if its library states this size."""
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
@@ -660,12 +661,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """Writes the input format into a model that was created or resized, where its library reads it."""
+        """Writes the input format into a created or resized model, in the attributes that its library reads."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Makes the library's model that a user's module created take images of the size of `origin`.
+        """Resizes a library's model that a user's module created for images of the size of `origin`.
 
-        `before` is the origin of the created model; by default, the model states it.
+        `before` is the origin of the created model. By default, it is read from the model.
         """
         before = before or self.origin_inside(source)
         if before.input_shape[1:] != origin.input_shape[1:]:
@@ -732,7 +733,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model without other parts around it; otherwise they are not known, and ()."""
+        """Returns the classifiers of a model without other parts around it. With other parts, it returns ()."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -777,7 +778,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.num_patches(adopted.trunk, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image or video of this shape; a border may be left unread."""
+        """Returns the number of patches in an image or video of this shape. A border may not be read."""
         patches: Any = source.get_submodule(self.parts(source).patches)
         channels, *size = input_shape
         sides = (channels // patches.in_channels, *size)[-len(patches.stride) :]
@@ -799,7 +800,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs; their parameters add up to the parameters of the model.
+        """Returns the costs. Their parameters add up to the parameters of the model.
 
         Parameters before the first layer, including tokens and position embeddings, count as patches. A layer's
         parameters outside attention and MLP, such as LayerScale and relative positions, count as its norms. All parts
@@ -814,7 +815,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         if around.lengths:  # a policy removes the same number of tokens from every sequence
             before = self.num_tokens(adopted)
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
-        # If only the attention has windows, with a border of zeros, the MLP has the tokens of the image.
+        # If only the attention has windows, with a border of zeros, the MLP processes the tokens of the image.
         counts = None if self.grid_axis(adopted) is None else [calls * count for count in tokens]
         costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls, counts)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
@@ -862,11 +863,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return [module for name, module in source.named_modules() if name in names]
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the classifiers for one image; a pooling by attention attends to `tokens` tokens."""
+        """Returns the MACs of the classifiers for one image. A pooling by attention attends to `tokens` tokens."""
         return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns the origin of a model, in which the values in `stated` have precedence."""
+        """Returns the origin of a model. The values in `stated` have precedence."""
         origin = replace(self.origin(model), **stated)
         if not self.num_patches(model, origin.input_shape):
             height, width = origin.input_shape[1:]
@@ -884,7 +885,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def require_rebuilt(self, adopted: Adopted) -> None:
         """Raises NotSupported if its library would create the model differently from its present state.
 
-        Parts outside of the blocks may have been replaced; they are recorded in the origin.
+        Parts outside of the blocks may have been replaced. They are recorded in the origin.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
@@ -906,7 +907,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the attention and the block of every layer in turn, as they are in a model."""
+        """Returns the attention and the block of every layer in turn, in their present form."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
@@ -922,7 +923,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces the library's MLP by one with the same parts, if it consists of two maps and an activation."""
+    """Replaces the library's MLP by an MLP with the same parts, if it consists of two maps and an activation."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -930,7 +931,7 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
     first, second = (path.removeprefix(f"{name}.") for path in parts.maps)
     inside = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
     activation = [part for child, part in inside.items() if child not in (first, second)]
-    # Exactly two maps and an activation without parameters: a dropout, a gate or a norm between them would be lost.
+    # Exactly two maps and an activation without parameters. Otherwise a dropout, gate or norm would be lost.
     if len(inside) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
         fused = FusedMLP(inside[first], activation[0], inside[second])
         block.set_submodule(name, fused.train(mlp.training))
@@ -943,7 +944,7 @@ def saved_names(model: nn.Module) -> Mapping[str, str]:
         state = model.state_dict()
         owners = {id(tensor): name for name, tensor in state.items()}
         return {name: owners[id(tensor)] for name, tensor in revert(model, state).items() if id(tensor) in owners}
-    except (ImportError, AttributeError):  # versions that write the model's own names
+    except (ImportError, AttributeError):  # versions that save the model's own names
         return {}
 
 
@@ -955,7 +956,7 @@ def weights_around(adopted: Adopted) -> list[nn.Parameter]:
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns how many numbers each output has for one image of the model's own size, by its place.
+    """Returns the size of each output for one image of the model's own size, by the output's place.
 
     Raises:
         NotSupported: The module does not take such images.
@@ -970,6 +971,6 @@ def output_sizes(adopted: Adopted) -> dict[str, int]:
 
 
 def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
-    """Returns the called module, and the number of tokens of every sequence that it got."""
+    """Returns the called module, and the number of tokens in every sequence that it got."""
     sequences, *sides, _ = call.tokens.shape  # a sequence may be a grid
     return call.module, [math.prod(sides)] * sequences

@@ -23,9 +23,9 @@ from attnrx.vit.models.working.adopted import (
     interleaved_rows,
 )
 
-# The parameters of attention modules that hold vectors for every distance in rows, and in columns.
+# The parameters of attention modules with vectors for every distance in rows, and in columns.
 DISTANCES = ("rel_pos_h", "rel_pos_w")
-# The attributes of attention modules that hold the number of heads, and the number of features of all heads.
+# The attributes of attention modules for the number of heads, and for the number of features of all heads.
 HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
 HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
@@ -39,14 +39,14 @@ def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 class AttentionConversion(ABC):
     """The part of a family that converts attention.
 
-    It uses the projections that `parts` names, and what else a family states (`traits`, `pair_bias`).
+    It uses the projections that `parts` names, and the other facts that a family states (`traits`, `pair_bias`).
     """
 
     adapter_type: type[Adapter] = PlainAttention
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
@@ -66,10 +66,10 @@ class AttentionConversion(ABC):
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
         """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads.
 
-        This is the inverse of `convert_attention`, as far as the module can hold the weights.
+        It is the inverse of `convert_attention`, as far as the module can store the weights.
 
         Raises:
-            NotSupported: The module cannot hold them.
+            NotSupported: The module cannot store them.
         """
         attention, parts = adapter.attention, self.parts(source)
         spec, rotary = attention.spec, self.traits(source, module).get("rotary")
@@ -134,9 +134,9 @@ class AttentionConversion(ABC):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
+        """Writes the weights and biases of query, key, value and output into a module, as the inverse of `projected`.
 
-        Weights are [rows, width], for the output [width, rows]; biases are [rows] or [width], or None.
+        Weights are [rows, width], and [width, rows] for the output. Biases are [rows] or [width], or None.
 
         Raises:
             NotSupported: The module has one bias for all projections, and only some projections have a bias.
@@ -175,7 +175,7 @@ class AttentionConversion(ABC):
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns what else `attention_from_projections` needs: rotation, bias of pairs, norms."""
+        """Returns further arguments of `attention_from_projections`: rotation, bias of token pairs, norms."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
@@ -187,5 +187,5 @@ class AttentionConversion(ABC):
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes an attention module's bias of pairs [1, heads, tokens, tokens], or None."""
+        """Returns a module that computes an attention's bias of token pairs [1, heads, tokens, tokens], or None."""
         return None

@@ -1,6 +1,6 @@
 """The family of transformers' Vision Transformers, with or without a classifier.
 
-It has one reader per class, which states where the parts of the class are, and it adopts such models.
+One reader per class states where the parts of the class are. The family adopts models of these classes.
 """
 
 import inspect
@@ -31,15 +31,15 @@ from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, unread_attentio
 from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape, one_node
 
 CLASS_TOKEN = "class token"
-MAPS = "feature_maps"  # the output of a backbone; it has several, so it is adopted as a whole module
-# Parameters of the embeddings, and names of modules, over all classes of READERS; a class has some of each.
+MAPS = "feature_maps"  # the output of a backbone. It consists of several maps, so it is adopted as a whole module
+# Parameters of the embeddings, and names of modules, over all classes of READERS. Each class has only some of them.
 PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 CLASSIFIERS = (*HEADS, "classifier.dense")
 OTHER_HEADS = ("fc_norm", "visual_projection", "class_labels_classifier", "bbox_predictor", "neck", "head")
 GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
-# What a model returns if it is not one field of the output of transformers; each is [batch, features].
+# The answers of models that do not return one field of transformers' output. Each is [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
     CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
     "mean": lambda output: output.last_hidden_state.mean(1),
@@ -60,10 +60,10 @@ LAYOUT = ViTParts(
 class ModelReader:
     """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
-    The parts are where `layout` says in the body, which is the module with the embeddings and the layers. `answer` is a
-    field of the output, or one of ANSWERS. `windowed` names two fields of the configuration: the number of windows per
-    side of an image, and the indices of the blocks that attend to one window each. `embeddings` is the name of the part
-    of the body that makes the tokens.
+    `layout` contains the paths of the parts inside the body, which is the module with the embeddings and the layers.
+    `answer` is a field of the output, or one of ANSWERS. `windowed` names two fields of the configuration: the number
+    of windows per side of an image, and the indices of the blocks that attend within windows. `embeddings` is the name
+    of the body's part that computes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -97,7 +97,7 @@ class ModelReader:
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model of this class are."""
+        """Returns a description of a model's parts and their paths, for a model of this class."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
@@ -107,12 +107,12 @@ class ModelReader:
         tokens = body.get_submodule(self.embeddings).named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
-        # The classes of a block and its MLP begin with the same word, e.g. ViT; a block may be of a subclass.
+        # The class names of a block and its MLP begin with the same word, e.g. ViT. A block may be of a subclass.
         kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
         word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
         pooling = self.pooling
         if not getattr(source.config, "use_mean_pooling", True):
-            # BEiT and Data2Vec then take the first token, a class token. VideoMAE has none, and takes a patch.
+            # BEiT and Data2Vec then pool the first token, a class token. VideoMAE has none and pools a patch.
             pooling = "class" if pooling == "mean" else "the first patch"
         windows, joined = self.windows(body.config)
         return replace(
@@ -148,15 +148,15 @@ SAM = replace(
     LAYOUT, attention="attn", patches="patch_embed.projection", norm="", projections=("qkv", "proj"),
     maps=("mlp.lin1", "mlp.lin2"), mlp_classes=("SamMLPBlock",), grid_axis=-1,
 )  # fmt: skip
-# Classes whose attention consists of two modules, and whose MLP does, too.
+# Classes in which both the attention and the MLP consist of two modules.
 NESTED = replace(
     LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
     projections=("attention.query", "attention.key", "attention.value", "output.dense"),
 )  # fmt: skip
-# The same, but the attention returns a tensor instead of a pair.
+# The same, but the attention returns a tensor, not a pair.
 NESTED_TENSOR = replace(NESTED, returns_weights=False)
 
-# By the names of the classes; all classes of one entry have the same reader.
+# By the names of the classes. All classes of one entry have the same reader.
 _READERS: Mapping[str, ModelReader] = {
     # The input of AST's classifier is the mean of the class token and the distillation token.
     "ViTForImageClassification DeiTForImageClassification DeiTForImageClassificationWithTeacher "
@@ -166,7 +166,7 @@ _READERS: Mapping[str, ModelReader] = {
     "IJepaModel": ModelReader(pooling="mean", answer="mean"),
     "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
     "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
-    # DINOv2's classifier takes the class token and the mean of the patches. "mean", because it needs the patches.
+    # DINOv2's classifier needs the class token and the mean of the patches. It counts as "mean", which keeps patches.
     "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
         DINO, "mean", takes_any_size=True
     ),
@@ -196,7 +196,7 @@ _READERS: Mapping[str, ModelReader] = {
     "VideoMAEForVideoClassification": ModelReader(NESTED_TENSOR, "mean without a norm"),
 }
 READERS: Mapping[str, ModelReader] = {name: reader for names, reader in _READERS.items() for name in names.split()}
-# For saved models of several towers, the part that is read.
+# For saved models with several towers, the part that is read.
 VISION_PARTS: Mapping[str, str] = {
     "CLIPModel": "CLIPVisionModelWithProjection",
     "SiglipModel": "SiglipVisionModel",
@@ -216,14 +216,14 @@ def is_transformers_folder(folder: Path | str) -> bool:
     return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
-# From the type of problem in a configuration to the name of an `OutputKind`; by default, outputs are logits of classes.
+# The name of an `OutputKind` for a configuration's type of problem. By default, outputs are logits of classes.
 PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
-# The kinds of answers that are neither logits nor embeddings: one number per pixel, or numbers of several units.
+# The kinds of answers that are neither logits nor embeddings: one number per pixel, or numbers with several units.
 ANSWER_KINDS = {"depth": "map", "detections": "regression"}
 
 
 class HuggingFaceModel(Adopted):
-    """A working copy of a transformers Vision Transformer; for images it returns the logits or the embedding."""
+    """A working copy of a transformers Vision Transformer. For images it returns the logits or the embedding."""
 
     def entering(self, images: ImageBatch) -> ImageBatch:
         return super().entering(self.inputs.images(images, 4) if self.around is None else images)
@@ -239,7 +239,7 @@ class HuggingFaceModel(Adopted):
 
     @cached_property
     def inputs(self) -> ModuleInputs:
-        """What the transformers model takes."""
+        """The inputs of the transformers model."""
         return reader_of(self.trunk).inputs(self.trunk)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class HuggingFaceModel(Adopted):
     def interpolation(self) -> dict[str, bool]:
         """The argument with which transformers resizes position embeddings, if it is needed.
 
-        It is needed if images do not have the size in the configuration, and if the model takes such an argument.
+        It is needed if the images have another size than the configuration and the model has such an argument.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
         return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
@@ -266,7 +266,7 @@ class HuggingFaceModel(Adopted):
         source: Any = self.trunk
         config = source.config
         tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
-        # Counted rather than derived: a DPT reassembles and fuses with many convolutions at several resolutions.
+        # Counted, not derived, because a DPT reassembles and fuses with many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
@@ -282,9 +282,9 @@ def _answer(
 
 
 class HuggingFaceAttention(Adapter):
-    """attnrx attention with the call signature of a transformers layer; it returns no attention weights."""
+    """attnrx attention with the call signature of a transformers layer. It returns no attention weights."""
 
-    takes_mask = False  # whether it takes a mask of padding
+    takes_mask = False  # whether it accepts a mask of padding
     config: Any = None
     """The configuration of the model, which may request attention weights in every call."""
 
@@ -299,13 +299,13 @@ class HuggingFaceAttention(Adapter):
     ) -> tuple[TokenBatch, None] | TokenBatch:
         """Returns the attention output.
 
-        In a layer with a bias per pair of tokens, the mask is that bias, [1, heads, tokens, tokens]. During export,
-        transformers passes an explicit mask that includes every token; it is ignored unless patches may be padded.
+        In a layer with a bias per pair of tokens, the mask is this bias, [1, heads, tokens, tokens]. During export,
+        transformers passes an explicit mask that includes every token. It is ignored unless patches may be padded.
         `position_embeddings` are cosines and sines, [patches, 2 * pairs].
 
         Raises:
-            NotSupported: A mask is given, or attention weights are requested. Or images have another size than the
-                model was created for, and biases of pairs would be interpolated to the tokens that are left.
+            NotSupported: A mask is passed, or attention weights are requested. Or images have another size than the
+                model's, and biases of token pairs would be interpolated to the remaining tokens.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
@@ -335,7 +335,7 @@ class HuggingFaceAttention(Adapter):
         return (mixed, None) if self.returns_weights else mixed
 
     def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
-        """Returns a mask of pairs of tokens, [batch, 1, tokens, tokens], as a bias for every head."""
+        """Returns a mask of token pairs, [batch, 1, tokens, tokens], as a bias for every head."""
         if mask.dtype == torch.bool:
             excluded = torch.finfo(tokens.dtype).min / 2  # finite, so that a score can be added
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
@@ -344,7 +344,7 @@ class HuggingFaceAttention(Adapter):
 
 
 def _are_collected() -> bool:
-    """Whether a call of transformers collects attention weights, even without telling the layers."""
+    """Whether a call of transformers collects attention weights, even if the layers get no argument for it."""
     module = sys.modules.get("transformers.utils.output_capturing")  # only in recent versions
     if module is None or torch.compiler.is_compiling():
         return False
@@ -370,12 +370,12 @@ class HuggingFaceFamily(AdoptedFamily):
         return PROBLEMS.get(source.config.problem_type, "logits")
 
     def read(self, name: Path | str, trust: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-        """Reads a model from a local folder, or from the hub by its id; returns it and its input format.
+        """Reads a model from a local folder, or from the hub by its id. Returns the model and its input format.
 
-        A model is read as the class it was saved as, if that is one of `READERS`, else as an image classifier. For CLIP
-        and SigLIP, the image tower is read. Mean, std and image size come from the image processor in the same folder.
-        Without one, mean and std are 0.5, and the size is the configuration's. With `trust`, code of the repository may
-        run.
+        If the class with which a model was saved is one of `READERS`, the model is read as this class, else as an image
+        classifier. For CLIP and SigLIP, the image tower is read. Mean, std and image size come from the image processor
+        in the same folder. Without a processor, mean and std are 0.5, and the size is the configuration's. With
+        `trust`, code of the repository may run.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
@@ -414,7 +414,7 @@ class HuggingFaceFamily(AdoptedFamily):
         adopted, inputs = self._adopted(model), self.inputs(model)
         if not (isinstance(inputs, PatchInputs) and inputs.is_padded(shape)):
             return False
-        # The values are not only pixels.
+        # The values are not only pixels, so they are not normalized.
         facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
         adopted.origin = replace(adopted.origin, input_shape=image_shape(shape), **facts)
         return True
@@ -428,15 +428,15 @@ class HuggingFaceFamily(AdoptedFamily):
         if adopted.around is not None or not origin.preprocessing:
             return {}
         statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
-        # One class for all models, because its settings decide what is computed.
+        # One class for all models, because its settings determine what is computed.
         rescaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns what the image processor does that was saved with the model.
+        """Returns the geometry of the image processor that was saved with the model.
 
         Returns None if there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). The
-        geometry computes with Pillow, like processors with backend "pil"; the backend "torchvision" rounds a few pixels
+        geometry uses Pillow, like processors with backend "pil". The backend "torchvision" rounds a few pixels
         differently.
         """
         shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
@@ -491,13 +491,13 @@ class HuggingFaceFamily(AdoptedFamily):
                 yield from unread_attention(attention, reader.layout.projections)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the configuration; mean and std are 0.5, the default of ViTImageProcessor."""
+        """Reads the configuration. Mean and std are 0.5, the default of ViTImageProcessor."""
         shape = reader_of(model).inputs(model).shape
         half = (0.5,) * shape[0]
         return Origin(type(model).__name__, _settings(model.config), shape, half, half)
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        # Read the image processor of the folder or hub id from which the model was loaded.
+        # The image processor is read from the folder or hub id from which the model was loaded.
         reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
             try:
@@ -543,7 +543,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return kind(kind.config_class.from_dict(dict(arguments)))  # type: ignore[attr-defined]
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # Modules of transformers compute such buffers in __init__, from only the configuration.
+        # Modules of transformers compute such buffers in __init__ from only the configuration.
         return type(module)(module.config)
 
     def present_origin(self, adopted: Adopted) -> Origin:
@@ -595,7 +595,7 @@ class HuggingFaceFamily(AdoptedFamily):
         }
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""
+        """Returns the bias that an attention module computes itself (Data2Vec). BEiT's layers pass theirs as a mask."""
         return dict(module.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -625,7 +625,7 @@ class LibraryAnswer(nn.Module):
 
 
 def interpolates(source: nn.Module) -> bool:
-    """Returns whether a transformers model resizes its position embeddings, always or if a call asks for it."""
+    """Returns whether a transformers model resizes its position embeddings, always or if a call requests it."""
     reader = reader_of(source)
     return reader.takes_any_size or (
         reader.inputs(source).dimensions == 3  # not for videos
@@ -644,7 +644,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Adds the mask that the layers of a tower require, so that all blocks can be called with only tokens."""
+    """Adds the mask argument that the layers of a tower require, so all blocks can be called with only tokens."""
     return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
 
 
@@ -652,7 +652,7 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _class_of(config: Any) -> Any:
-    """Returns the class that a configuration was saved with, or the automatic class of image classifiers."""
+    """Returns the class with which a configuration was saved, or the automatic class of image classifiers."""
     saved = next(iter(config.architectures or ()), "")
     name = VISION_PARTS.get(saved, saved)
     return _transformers(name if name in READERS else "AutoModelForImageClassification")
@@ -663,7 +663,7 @@ def _transformers(name: str) -> Any:
     return getattr(transformers, name) if name else transformers
 
 
-# The settings of an image processor that decide what it computes.
+# The settings of an image processor that determine what it computes.
 PROCESSOR_SETTINGS = (
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_convert_rgb", "do_pad", "keep_aspect_ratio"
 )  # fmt: skip
@@ -671,7 +671,7 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 
 def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns the input format from the saved image processor, as `adopt` takes it; {} if there is none.
+    """Returns the input format of the saved image processor, as arguments of `adopt`, or {} if there is none.
 
     Raises:
         InvalidInput: The processor needs code of the repository, and `trust` is False.
@@ -680,12 +680,12 @@ def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **
         processor = open_pretrained(_transformers("AutoImageProcessor"), source, trust, **options)
     except AttnrxError:
         raise
-    # There is no image processor, one of another kind, or one that needs a library that is not installed.
+    # There is no image processor, a processor of another kind, or one that needs a library that is not installed.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
     stated = _settings(processor)
     settings = {name: stated[name] for name in PROCESSOR_SETTINGS if stated.get(name) is not None}
-    # One pair of statistics for rescaling and normalization: they are on the scale of pixels divided by 255.
+    # One pair of statistics for rescaling and normalization. They are on the scale of pixels divided by 255.
     scale = 255 * float(stated.get("rescale_factor") or 1 / 255) if stated.get("do_rescale", True) else 255.0
     normalizes = stated.get("do_normalize", True) and stated.get("image_mean") is not None
     statistics: Any = (stated["image_mean"], stated["image_std"]) if normalizes else ((0.0,) * 3, (1.0,) * 3)

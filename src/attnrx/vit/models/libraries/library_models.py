@@ -1,4 +1,4 @@
-"""How a library creates its models: by name, with its own weights or those of a file, or from saved arguments."""
+"""How a library creates its models: by name, with its own or a file's weights, or from saved arguments."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,31 +20,31 @@ class LibraryModels(ABC):
     """The part of a family that creates models of its library.
 
     Raises:
-        NotSupported: A method needs the library, and it is not installed.
+        NotSupported: A method needs the library, but it is not installed.
     """
 
     name: str
     library: str
     """The package of the library."""
     takes_weights = False
-    """Whether `load` takes the weights of a file, or downloads weights."""
+    """Whether `load` can use the weights of a file, or download weights."""
     size_argument = ""
-    """The library's argument for the side of images; only for families that take weights."""
+    """The library's argument for the side of images. Only families that take weights need it."""
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of where the parts of a model are."""
+        """Returns a description of a model's parts and their paths."""
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image or video of this shape; a border may be left unread."""
+        """Returns the number of patches in an image or video of this shape. A border may not be read."""
 
     @abstractmethod
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module, which creates the model."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any model of the library, without pretrained weights; `origin` or `creation` states how.
+        """Creates any model of the library, without pretrained weights, from the arguments in `origin` or `creation`.
 
         The model may be of a class that attnrx does not read.
 
@@ -70,13 +70,13 @@ class LibraryModels(ABC):
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the library's model of this name with weights from seed 0; on the meta device without weights.
+        """Returns the library's model of this name with weights from seed 0, or without weights on the meta device.
 
-        With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
+        With `pretrained`, the library downloads the weights. Not every family can do so (`takes_weights`).
 
         Raises:
             UnknownName: The library has no model of this name.
-            InvalidInput: The library does not take these arguments.
+            InvalidInput: The library does not accept these arguments.
             CheckpointError: The weights or the configuration cannot be read or downloaded.
             NotSupported: The library is not installed, or the models do not come from a library.
         """
@@ -97,7 +97,7 @@ class LibraryModels(ABC):
                 raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
 
     def names(self) -> Sequence[str]:
-        """Returns the names of the library's models; () if it has no list of them."""
+        """Returns the names of the library's models, or () if it has no list of them."""
         return ()
 
     def has(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class LibraryModels(ABC):
             **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
 
         Raises:
-            InvalidInput: Both `weights` and `pretrained=True` were given, or arguments are wrong.
+            InvalidInput: You passed both `weights` and `pretrained=True`, or the arguments are wrong.
             UnknownName: The library has no model of this name.
             CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
         """
@@ -147,13 +147,13 @@ class LibraryModels(ABC):
         """Returns the arguments for weights that were fine-tuned for another number of classes, or another image size.
 
         Raises:
-            CheckpointError: The number of positions is not that of a square grid of patches.
+            CheckpointError: The number of positions does not belong to a square grid of patches.
         """
         with torch.device("meta"):
             model = self.initialized(name, **arguments)
         published, changes = model.state_dict(), dict[str, int]()
         both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
-        # Linear maps with other rows and the same columns are the classifiers; distilled models have two.
+        # Linear maps with other rows and the same columns are the classifiers. Distilled models have two.
         rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
         # Or the classifier is a map that the published model lacks.
         rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
@@ -168,7 +168,7 @@ class LibraryModels(ABC):
         if tables and self.size_argument:
             path, tokens, own = tables[0]
             patches: Any = model.get_submodule(self.parts(model).patches)
-            # Subtract the tokens before the patches, if these have positions.
+            # Subtract the tokens before the patches, if they have positions.
             count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
             side = math.isqrt(max(count, 0))
             if not count or side * side != count:
@@ -184,5 +184,5 @@ class LibraryModels(ABC):
         return state
 
     def input_format(self, name: str) -> dict[str, Any]:
-        """Returns the input format of the downloaded weights, as `adopt` takes it; {} if the model holds it."""
+        """Returns the input format of the downloaded weights, as arguments of `adopt`, or {} if the model states it."""
         return {}

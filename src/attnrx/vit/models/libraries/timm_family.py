@@ -1,4 +1,4 @@
-"""The family of timm's Vision Transformers that have one list of blocks; their structure is read from their parts."""
+"""The family of timm's Vision Transformers that have one list of blocks. It reads their structure from their parts."""
 
 import copy
 import importlib
@@ -38,11 +38,11 @@ from attnrx.vit.models.working.adopted import (
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 IN_GRIDS = "VisionTransformerSAM"  # the class whose blocks are called with grids of tokens
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
-# The parts of an attention module that are read: submodules, and its own parameters.
+# The parts of an attention module that attnrx reads: submodules, and its own parameters.
 ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
 ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table", *DISTANCES}
 INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
-# The modules with layer classes that a model may be created with, and the key under which such a class is saved.
+# The modules of the layer classes with which a model may be created, and the key under which such a class is saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
 FUSED, SEPARATE = ("qkv", "proj"), ("q_proj", "k_proj", "v_proj", "proj")
@@ -66,25 +66,25 @@ class TimmModel(Adopted):
 
 
 class TableBias(nn.Module):
-    """A relative position bias: one row of a table for each pair of tokens (Liu et al., 2021; Bao et al., 2022)."""
+    """A relative position bias, with one row of a table per pair of tokens (Liu et al., 2021; Bao et al., 2022)."""
 
     def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
         super().__init__()
         self.relative_position_bias_table = table
-        self.index = index  # not a buffer: timm does not save its own index with the weights either
+        self.index = index  # not a buffer, because timm does not save its own index with the weights either
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
         return of_weights(self, None, self._pairs)
 
     def _pairs(self) -> Tensor:
         table = self.relative_position_bias_table
-        # [pairs, heads] to [1, heads, tokens, tokens]; made contiguous once here instead of at every use.
+        # [pairs, heads] to [1, heads, tokens, tokens], made contiguous here once, not at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
 
 class TimmAttention(Adapter):
-    """attnrx attention with the call signatures of timm's blocks; classifiers never use its two mask arguments."""
+    """attnrx attention with the call signatures of timm's blocks. Classifiers never use its two mask arguments."""
 
     layout: str = INTERLEAVED
 
@@ -98,13 +98,13 @@ class TimmAttention(Adapter):
         shared_rel_pos_bias: Tensor | None = None,
         shared_rel_pos: Tensor | None = None,
     ) -> TokenBatch:
-        """Returns the attention output of the tokens `x`; the arguments are those of timm's attention.
+        """Returns the attention output of the tokens `x`. It has the arguments of timm's attention.
 
-        `rope` holds sines and cosines, [patches, 2 * head_dim], or with the heads first. The shared biases of pairs of
-        tokens are [1, heads, tokens, tokens].
+        `rope` contains sines and cosines, [patches, 2 * head_dim], or with the heads first. The shared biases of token
+        pairs are [1, heads, tokens, tokens].
 
         Raises:
-            NotSupported: A mask is given.
+            NotSupported: A mask is passed.
         """
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
@@ -112,11 +112,11 @@ class TimmAttention(Adapter):
         if rope is not None:  # concatenated, [(images, heads,) patches, sines and cosines]
             table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
             pairs = table.shape[-1] // 4
-            # Every pair has its angle twice: side by side, or in both halves of a row.
+            # Every pair has its angle twice, side by side or in both halves of a row.
             one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
             sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
             rotation = cos, sin
-        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; all biases are added.
+        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second. All biases are added.
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
 
@@ -142,7 +142,7 @@ class TimmFamily(AdoptedFamily):
     adapter_type = TimmAttention
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        # As in timm for a pretrained file: position embeddings are resampled to the model's image size.
+        # As timm does for a pretrained file, position embeddings are resampled to the model's image size.
         return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
     def names(self) -> Sequence[str]:
@@ -185,8 +185,8 @@ class TimmFamily(AdoptedFamily):
             if not isinstance(attention, nn.Module):
                 yield Refusal(f"the block {kind} has no attention module attn")
                 continue
-            # Parts with parameters that are not read change the output. Everything else (a scale, an option of the
-            # forward pass) is found when logits are compared.
+            # Parts with parameters that are not read change the output. Comparing the logits reveals everything else (a
+            # scale, an option of the forward pass).
             submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
             parameters = {part for part, _ in attention.named_parameters(recurse=False)}
             unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
@@ -220,7 +220,7 @@ class TimmFamily(AdoptedFamily):
         facts = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
             return None
-        # get_model_args omits the drop rates, which belong to the model when it is trained further.
+        # get_model_args omits the drop rates, which a model needs for further training.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
         try:
             arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
@@ -247,7 +247,7 @@ class TimmFamily(AdoptedFamily):
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
         model: Any = source
-        shape = _shape(model)  # may have changed by `set_input_size`; a dynamic size changes with every batch
+        shape = _shape(model)  # `set_input_size` may have changed it, and a dynamic size changes with every batch
         is_other = shape != origin.input_shape and not getattr(model, "dynamic_img_size", False)
         return replace(origin, input_shape=shape) if is_other else origin
 
@@ -268,7 +268,7 @@ class TimmFamily(AdoptedFamily):
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module.
 
-        If the model's constructor created it, or arguments that cannot be saved, the origin has no arguments.
+        The origin has no arguments if the model was created by its constructor or with arguments that cannot be saved.
         """
         _timm("models")  # raises an error if timm is too old
         try:
@@ -280,7 +280,7 @@ class TimmFamily(AdoptedFamily):
             return Origin(type(model).__name__, {}, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
+        """Returns the names of the ImageNet classes if timm recognizes them by the number of the model's classes."""
         data, heads = _timm("data"), self.heads(model)
         # Read from the head, because `num_classes` stays the same when a user replaces the head.
         subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None
@@ -289,7 +289,7 @@ class TimmFamily(AdoptedFamily):
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Calls timm's entrypoint with only model arguments."""
-        # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
+        # A config.json may come from anywhere, so loading it must not read other files or connect to a hub.
         forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
         if ":" in architecture or forbidden:
             raise InvalidInput(
@@ -299,8 +299,8 @@ class TimmFamily(AdoptedFamily):
         return self.initialized(architecture, **{key: _layer(value) for key, value in arguments.items()})
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # Tables of rotary embeddings and indices of biases are recomputed by a method of timm's module. It runs on a
-        # copy, because the module's own parameters stay on the meta device until the weights are assigned.
+        # A method of timm's module recomputes tables of rotary embeddings and indices of biases. It runs on a copy,
+        # because the module's own parameters stay on the meta device until the weights are assigned.
         if not hasattr(module, "init_non_persistent_buffers"):
             return None
         computed: Any = copy.deepcopy(module).to_empty(device="cpu")
@@ -334,8 +334,8 @@ class TimmFamily(AdoptedFamily):
         if getattr(attention, "q_bias", None) is not None:  # in BEiT and EVA, whose key bias is a buffer of zeros
             biases[:3] = attention.q_bias, None, attention.v_bias
         groups = getattr(attention, "num_kv_groups", 1)
-        # Grouped heads share keys and values. Repeating these is exact, and gives every head its own rows, as a spec
-        # describes them.
+        # Grouped heads share keys and values. Repeating them is exact, and it creates separate rows for every head, as
+        # a spec requires.
         sides: list[Any]
         for sides in (weights, biases) if groups > 1 else ():
             for side, rows in enumerate(sides[1:3], 1):
@@ -389,13 +389,13 @@ class TimmFamily(AdoptedFamily):
         return PairBias(bias, bias.get_bias) if table is None else TableBias(table, bias.relative_position_index)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        # VisionTransformer's pooling by attention may leave out the prefix tokens.
+        # VisionTransformer's pooling by attention may omit the prefix tokens.
         excludes = getattr(adopted.trunk, "pool_include_prefix", True) is False
         return super().head_macs(adopted, tokens - self.parts(adopted.trunk).prefix_tokens if excludes else tokens)
 
 
 def _described_layer(value: Any) -> Any:
-    """Returns a class of torch.nn or timm.layers, or a partial function of one, as JSON; other values unchanged."""
+    """Describes a class of torch.nn or timm.layers, or a partial function of one, as JSON. Keeps other values."""
     kind: Any
     kind, keywords = (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
     for module in LAYER_MODULES if isinstance(kind, type) else ():
@@ -405,16 +405,16 @@ def _described_layer(value: Any) -> Any:
 
 
 def is_layer(value: Any) -> bool:
-    """Whether a value is what `_described_layer` returns for a class."""
+    """Whether a value is the description of a class by `_described_layer`."""
     return isinstance(value, Mapping) and value.keys() == {LAYER, "keywords"}
 
 
 def _layer(value: Any) -> Any:
-    """Returns the class or the partial function that `_described_layer` described; other values unchanged."""
+    """Returns the class or partial function that `_described_layer` described. Other values stay unchanged."""
     if not is_layer(value):
         return value
     module, _, name = str(value[LAYER]).partition(":")
-    # Only classes of these modules: a config.json may come from anywhere.
+    # Only classes of these modules, because a config.json may come from anywhere.
     kind = getattr(importlib.import_module(module), name, None) if module in LAYER_MODULES else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")

@@ -15,7 +15,7 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
-# The arguments of VisionTransformer that the model stores as attributes; the other three are read from its blocks.
+# The arguments of VisionTransformer that the model stores as attributes. The other three are read from its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
 
 
@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns the geometry of the weights' own transform; for other weights, of most of torchvision's presets."""
+        """Returns the geometry of the weights' own transform. Other weights use the geometry of most presets."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # 224 of 256 pixels is the ratio of crop and resize in torchvision's presets.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
@@ -69,7 +69,7 @@ class TorchvisionFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are ImageNet's."""
+        """Reads the arguments of the class from the model. Mean and std are ImageNet's."""
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
@@ -108,7 +108,7 @@ NORMS = ("LayerNorm", "LayerNormFp32")
 
 
 class OpenClipModel(Adopted):
-    """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
+    """An image tower of open_clip with attnrx attention. It returns the projected embedding."""
 
     def answering(self) -> Callable[[nn.Module, torch.Tensor], Any]:
         return _embedding if self.around is None else super().answering()
@@ -130,9 +130,9 @@ class OpenClipFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
-        # This tower takes the mean before the last norm.
+        # This tower computes the mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
-        is_attention = tower.attn_pool is not None  # CoCa; its first query gives the embedding
+        is_attention = tower.attn_pool is not None  # in CoCa, whose first query returns the embedding
         # The head, a projection, is a parameter (`head_macs`).
         return ViTParts(
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
@@ -150,7 +150,7 @@ class OpenClipFamily(AdoptedFamily):
         return _open_clip("").list_models()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Creates only the image tower; `arguments` override fields of its configuration."""
+        """Creates only the image tower. `arguments` override fields of its configuration."""
         config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
         # A private function, but the public constructors would also create the text tower.
@@ -175,7 +175,7 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are CLIP's, unless the model states others."""
+        """Reads the arguments of the class from the model. Mean and std are CLIP's, unless the model states others."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # A missing LayerScale is an identity. Its initial value is not stored, and the weights replace it.
@@ -192,7 +192,7 @@ class OpenClipFamily(AdoptedFamily):
         if tower.attn_pool is not None:
             queries, heads = len(tower.attn_pool.query), tower.attn_pool.attn.num_heads
             arguments |= {"attentional_pool": True, "attn_pooler_queries": queries, "attn_pooler_heads": heads}
-        # open_clip.create_model stores it on the tower.
+        # open_clip.create_model stores the configuration on the tower.
         found = getattr(tower, "preprocess_cfg", None) or {}
         mean, std = (tuple(found.get(name) or own) for name, own in zip(("mean", "std"), CLIP, strict=True))
         settings = {name: found[name] for name in ("interpolation", "resize_mode", "fill_color") if name in found}
@@ -211,7 +211,7 @@ class OpenClipFamily(AdoptedFamily):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         if architecture != "VisionTransformer":
             return self.initialized(architecture, **arguments)
-        # A saved model holds names of classes; only those listed here are looked up in the library.
+        # A saved model contains names of classes, and only the names listed here are looked up in the library.
         towers, arguments = _open_clip(".transformer"), dict(arguments)
         for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
             name = arguments[field]

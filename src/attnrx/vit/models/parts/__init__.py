@@ -1,1 +1,1 @@
-"""Where the parts of a model are, and what they are: records, maps, inputs, token policies."""
+"""The parts of a model: where they are and what they are (records, maps, inputs, token policies)."""

@@ -17,11 +17,12 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two maps with units between them that stay separate: no unit is computed from another one.
+    """Two maps with separate units between them: no unit is computed from another one.
 
-    `first` and `second` are the paths of the two maps. `between` holds the paths of the depthwise convolutions, batch
+    `first` and `second` are the paths of the two maps. `between` lists the paths of the depthwise convolutions, batch
     norms and gates between them. `block` is the path of the smallest part whose call covers both maps. `positions` is
-    the number of places per image at which the maps run. `unit_macs` are the MACs per image of one unit between them.
+    the number of positions per image to which the maps are applied. `unit_macs` are the MACs per image of one unit
+    between the maps.
     """
 
     first: str
@@ -43,12 +44,12 @@ class LowRankLinear(nn.Module):
         super().__init__()
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
-        # Only one bias, after both factors: a bias between them could be folded into it.
+        # One bias, after both factors, is enough: a bias between the factors could be folded into it.
         self.first = NativeLinear(inputs, rank, bias=False)
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
-    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and knows no shapes
+    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types and does not understand shapes
         return self.second(self.first(features))
 
 
@@ -81,22 +82,22 @@ class FusedMLP(nn.Module):
             weights = [linear.weight for linear in linears]
             is_native = first and second and runs_natively(features, *weights) and is_exact_gelu(self.act)
             if is_native and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-                # Whether a GELU follows each map: only after the last factor of the first map.
+                # Whether a GELU follows each map. It follows only the last factor of the first map.
                 gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
                 return native_maps(features, weights, [each.bias for each in linears], gelus)
         return self.fc2(self.act(self.fc1(features)))
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns the linear maps that make up a map: the map itself or its two factors; () for other modules."""
-    # The exact classes: a subclass may compute something else.
+    """Returns the linear maps that form a map: the map itself or its two factors. Returns () for other modules."""
+    # Only the exact classes, because a subclass may compute something else.
     if type(part) is NativeLinear:
         return (part,)
     return (part.first, part.second) if type(part) is LowRankLinear else ()
 
 
 def is_exact_gelu(part: nn.Module) -> bool:
-    """Whether a module computes the GELU by the error function: PyTorch's, or the wrapper of transformers."""
+    """Whether a module computes the exact GELU, by the error function: PyTorch's, or the wrapper of transformers."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
@@ -127,7 +128,7 @@ def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
 
 
 def map_at(model: nn.Module, path: str) -> nn.Module:
-    """Returns the map at a path; `PATH.first` and `PATH.second` are the halves of the linear map at PATH."""
+    """Returns the map at a path. `PATH.first` and `PATH.second` are the halves of the linear map at PATH."""
     whole, _, half = path.rpartition(".")
     owner = model.get_submodule(whole)
     if half in HALVES and isinstance(owner, nn.Linear):
@@ -141,7 +142,7 @@ def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bo
 
 
 def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> None:
-    """Gives a linear map other weights and sizes; it stays the same module."""
+    """Sets other weights, and so other sizes, in a linear map, which stays the same module."""
     is_trained = linear.weight.requires_grad
     set_parameter_(linear, "weight", weight, is_trained)
     if bias is None:
@@ -152,7 +153,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear map at each path by one without weights that has the stated (inputs, outputs), in place."""
+    """Replaces the linear map at each path, in place, by one without weights that has the stated (inputs, outputs)."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):
@@ -161,7 +162,7 @@ def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> N
 
 
 def halve_(model: nn.Module, path: str) -> nn.Module:
-    """Replaces a linear map by its halves, in place; returns the map."""
+    """Replaces a linear map by its halves, in place, and returns the map."""
     whole: Any = model.get_submodule(path)
     model.set_submodule(path, Halves(whole).train(whole.training))
     return whole

@@ -1,4 +1,4 @@
-"""What the modules of a model cost: parameters, and MACs in closed form or counted in a forward pass."""
+"""The costs of a model's modules: parameters, and MACs in closed form or counted in a forward pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def num_params(module: nn.Module) -> int:
 
 
 def matrix_entries(module: nn.Module) -> int:
-    """Returns the entries of all linear maps in a module: its MACs for one token."""
+    """Returns the number of entries in a module's linear maps, which is the number of its MACs for one token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
 
 
@@ -42,7 +42,7 @@ def classifier_macs(head: nn.Module, tokens: int) -> int:
         if type(part).__name__ == "AttentionalPooler":
             queries = len(part.query)  # type: ignore[arg-type]
         elif isinstance(part, nn.MultiheadAttention):
-            # Its projections of query, key and value are parameters, not Linear modules: `matrix_entries` lacks them.
+            # Its projections of query, key and value are parameters, not Linear modules. `matrix_entries` omits them.
             width, keys = part.embed_dim, part.kdim + part.vdim
             total += (2 * queries - 1) * width**2 + tokens * keys * width + 2 * queries * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":
@@ -61,10 +61,10 @@ def mlp_costs(
     hidden: int,
     gate: Any = None,
 ) -> PartCosts:
-    """Returns the costs of the modules of an MLP after its two `maps` were changed; `maps` may be ().
+    """Returns the costs of an MLP's modules after its two `maps` were changed. `maps` may be ().
 
-    The maps get these `ranks` (None: one matrix), with `hidden` features between them. `gate` is the map that computes
-    the gate of a gated MLP.
+    The maps get these `ranks` (None: one matrix), with `hidden` features between them. In a gated MLP, `gate` is the
+    map that computes the gate.
     """
     changed = []
     if maps:
@@ -72,7 +72,7 @@ def mlp_costs(
         changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
     if gate is not None:
         changed.append((gate, None, gate.in_features, hidden))
-    # Only the costs of the maps are replaced, so further parts of the modules (a norm) stay counted.
+    # Only the costs of the maps are replaced, so other parts of the modules (e.g. a norm) are still counted.
     params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
     for linear, rank, inputs, outputs in changed:
         new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
@@ -83,9 +83,9 @@ def mlp_costs(
 
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
-    """Returns the multiply-accumulates of a forward pass for every part, by its path; "" is the model itself."""
+    """Returns the multiply-accumulates of every part in a forward pass, by path. The path "" is the model itself."""
     with evaluating((model,)), counting(model) as counter:
         called(model, images)
-    # The counter starts every name with the name of the class. Two of its operations are one MAC.
+    # The counter starts every name with the class name. Two of its operations are one MAC.
     counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
     return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}

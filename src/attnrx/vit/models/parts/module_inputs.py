@@ -1,8 +1,8 @@
-"""Arguments of a forward that are not one batch of images: several tensors, texts or videos, packed into one tensor.
+"""Inputs that are not one batch of images: several tensors, texts or videos, packed into one tensor.
 
-All code around a model passes one tensor [batch, channels, height, width] from the data to the model. `packed` puts all
-tensors of an item into it, one after the other, as one row of numbers. `arguments` takes them out again when the module
-is called. If the module takes only one tensor of at least two axes, such as a video or a spectrogram, its leading axes
+The code around a model passes one tensor [batch, channels, height, width] from the data to the model. `packed` writes
+all tensors of an item into it, one after the other, as one row of numbers. `arguments` unpacks them when the module is
+called. If the module takes only one tensor of at least two axes, such as a video or a spectrogram, its leading axes
 become the channels.
 """
 
@@ -18,7 +18,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import mapped
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 
-# The attribute of a module that holds its ModuleInputs; copies of the module keep it.
+# The attribute of a module that holds its ModuleInputs. Copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"
 
 
@@ -28,7 +28,7 @@ class InputField:
 
     `path` is its position or name, followed by the keys inside that argument. `shape` is its shape without the batch.
     `dtype` is its type, or "" for floating-point numbers of the model's type. For integers, `low` and `high` are the
-    smallest and the largest value in the example; random integers are drawn between them.
+    smallest and the largest value in the example. Random integers are drawn from this range.
     """
 
     path: tuple[int | str, ...]
@@ -44,7 +44,7 @@ class InputField:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """What a module's forward takes, with one field for every tensor."""
+    """The inputs of a module's forward, with one field for every tensor."""
 
     fields: tuple[InputField, ...]
 
@@ -80,7 +80,7 @@ class ModuleInputs:
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape in which the module takes an item of `shape` in attnrx; () if both are the same."""
+        """Returns the shape that the module expects for an item of `shape` in attnrx, or () if both are the same."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
@@ -107,7 +107,7 @@ class ModuleInputs:
                     f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
                     f"{list(field.shape)}; give every item the same shape."
                 )
-            # A floating-point type holds integers exactly only up to a limit, here 2 / eps.
+            # A floating-point type represents integers exactly only up to a limit, here 2 / eps.
             if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > 2 / torch.finfo(dtype).eps:
                 raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
             rows.append(tensor.to(dtype).reshape(len(tensor), -1))
@@ -115,7 +115,7 @@ class ModuleInputs:
             raise InvalidInput(f"inputs: {_named(next(iter(tensors)))} was not in the first batch.")
         return torch.cat(rows, 1).unflatten(1, self.shape)
 
-    # For data sets that name the arguments.
+    # For data sets with named arguments.
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ class ModuleInputs:
         return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the input that a data set's mapping holds, or None if an argument is missing.
+        """Returns the input in a data set's mapping, or None if an argument is missing.
 
         Raises:
             InvalidInput: Its tensors have other shapes than the example's.
@@ -148,7 +148,7 @@ class ModuleInputs:
         return self.packed(given)
 
     def require_exportable(self, shape: Sequence[int]) -> None:
-        """Raises NotSupported if the module takes several tensors, because an exported file takes one."""
+        """Raises NotSupported if the module takes several tensors, because an exported file takes only one."""
         if not self.is_plain:
             names = ", ".join(_named(field.path) for field in self.fields)
             raise NotSupported(
@@ -182,7 +182,7 @@ class ModuleInputs:
     def random(self, like: Tensor, count: int) -> Tensor:
         """Returns random inputs of the shape [count, *shape] in the type of `like`, the same in every call.
 
-        Floating-point numbers are normal; integers are in the example's range.
+        Floating-point numbers are normally distributed. Integers are in the example's range.
         """
         generator = torch.Generator().manual_seed(0)
         rows = []
@@ -198,12 +198,12 @@ class ModuleInputs:
 
 @dataclass(frozen=True)
 class OrderedImages(ModuleInputs):
-    """Images whose patches the model would shuffle by random noise (ViTMAE); rising noise keeps their order."""
+    """Images whose patches the model would shuffle by random noise (ViTMAE). Increasing noise keeps their order."""
 
     patch: tuple[int, int]
 
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
-        # ViTMAE sorts the patches by this noise even if it masks none (mask_ratio 0).
+        # ViTMAE sorts the patches by this noise even if it masks no patches (mask_ratio 0).
         count = (images.shape[2] // self.patch[0]) * (images.shape[3] // self.patch[1])
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
         return [], {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
@@ -232,7 +232,7 @@ class PatchInputs(ModuleInputs):
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         if self.is_padded(images.shape[1:]):
             patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
-            # Rounded before the conversion; half precision holds all integers up to 2048.
+            # Rounded before the conversion. Half precision represents all integers up to 2048.
             mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
         else:
             cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
@@ -253,7 +253,7 @@ class PatchInputs(ModuleInputs):
 
     @property
     def features(self) -> int:
-        """How many numbers one patch has."""
+        """The number of features in one patch."""
         return self.size**2 * self.fields[0].shape[0]
 
     def is_padded(self, shape: Sequence[int]) -> bool:
@@ -267,15 +267,15 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
 
 
 def inputs_of_config(config: Any) -> ModuleInputs:
-    """Returns what a transformers class takes, read from its configuration.
+    """Returns the inputs of a transformers class, as its configuration states them.
 
-    It takes images, spectrograms [batch, time, mel bins] (AST), videos [batch, frames, channels, height, width], or
+    These are images, spectrograms [batch, time, mel bins] (AST), videos [batch, frames, channels, height, width], or
     patches (SigLIP 2).
     """
     if hasattr(config, "num_mel_bins"):
         return ModuleInputs((InputField(("input_values",), (config.max_length, config.num_mel_bins)),))
     if config.model_type.startswith("siglip2"):
-        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape: a square of patches.
+        # SigLIP 2 takes any aspect ratio up to num_patches. attnrx models have one input shape, a square of patches.
         side = math.isqrt(config.num_patches) * config.patch_size
         return PatchInputs((InputField(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
     frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
@@ -284,9 +284,9 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
-    """Returns what a module takes other than images, or None: what the user stated, or videos.
+    """Returns the inputs of a module if they are not images, else None.
 
-    Videos are read from the configuration of a transformers model.
+    They are the inputs that the user stated, or the videos in the configuration of a transformers model.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own
@@ -303,7 +303,7 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
 def called(module: nn.Module, images: Tensor) -> Any:
     """Returns the output of a module for one tensor [batch, channels, height, width].
 
-    If the module takes other inputs, the tensor holds its packed arguments.
+    If the module takes other inputs, the tensor contains its packed arguments.
     """
     inputs = inputs_of(module)
     if inputs is None:
@@ -328,7 +328,7 @@ def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _listed(value: Any) -> Any:
-    """Returns a tree of dictionaries, with lists in place of dictionaries whose keys are positions."""
+    """Returns a tree of dictionaries, with lists in place of dictionaries that have positions as keys."""
     if not isinstance(value, dict):
         return value
     items = {key: _listed(part) for key, part in value.items()}

@@ -1,6 +1,6 @@
-"""What attnrx knows about a model, kept in the model's `__dict__`.
+"""The facts that attnrx stores about a model, in the model's `__dict__`.
 
-The model of a library or user keeps its own class; copies, pickles and replicas of it carry the record along.
+A library's or user's model keeps its own class. Its copies, pickles and replicas contain the record, too.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class Record:
     Attributes:
         family: The name of the family that reads the Vision Transformer.
         origin: How the Vision Transformer is created, and its input format (`Origin`).
-        around: What is around the Vision Transformer in a user's module (`Surroundings`). None if the library or the
+        around: The parts around the Vision Transformer in a user's module (`Surroundings`). None if the library or the
             reader creates the whole model again.
-        facts: What else the family keeps, by name.
+        facts: Other facts that the family stores, by name.
         outputs: The kind of the outputs, if a user stated it.
     """
 
@@ -38,10 +38,10 @@ class Record:
 
     @property
     def path(self) -> str:
-        """Where the Vision Transformer is in the model, "" if it is the model itself."""
+        """The path of the Vision Transformer in the model, or "" if it is the model itself."""
         return "" if self.around is None else self.around.path
 
 
 def record_of(model: nn.Module) -> Record | None:
-    """Returns the record of a model; None where it has none."""
+    """Returns the record of a model, or None if it has none."""
     return vars(model).get(RECORD)

@@ -1,4 +1,4 @@
-"""What is around the Vision Transformer in a user's module: a decoder, several outputs, a head of any class."""
+"""The parts around the Vision Transformer in a user's module: a decoder, several outputs, a head of any class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from attnrx.vit.models.parts.vit_parts import require_parts
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models for images and texts
 DETECTIONS = ("logits", "pred_boxes", "pred_masks")
-# For each way to read the outputs: what was assumed, why, and the argument of `load(model, outputs=...)` for the other.
+# For each reading of the outputs: the assumption, its reason, and the `load(model, outputs=...)` for the other reading.
 DOUBTS = {
     "logits": "the outputs are taken as logits of classes, because a linear map makes them; if they are an embedding, "
     'load the model with outputs="embedding".',
@@ -32,7 +32,7 @@ DOUBTS = {
 class Cut(NamedTuple):
     """Two maps, by their paths, with only `units` units left between them.
 
-    `between` are the parts between them that have weights per unit, as in `Pair`.
+    `between` lists the parts between them that have weights per unit, as in `Pair`.
     """
 
     first: str
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     units: int
 
     def shape_(self, module: nn.Module) -> None:
-        """Gives a newly created module the shapes of the smaller one.
+        """Reduces a newly created module to the shapes of the smaller module.
 
         Raises:
             InvalidInput: The module lacks one of the parts.
@@ -66,21 +66,23 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around the Vision Transformer in a user's module, as JSON values.
+    """The parts around the Vision Transformer in a user's module, as JSON values.
 
     `name` is "module:class" of the user's class. `factory` is "module:function" of the function that creates the
-    module, or None if the class or its library does. `path` is where the Vision Transformer is, "" for the module
-    itself. `read_blocks` are the indices of the blocks whose patch tokens are read by parts besides the next block.
-    `sizes` has, for every returned tensor, how many numbers it holds per image. `outputs` is the name of the
-    `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. If a library creates the
-    module, `creation` says how: `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is
-    whether calling the class without arguments creates the module. `call` is the method that takes only images:
-    "forward", or one of IMAGE_METHODS if forward needs other inputs too. `cuts` are the pairs of maps around the Vision
-    Transformer that lost units, with the number of units left (`Cut`). The next three describe one input: `calls` is
-    how many images the Vision Transformer gets; `lengths` has, for every block, the numbers of tokens of its sequences
-    (() for one sequence of all tokens per image); `head_calls` is how often the classifier runs (None: once per
-    image). If the module resizes or pads its images, `image_size` is the (height, width) it takes; otherwise (). If it
-    takes other inputs than images, `inputs` holds the fields of `ModuleInputs`.
+    module, or None if the class or its library does. `path` is the path of the Vision Transformer, or "" for the module
+    itself. `read_blocks` are the indices of blocks whose patch tokens other parts read, not only the next block.
+    `sizes` has the count of numbers per image for every returned tensor. `outputs` is the name of the `OutputKind`.
+    `macs` are the multiply-accumulates per image outside the Vision Transformer. If a library creates the module,
+    `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is true if
+    calling the class without arguments creates the module. `call` is the method that takes only images: "forward", or
+    one of IMAGE_METHODS if forward needs other inputs, too. `cuts` are the pairs of maps around the Vision Transformer
+    that lost units, with the number of remaining units (`Cut`).
+
+    The next three describe one input. `calls` is the number of images that the Vision Transformer gets. `lengths` has,
+    for every block, the numbers of tokens of its sequences, or () for one sequence of all tokens per image.
+    `head_calls` is how often the classifier runs (None: once per image). If the module resizes or pads its images,
+    `image_size` is the (height, width) of its input, and otherwise (). If it takes other inputs than images, `inputs`
+    contains the fields of `ModuleInputs`.
     """
 
     name: str
@@ -102,7 +104,7 @@ class Surroundings:
 
     @property
     def needed(self) -> str:
-        """What a user must do so that `load` can create a saved module again, "" for nothing."""
+        """The action that a user must take so that `load` can create a saved module again, or "" for no action."""
         if self.factory is None and self.creation is not None:
             return ""
         if self.by_class:
@@ -112,7 +114,7 @@ class Surroundings:
 
 
 class OfImages(nn.Module):
-    """A user's module that is called with only images, although its forward may need other inputs too."""
+    """A user's module that is called with only images, although its forward may need other inputs, too."""
 
     def __init__(self, module: nn.Module, call: str):
         super().__init__()
@@ -120,18 +122,18 @@ class OfImages(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """What the module takes other than images."""
+        """The inputs of the module if they are not images, else None."""
         return inputs_of(self.module) if self.call == "forward" else None
 
     def forward(self, images: Tensor) -> Any:
-        """Returns what the module returns for images [batch, channels, height, width]."""
+        """Returns the module's output for images [batch, channels, height, width]."""
         return answered(self.call, self.module, images)
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
     """Returns the output of a user's module whose method `call` gets only images [batch, channels, height, width].
 
-    For a transformers detector these are its detections, without the states of its decoder.
+    For a transformers detector, the output consists of its detections, without the states of its decoder.
     """
     if call == "forward":
         answer = called(module, images)

@@ -1,14 +1,14 @@
-"""Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens.
+"""Token pruning and merging inside a model, in stages before its layers, at which a reducer selects the tokens.
 
-Restoration returns a token for every patch. A block adds an update to each token, so a patch is restored from the token
+Restoration returns a token for every patch. A block adds an update to each token. So a patch is restored from the token
 that represents it, plus the difference between the two at the stage that merged or pruned the patch. The patch thus
 receives the updates of its representative and keeps its difference, which a copy of the merged token would lose. Later
-layers change the differences, so those from early stages count less: the difference before layer l has the weight l / n
-at the output of layer n. Of the weights we measured, this one has the smallest error (docs/results/dense.md).
+layers change the differences, so differences from early stages count less. The difference before layer l has the weight
+l / n at the output of layer n. Of the weights we measured, this weight has the smallest error (docs/results/dense.md).
 
 Stages are undone from the last to the first, and only for blocks whose output is requested. The blocks pass the
 restored tokens to each other, so every library method that runs blocks returns features of all patches.
-`TokenReduction.leave` stores the present tokens after a block, and `enter` gives them to the next one.
+`TokenReduction.leave` stores the present tokens after a block, and `enter` returns them for the next one.
 """
 
 import sys
@@ -40,17 +40,17 @@ from attnrx.vit.tokens import (
 )
 from attnrx.vit.tokens.reducer import stable_order
 
-TINY = 1e-20  # added to a size of 0, so that its logarithm has a gradient; too small to give the token weight
+TINY = 1e-20  # added to a size of 0, so its logarithm has a gradient. It is too small to weight the token
 
 
 @dataclass
 class RestorableStage:
     """The patch tokens before a stage, the remaining ones, and which of them represents each patch.
 
-    The stage runs before the layer `layer`, counted from 1. `destinations` are the indices of the representatives among
-    the remaining tokens; a pruned patch has none and gets -1. `prunes` states whether there are such patches. If pruned
-    tokens are masked, `positions` are the indices of the remaining tokens among all patch tokens. If they are removed,
-    it is None.
+    The stage runs before layer number `layer`, counted from 1. `destinations` are the indices of the representatives
+    among the remaining tokens. A pruned patch has no representative and gets -1. `prunes` is true if there are such
+    patches. If pruned tokens are masked, `positions` are the indices of the remaining tokens among all patch tokens. If
+    they are removed, it is None.
     """
 
     layer: int
@@ -59,19 +59,19 @@ class RestorableStage:
     destinations: Int[Tensor, "batch before"]
     prunes: bool = False
     positions: Int[Tensor, "batch left"] | None = None
-    # Not a cached_property: in Python 3.11 it has a lock that compilers cannot trace.
+    # Not a cached_property, because its lock in Python 3.11 cannot be traced by compilers.
     _sources: Tensor | None = None
 
     @property
     def sources(self) -> Int[Tensor, "batch before"]:
-        """The index, among the remaining tokens, of the one whose updates each patch receives.
+        """For each patch, the index of the remaining token that passes on its updates to the patch.
 
-        It is the token that represents the patch. For a pruned patch, it is the remaining token closest in direction.
+        This token represents the patch. For a pruned patch, it is the remaining token closest in direction.
         """
         if self._sources is None and not self.prunes:
             self._sources = self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
         elif self._sources is None:
-            # Cosines of [before, remaining] pairs of patches. Computed on first use: only restored stages need them.
+            # Cosines of [before, remaining] pairs of patches. Computed on first use, because few stages are restored.
             unit = nn.functional.normalize(self.remaining, dim=-1)
             similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
             self._sources = torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
@@ -80,11 +80,12 @@ class RestorableStage:
     def restored(
         self, patches: Float[Tensor, "batch after width"], num_layers: int
     ) -> Float[Tensor, "batch before width"]:
-        """Returns the patches before the stage, from those after it at the output of the first `num_layers` layers.
+        """Returns the patches before the stage, restored from the output of the first `num_layers` layers.
 
-        A patch is its source, plus a share of its difference from that source at the stage.
+        `patches` are the remaining patches in this output. A restored patch is its source, plus a share of its
+        difference from this source at the stage.
         """
-        # patches[source] + share * (before - remaining[source]); both terms have the same sources, so one gather does.
+        # patches[source] + share * (before - remaining[source]). Both terms have the same sources, so one gather does.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
         share = self.layer / num_layers
         change = torch.sub(remaining, self.remaining, alpha=share)
@@ -96,7 +97,7 @@ class CallState(threading.local):
 
     The modules have a library's signatures, so this state is stored beside them and removed at the end of the pass.
     Threads that call the same model at the same time have different images, so each thread has its own state. A copy or
-    pickle of a model, even one made during a pass, has no state.
+    pickle of a model has no state, even if it is created during a pass.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,12 +123,12 @@ class TokenRun:
     """Token statistics of one batch in one forward pass.
 
     `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
-    on. `patch_indices` holds the index in the image of every patch token, -1 for tokens that a stage added. `trail`
-    holds those indices after each stage. `stages` is None unless patches are tracked or features of all patches are
-    requested; blocks in `restored_blocks` return such features. `present` are the tokens after a block whose output is
-    restored, and `pooled` the tokens after the last block and its norm. `image_keys` come from the reducer. In
-    training, `sampled` holds the mask sampled at each stage, with a gradient: 1 for a kept patch, 0 for a pruned one. A
-    stage that keeps every patch samples no mask.
+    on. `patch_indices` contains the index in the image of every patch token, or -1 for tokens that a stage added.
+    `trail` contains these indices after each stage. `stages` is None unless patches are tracked or features of all
+    patches are requested. Blocks in `restored_blocks` return such features. `present` are the tokens after a block with
+    a restored output, and `pooled` the tokens after the last block and its norm. `image_keys` come from the reducer. In
+    training, `sampled` contains the mask sampled at each stage, with a gradient: 1 for a kept patch, 0 for a pruned
+    one. A stage that keeps every patch samples no mask.
     """
 
     def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
@@ -149,7 +150,7 @@ class TokenRun:
     def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
         """Returns, for each patch of the image, the index of the token that represents it among a layer's patch tokens.
 
-        `layer` is by default the last one. A pruned patch has -1. The result is None if no patch was pruned or merged,
+        The default `layer` is the last one. A pruned patch has -1. The result is None if no patch was pruned or merged,
         or if features of all patches are not requested.
         """
         # The tokens after a stage are the patches of the next one, so the destinations are composed from the first
@@ -160,7 +161,7 @@ class TokenRun:
                 break
             after = stage.destinations
             if representatives is not None:
-                # A patch that was pruned before has the index -1, which gather refuses.
+                # A patch that was pruned earlier has the index -1, which gather refuses.
                 after = after.gather(1, representatives.clamp(min=0)).masked_fill(representatives < 0, -1)
             if stage.positions is not None:
                 after = stage.positions.gather(1, after.clamp(min=0)).masked_fill(after < 0, -1)
@@ -171,10 +172,9 @@ class TokenRun:
 class _ReductionCall(CallState):
     """The run of the forward pass in progress, and the list of the innermost `recording_tokens`, if any.
 
-    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook ends it. `predictors`
-    belong to the model that is called. A replica of `DataParallel` needs this: its hooks refer to the reduction of the
-    original model, whose weights are on another device. `tracked` states whether runs record which token represents
-    each patch.
+    If `is_inside`, a `forward_pass` context ends the run. Otherwise the last hook ends it. `predictors` belong to the
+    called model. A replica of `DataParallel` needs them, because its hooks refer to the reduction of the original
+    model, whose weights are on another device. If `tracked`, runs record which token represents each patch.
     """
 
     def __init__(self) -> None:  # called in every thread
@@ -188,11 +188,11 @@ class _ReductionCall(CallState):
 
 
 class TokenReduction(nn.Module):
-    """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
+    """A policy attached to one model. `by="compress"` removes pruned tokens, and `by="mask"` keeps every shape.
 
-    A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
+    A masked token keeps its index and has size 0. No other token attends to it, and pooling ignores it. In training, a
     learned reducer always masks. It samples which patches are kept, and their number may vary. The tokens have a
-    gradient with respect to the samples; for dropped patches it is bounded (`sized_softmax`).
+    gradient with respect to the samples. For dropped patches it is bounded (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches.
 
@@ -230,7 +230,7 @@ class TokenReduction(nn.Module):
                 self._end()
 
     def enter_pass(self, restored_blocks: Container[int], predictors: nn.ModuleList) -> None:
-        """Begins a forward pass of a model with these predictors, as `forward_pass` does; `leave_pass` ends it."""
+        """Begins a forward pass of a model with these predictors, like `forward_pass`. `leave_pass` ends it."""
         call = self.call
         if not is_traced():
             self._forget_interrupted()
@@ -246,7 +246,7 @@ class TokenReduction(nn.Module):
         call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     def _forget_interrupted(self) -> None:
-        """Forgets passes that Ctrl-C ended, for which PyTorch calls no hook. Passes still running are on the stack."""
+        """Forgets passes that Ctrl-C ended, because PyTorch calls no hook then. Running passes are on the stack."""
         call, frame, present = self.call, sys._getframe(), set[int]()
         while call.outer and frame is not None:
             present.add(id(frame))
@@ -255,7 +255,7 @@ class TokenReduction(nn.Module):
             _, (call.run, call.is_inside, call.restored_blocks, call.predictors) = call.outer.pop()
 
     def forward(self, outputs: Any) -> Any:
-        """Returns its input unchanged, because a container that calls all its parts in order also calls this one."""
+        """Returns its input unchanged, because a container that calls all its parts in order calls this one, too."""
         return outputs
 
     @contextmanager
@@ -271,13 +271,13 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends the run after the last hook of a pass that no context ends, such as a method of the inner model."""
+        """Ends the run after the last hook of a pass without a context, such as a method of the inner model."""
         if not self.call.is_inside:
             self._end()
 
     @property
     def _run(self) -> TokenRun:
-        """The run of the forward pass in progress; outside a pass, a new one that is not kept."""
+        """The run of the forward pass in progress. Outside a pass, it is a new run that is not kept."""
         run = self.call.run
         return TokenRun() if run is None else run
 
@@ -292,7 +292,7 @@ class TokenReduction(nn.Module):
         return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
 
     def sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
-        """Returns the token sizes for proportional attention, for `windows` windows side by side; None if all are 1."""
+        """Returns the token sizes for proportional attention, with `windows` side by side, or None if all are 1."""
         sizes = self._run.sizes if self.counts_sizes else None
         return sizes if sizes is None or windows == 1 else sizes.reshape(-1, windows * sizes.shape[1])
 
@@ -306,14 +306,14 @@ class TokenReduction(nn.Module):
         if is_recorded():
             return sizes.log()
         if run.logarithms is None or run.logarithms[0] is not sizes:
-            # Rows start at multiples of 8 numbers; otherwise every fused kernel makes a padded copy of its mask.
+            # Rows start at multiples of 8 numbers. Otherwise every fused kernel would pad a copy of its mask.
             count = sizes.shape[1]
             logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
-            run.logarithms = sizes, logs.copy_(sizes).log_()  # not log(out=...), which torch.vmap does not know
+            run.logarithms = sizes, logs.copy_(sizes).log_()  # not log(out=...), which torch.vmap does not support
         return run.logarithms[1]
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
-        """Returns the image patch of each token after the prefix, -1 for an added token; None if all patches remain."""
+        """Returns each patch token's index in the image, -1 for an added token, or None if all patches remain."""
         return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
@@ -322,29 +322,29 @@ class TokenReduction(nn.Module):
         return predictors[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: ImageBatch) -> None:
-        """Starts the pass of a batch, or of a part of one."""
+        """Starts the pass of a batch, or of a part of a batch."""
         if self.call.outer and not is_traced():
             self._forget_interrupted()
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
-        # In training every patch stays in its place, so none has to be restored.
+        # In training every patch stays in its place, so no patch has to be restored.
         run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
         keys, windows = self.policy.reducer.image_keys(images), self.shape.layout.windows
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the tokens for a block, after the stage before it (if any); None if the block keeps its own input.
+        """Returns the tokens for a block, after the stage before it (if any), or None if the block keeps its own input.
 
-        `adds` states that the tokens are the output of a layer that the reducer observes.
+        `adds` is true if the tokens are the output of a layer that the reducer observes.
         """
         run = self._run
-        present, run.present = run.present, None  # used once: the next block may follow an output that is not restored
+        present, run.present = run.present, None  # used once, because the next block's input may not be restored
         tokens = tokens if present is None else present
         if adds:
             self.add_layer(tokens)
         return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
-        """Returns the tokens of all patches after a block of `restored_blocks`; None after other blocks."""
+        """Returns the tokens of all patches after a block of `restored_blocks`, or None after other blocks."""
         run, restored = self._run, None
         if run.stages and block in run.restored_blocks:
             prefix, run.present = self.shape.layout.prefix, tokens
@@ -353,23 +353,23 @@ class TokenReduction(nn.Module):
                 patches = stage.restored(patches, block + 1)
             restored = torch.cat([tokens[:, :prefix], patches], dim=1)
         run.is_past_blocks = block + 1 == self.shape.depth
-        # Restored tokens and a class token are pooled unchanged, so `pooled` needs no run.
+        # Restored tokens and a class token are pooled unchanged, so `pooled` needs no run for them.
         if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.present is not None):
             self._end_outside()
         return restored
 
     def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
-        """Adds one layer's observation to the statistic that the reducer keeps over all layers."""
+        """Adds one layer's observation to the statistic that the reducer computes over all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(
         self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True, windows: int = 1
     ) -> None:
-        """Adds a layer's captured attention for `windows` windows at once; `heads` are its heads' original indices.
+        """Adds a layer's captured attention for `windows` windows at once. `heads` are its heads' original indices.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
-        its original index; a removed head attends uniformly, as in the masked model. The capture is stored only if the
-        next stage `decides` by it.
+        its original index. A removed head attends uniformly, as in the masked model. If `decides`, the capture is
+        stored, because the next stage uses it.
         """
         run, sizes = self._run, self.sizes()
         if windows > 1 and captured.keys is not None:
@@ -381,7 +381,7 @@ class TokenReduction(nn.Module):
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
-        if decides:  # full maps are large, so only those that the next stage uses are stored; sums get the others
+        if decides:  # full maps are large, so only those that the next stage uses are stored
             run.captured = captured
         observed = getattr(captured, self.policy.reducer.every_layer, None)  # None for "tokens"
         if observed is not None:
@@ -398,11 +398,11 @@ class TokenReduction(nn.Module):
                 f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
                 "the blocks before it: call the model, or a method of it that computes its patches."
             )
-        # The C++ kernel, the reducer, or (in training) samples of a learned reducer decide. Each of them updates the
-        # run's statistics to the tokens that are left.
+        # The C++ kernel or the reducer decides. In training, samples of a learned reducer decide. Each of them updates
+        # the run's statistics to the remaining tokens.
         prefix, run = self.shape.layout.prefix, self._run
         sizes = run.sizes
-        if sizes is None:  # a constant in a file: converting the file to half precision converts it, too
+        if sizes is None:  # a constant in a file, so that converting the file to half precision converts it, too
             sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
@@ -420,7 +420,7 @@ class TokenReduction(nn.Module):
         )  # fmt: skip
         if self.samples_patches:
             return self._draw(stage, state)
-        # The merging kernel removes tokens, whereas a mask keeps every shape.
+        # The merging kernel removes tokens, but a mask keeps every shape.
         if self.by == "compress" and can_merge(tokens, run.patch_indices.shape[1], count):
             merged = self.policy.reducer.native_merge(state, count)
             if merged is not None:
@@ -432,7 +432,7 @@ class TokenReduction(nn.Module):
         return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(stage)))
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
-        """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
+        """Returns the tokens that remain after a reduction, and updates the statistics of the run."""
         run = self._run
         if self.by == "compress":
             reduced, positions = compressed_state(state, reduction), None
@@ -443,13 +443,13 @@ class TokenReduction(nn.Module):
         if run.stages is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
-            if destinations is None:  # a selecting reducer: a kept patch represents itself, a pruned one has no token
+            if destinations is None:  # a selecting reducer: kept patches represent themselves, pruned ones have none
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
             run.stages.append(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = reduced.patch_indices
-        # The trail of a masked model is the smaller model's: it has only the patches that remain.
+        # The trail of a masked model equals the smaller model's trail, so it contains only the remaining patches.
         if positions is not None:
             # A stable sort keeps the order of the remaining patches.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
@@ -458,7 +458,7 @@ class TokenReduction(nn.Module):
         return reduced.tokens
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
-        """Samples the kept patches; every token keeps its index, with size 1 or 0."""
+        """Samples the kept patches. Every token keeps its index, with size 1 or 0."""
         run, prefix = self._run, state.prefix
         sampled = self.policy.reducer.sample(state, self.predictor(stage))
         run.sampled[stage] = sampled.keep
@@ -474,46 +474,46 @@ class TokenReduction(nn.Module):
         """Returns the tokens for pooling, changed so that pruned tokens do not count.
 
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
-        pruned patches are overwritten by the first remaining one, which does not change the maximum.
+        the first remaining patch overwrites pruned patches, which does not change the maximum.
         """
         run = self._run
         if run.is_past_blocks:  # a method of a library may call the norm after several blocks
             self._end_outside()
-        # Restored tokens stand for all patches, so every one counts.
+        # Restored tokens represent all patches, so every one counts.
         if run.sizes is None or run.present is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
         if self.shape.layout.pooled == "mean":
             # The module after the norm divides by the number of tokens, so the weights sum to that number. With a
-            # proportional reducer, a merged token counts as many patches as it represents, as it does in attention.
+            # proportional reducer, a merged token counts as all the patches that it represents, as in attention.
             counts = sizes if self.policy.reducer.proportional or self.samples_patches else (sizes > 0).to(sizes.dtype)
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
             remains = sizes > 0
-            # argmax takes no booleans.
+            # argmax does not accept booleans.
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
     def normalized(self, norm: Callable[[Tensor], Tensor]) -> None:
-        """Normalizes the tokens left after the last block, if its output holds all patches."""
+        """Normalizes the remaining tokens after the last block, if its output contains all patches."""
         run = self._run
         if run.is_past_blocks and run.present is not None:
             run.pooled = norm(run.present)
 
     def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the tokens that a pooling by attention attends to, and the logarithms of their sizes.
+        """Returns the tokens to which a pooling by attention attends, and the logarithms of their sizes.
 
-        These are the tokens that are left, even if all patches were restored for other parts. There are no logarithms
-        (None) if no token was pruned or all sizes count as 1.
+        These are the remaining tokens, even if all patches were restored for other parts. The logarithms are None if no
+        token was pruned or all sizes count as 1.
         """
         run = self._run
         if run.is_past_blocks:
             self._end_outside()
         if run.sizes is None:
             return tokens, None
-        # The pooling may leave out tokens before the patches.
+        # The pooling may omit tokens before the patches.
         present = run.sizes.shape[1] if run.pooled is None else self.shape.layout.prefix + run.patches
         skipped = present - tokens.shape[1]
         tokens = tokens if run.pooled is None else run.pooled[:, skipped:]
@@ -530,7 +530,7 @@ def reduction_of(model: nn.Module) -> TokenReduction | None:
 
 
 def require_all_tokens(model: nn.Module, verb: str) -> None:
-    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
+    """Raises NotSupported for a model that prunes or merges tokens. `verb` names the requested operation."""
     reduction = reduction_of(model)
     if reduction is not None:
         raise NotSupported(
@@ -542,33 +542,33 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
 def _at_all_heads(
     values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Returns the statistic of all `count` heads: `values` at the indices `heads`, a default at the others.
+    """Returns the statistic of all `count` heads, with `values` at the indices `heads` and a default at the others.
 
-    The other heads attend uniformly over the keys or, without `attends`, are zero.
+    The other heads attend uniformly over the keys. Without `attends`, their values are zero.
     """
     if values is None:
         return None
     statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
-        # Scores of zero give every key a weight in proportion to its size, in rows of class attention and in full maps.
+        # Scores of zero weight every key in proportion to its size, in rows of class attention and in full maps.
         weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
         shares = weights / weights.sum(-1, keepdim=True)
         statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
-    # One head at a time: a list as an index is copied to the device, and a CUDA graph cannot record that wait.
+    # One head at a time, because an index list is copied to the device, and a CUDA graph cannot record that wait.
     for position, head in enumerate(heads):
         statistic[:, head] = values[:, position]
     return statistic
 
 
 def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
-    """Returns the state after a stage: the remaining tokens, their sizes, indices and statistics."""
+    """Returns the state after a stage, with the remaining tokens, their sizes, indices and statistics."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
     # Without an earlier stage, the indices of the patches are the positions of their tokens.
     indices = kept if state.unsized else state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
-    # Later stages use the statistic, so it must follow the tokens, including the prefix. A new token has no past
-    # statistic, and its patch index is -1.
+    # Later stages use the statistic, so it must be selected like the tokens, including the prefix. A new token has no
+    # past statistic, and its patch index is -1.
     statistic = state.statistic
     if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
@@ -585,17 +585,17 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
     """Returns the state after a stage, and the positions of the kept and the extra tokens among the patch tokens.
 
-    Kept tokens stay at their indices, and extra tokens take the places of pruned patches. All other patches get size 0.
+    Kept tokens stay at their indices, and extra tokens replace pruned patches. All other patches get size 0.
     """
     kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens
     if extra is not None:
-        # Extra tokens go to the first patches that this stage prunes; the mask is 1 where a present patch is not kept.
+        # Extra tokens replace the first patches that this stage prunes. The mask is 1 where a patch is pruned now.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, statistic = replaced_state(state, free)
-    # Not in place: in training, gradients need the old tokens, and a restoration stores those before the stage.
+    # Not in place, because gradients need the old tokens in training, and a restoration needs those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
@@ -604,7 +604,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
-    """Returns patch indices and the statistic after new tokens took the places of the patches `added`."""
+    """Returns patch indices and the statistic after new tokens replaced the patches `added`."""
     statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
     return state.patch_indices.scatter(1, added, -1), statistic
 

@@ -1,4 +1,4 @@
-"""Where the parts of a Vision Transformer are: every family of another library states one such description."""
+"""Where the parts of a Vision Transformer are. Every family of another library states one such description."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 
-# The remedy if a library's own attention, or its block, is of another kind: a user could not create it differently.
+# The remedy if a library's own attention, or its block, is of another kind. A user could not create it differently.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 
 # The kinds of pooling with which tokens can be pruned.
@@ -18,21 +18,21 @@ POOLINGS = ("class", "mean", "attention")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a model cannot be adopted, and a remedy if the reason does not include one."""
+    """The reason why a model cannot be adopted, and a remedy if the reason does not include one."""
 
     reason: str
     remedy: str = ""
 
     @property
     def is_of_class(self) -> bool:
-        """Whether attnrx cannot read the architecture at all, as opposed to a part or setting the user can change."""
+        """Whether attnrx cannot read the architecture at all. Otherwise the user can change the part or setting."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Yields a refusal for every projection that is not a plain nn.Linear: adapted, quantized or parametrized."""
     for name in names:
-        # Only the exact class: a subclass may compute something else, and quantized or adapted maps do.
+        # Only the exact class, because a subclass may compute something else, and quantized or adapted maps do.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
@@ -62,30 +62,30 @@ class ViTParts:
     """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
 
     Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the map
-    that makes the patch tokens. `norm` is the norm after the last block, "" for none. `heads` are the classifiers with
-    the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are skipped.
+    that computes the patch tokens. `norm` is the norm after the last block, "" for none. `heads` are the classifiers
+    with the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are skipped.
 
-    Paths in a block: `attention`; `norm_before`, the norm before the attention (None if there is none); `mlp`, the
-    modules that form its MLP; and `maps`, the two linear maps of the MLP, () for an MLP of another kind. The MLP is
-    compressed only if nothing but an activation is between its maps. `mlp_classes` names the classes of `mlp[0]` for
-    which this is so; with None the class may be any, and a pass of random images finds out. `gated` has, for each class
-    of gated MLP, three paths: the map of its values, the map of its gate, and the map that reads their product.
-    `PATH.first` and `PATH.second` are the halves of the outputs of one map.
+    Paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp` (the modules that form
+    its MLP), and `maps` (the two linear maps of the MLP, or () for an MLP of another kind). The MLP is compressed only
+    if nothing but an activation is between its maps. `mlp_classes` names the classes of `mlp[0]` to which this applies.
+    With None, any class is allowed, and a pass of random images tests it. `gated` has, for each class of gated MLP,
+    three paths: the map of its values, the map of its gate, and the map that reads their product. `PATH.first` and
+    `PATH.second` are the halves of one map's outputs.
 
-    Paths in the attention: `projections` is one map to query, key and value, and the output map; or four separate maps.
-    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the attribute of the attention that holds
-    it. `scale` multiplies the scores: a number, the attribute that holds it, or None for head_dim ** -0.5.
-    `returns_weights` is whether the attention returns a pair; its second element is None here.
+    Paths in the attention: `projections` is one map to query, key and value, and the output map, or four separate maps.
+    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the attention's attribute for it. `scale`
+    multiplies the scores. It is a number, the attribute that holds it, or None for head_dim ** -0.5. `returns_weights`
+    tells whether the attention returns a pair. Its second element is None here.
 
     `prefix_tokens` come before the patches (class, distillation and register tokens). If the model has a class token,
     it is the first. `pooling` is "class", "mean", "attention", or another name for an unsupported kind of pooling.
     `pooler` is the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
 
-    Blocks get [batch * windows, tokens, width]: the patches of an image are divided into `windows` of equal size, each
+    Blocks get [batch * windows, tokens, width]. The patches of an image are divided into `windows` of equal size, each
     with its own prefix tokens. In the blocks with the indices `joined`, every token attends to all windows, in
-    sequences of windows * tokens. With `grid_axis`, blocks get grids of tokens, whose features are on this axis: -1, or
-    1 if rows and columns follow. The attention then gets [batch, rows, columns, width], the grid of an image or of a
-    window in it.
+    sequences of windows * tokens. With `grid_axis`, blocks get grids of tokens with features on this axis: -1, or 1 if
+    rows and columns follow. The attention then gets [batch, rows, columns, width], the grid of an image or of a window
+    in it.
     """
 
     blocks: str | tuple[str, ...]
@@ -112,7 +112,7 @@ class ViTParts:
     grid_axis: int | None = None
 
     def sequences(self, layer: int, tokens: int) -> tuple[int, ...]:
-        """Returns the lengths of the sequences that a layer attends to per image, with `tokens` tokens per window."""
+        """Returns the lengths of a layer's sequences per image, with `tokens` tokens per window."""
         return (tokens * self.windows,) if layer in self.joined else (tokens,) * self.windows
 
     def compresses(self, mlp: nn.Module | None) -> bool:
@@ -120,7 +120,7 @@ class ViTParts:
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
     def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
-        """Returns the paths of the maps of an MLP of this class, with the gate between the two; () for other kinds."""
+        """Returns the paths of the maps of an MLP of this class, with the gate between them, or () for other kinds."""
         gated = self.gated.get(type(mlp).__name__, ())
         return self.maps if not gated and self.compresses(mlp) else gated
 
@@ -168,7 +168,7 @@ class ViTParts:
 
 
 def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
-    """Returns the path of the last linear map in a part of a model, for example in an MLP; () if there is none."""
+    """Returns the path of the last linear map in a part of a model, for example in an MLP, or () if there is none."""
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return tuple(name for name in linears if f"{name}.".startswith(f"{path}."))[-1:]
 
@@ -177,14 +177,14 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
     """Raises NotSupported, with the original error as its cause, if reading a model in the context raises an error.
 
-    Such an error means that the model lacks parts of its class. If the model's code ends the process, it raises
-    UserCodeError.
+    Such an error means that the model lacks parts of its class. If the model's code ends the process, UserCodeError is
+    raised.
     """
     try:
         yield
     except AttnrxError:
         raise
-    except SystemExit as stop:  # it would end the user's process, with a code that means something else
+    except SystemExit as stop:  # it would end the user's process, with an exit code that has another meaning
         raise UserCodeError(f"the code of {model_name(model)} ended the process (SystemExit: {stop}).") from stop
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
         part = getattr(error, "obj", None)  # the part that lacks the attribute

@@ -1,1 +1,1 @@
-"""Models of users' own: stated by a reader, found by their structure, or around a Vision Transformer."""
+"""Users' own models: stated by a reader, found by their structure, or around a Vision Transformer."""

@@ -1,7 +1,7 @@
-"""Which kind of outputs a user's module returns: by its task, by the operation that makes them, then by their shapes.
+"""Determines the kind of a user's module's outputs by its task, by the last operation, and then by their shapes.
 
-`operation_behind` finds the operation in a forward pass, looking through views and sums. A sigmoid makes probabilities
-of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are embeddings.
+`operation_behind` finds this operation in a forward pass, and ignores views and sums after it. A sigmoid returns
+probabilities of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are embeddings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.libraries.huggingface_family import PROBLEMS
 
-# Operations to look through on the way to the one that made the numbers: choices and copies, then sums and factors.
+# Operations to ignore on the way back to the one that computed the numbers: selections and copies, sums and factors.
 CHOICES = frozenset(
     "view _unsafe_view reshape slice select squeeze unsqueeze expand alias detach clone _to_copy copy_ index "
     "index_select gather split split_with_sizes unbind chunk narrow flatten cat stack permute transpose t".split()
@@ -28,7 +28,7 @@ LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
 
 
 class Made(NamedTuple):
-    """The operation that made a tensor, the size of the tensor's last dimension, and what it was made from."""
+    """The operation that computed a tensor, the size of the tensor's last dimension, and the operation before it."""
 
     operation: str
     width: int
@@ -36,7 +36,7 @@ class Made(NamedTuple):
 
 
 class _Producers(TorchDispatchMode):
-    """Records for every tensor what made it, as long as the tensor lives."""
+    """Records for every tensor which operation computed it, as long as the tensor exists."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class _Producers(TorchDispatchMode):
 
 
 def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
-    """Returns the operation that makes the first tensor that `run` returns, looking through choices and factors."""
+    """Returns the operation that computed the first output of `run`, ignoring selections, copies, sums and factors."""
     with evaluating((model,)), _Producers() as producers:
         outputs = tensors_of(run())
     made = producers.made.get(next(iter(outputs.values())))
@@ -66,12 +66,12 @@ def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
 def kind_of_outputs(
     model: nn.Module, run: Callable[[], Any], tensors: Mapping[str, Tensor], heads: Sequence[nn.Linear], name: str
 ) -> str:
-    """Returns the name of the `OutputKind` that describes what a module returns.
+    """Returns the name of the `OutputKind` that describes a module's outputs.
 
     Args:
         model: The module.
         run: A function that calls the module.
-        tensors: What the module returned for two or more images.
+        tensors: The outputs of the module for two or more images.
         heads: Its linear maps outside of the blocks.
         name: The name of the module in messages.
 

@@ -1,9 +1,9 @@
 """Vision Transformers of users' own classes: a `Reader` states their parts, or attnrx finds their structure.
 
 Blocks with known kinds of attention (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
-their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. One pass of
-random images then records the order of the calls. It shows where the patches, the tokens before them, the norms and the
-MLPs are. Nothing is taken on trust: as for every model, attnrx refuses a copy that returns something else.
+their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. A pass of random
+images then records the order of the calls. It shows where the patches, the tokens before them, the norms and the MLPs
+are. No finding is trusted without a proof. As for every model, attnrx refuses a copy with other outputs.
 """
 
 import copy
@@ -44,7 +44,7 @@ from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, mo
 from attnrx.vit.models.users.units import UnitsFamily
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
-# The names of attributes that hold the number of heads.
+# The names of attributes for the number of heads.
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
 
 
@@ -52,18 +52,18 @@ HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_head
 class Reader:
     """Where the parts of a Vision Transformer are, by their paths.
 
-    `blocks` is the list of blocks. Paths in a block: `attention`; `norm_before`, the norm before the attention (None if
-    there is none); and `mlp`, which holds its two linear maps `maps`. With `maps=None` the MLP is of another kind and
-    is not compressed. Paths in the attention: `projections` is one map to query, key and value, and the output map; or
-    four separate maps. `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the
-    attention that holds it. `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights` is whether
-    the attention returns a pair; its second element is None here.
+    `blocks` is the list of blocks. Paths in a block: `attention`, `norm_before` (the norm before the attention, or
+    None) and `mlp`, which contains its two linear maps `maps`. With `maps=None` the MLP is of another kind and is not
+    compressed. Paths in the attention: `projections` is one map to query, key and value, and the output map, or four
+    separate maps. `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attention's attribute for
+    it. `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights` tells whether the attention
+    returns a pair. Its second element is None here.
 
-    `patches` is the convolution that makes the patch tokens. `norm` is the norm after the last block, and `head` the
-    module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches; a class token
-    comes first. `pooling` is what the head receives: "class", "mean" (of the patches, after the norm), or another name,
-    for which tokens are not pruned. `mean` and `std` are the image normalization, one value per channel. `arguments`
-    are JSON values with which the class, or the factory, creates the model again.
+    `patches` is the convolution that computes the patch tokens. `norm` is the norm after the last block, and `head` the
+    module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches. A class token
+    comes first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or another name.
+    With another name, tokens are not pruned. `mean` and `std` are the image normalization, one value per channel.
+    `arguments` are JSON values with which the class, or the factory, creates the model again.
     """
 
     input_shape: tuple[int, int, int]
@@ -123,10 +123,10 @@ class ModuleModel(Adopted):
 
 
 class ModuleFamily(AdoptedFamily):
-    """Any Vision Transformer with a `Reader`; its class is created again when a model is loaded.
+    """Any Vision Transformer with a `Reader`. Loading a model creates its class again.
 
-    A saved model holds the name of its class, never its code. The class must have been imported before you load the
-    model; otherwise the `factory` is used. Nothing is imported or called because a file names it.
+    A saved model contains the name of its class, never its code. Import the class before you load the model, or pass a
+    `factory`. A name in a file never causes an import or a call.
     """
 
     name = library = "module"
@@ -136,7 +136,7 @@ class ModuleFamily(AdoptedFamily):
         self.factory = factory
 
     def marked(self, model: nn.Module, reader: Reader) -> nn.Module:
-        """Returns a shallow copy of the model with its reader, which further copies keep; the model is unchanged."""
+        """Returns a shallow copy of the model with its reader, which further copies keep. The model is unchanged."""
         return _with_reader(copy.copy(model), reader, self.factory or type(model))
 
     def adopts(self, model: nn.Module) -> bool:
@@ -154,7 +154,7 @@ class ModuleFamily(AdoptedFamily):
         down, right = convolution.stride  # type: ignore[misc]
         if height % down or width % right:  # type: ignore[operator]
             raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
-        # A round trip through JSON fails for values that it cannot hold, and turns tuples into lists, as loading will.
+        # A round trip through JSON fails for values that JSON cannot store, and turns tuples into lists, like loading.
         try:
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
@@ -181,7 +181,7 @@ class ModuleFamily(AdoptedFamily):
         return _with_reader(model, reader, factory)
 
     def refresh_(self, adopted: Adopted) -> None:
-        # With the factory that created this model, which the family need not have.
+        # With the factory that created this model, because the family need not have a factory.
         super(ModuleFamily, ModuleFamily(vars(adopted.trunk)["attnrx_factory"])).refresh_(adopted)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -190,7 +190,7 @@ class ModuleFamily(AdoptedFamily):
 
     def prove(self, adopted: Adopted) -> None:
         """Raises NotSupported if the blocks receive another number of tokens than the reader states."""
-        # A user states `prefix_tokens`, and equal logits do not prove it.
+        # A user states `prefix_tokens`, but equal logits do not prove it.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.trunk)[:1]
         with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
@@ -217,12 +217,12 @@ def created_by(
     Args:
         factory: The class or the function, or None if there is none.
         name: The name "module:class" of the class.
-        needed: What the user must do if there is no factory.
+        needed: The action that the user must take if there is no factory.
         arguments: The `arguments` of a `Reader`.
 
     Raises:
         NotSupported: There is no factory and no imported class that creates the module.
-        InvalidInput: The factory returned something other than a module.
+        InvalidInput: The factory did not return a module.
         UserCodeError: The factory raised an exception.
     """
     if factory is None:
@@ -245,7 +245,7 @@ def class_name(module: nn.Module) -> str:
 
 def imported_class(name: str) -> type[nn.Module] | None:
     """Returns an imported nn.Module class by its name "module:class", or None if there is none."""
-    # Only modules that are imported already: a name from a file must not run the code of a module.
+    # Only modules that are already imported, because a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -258,7 +258,7 @@ def imported_class(name: str) -> type[nn.Module] | None:
 
 @dataclass(frozen=True)
 class Structure:
-    """What was found out about a Vision Transformer: its parts, its input format and its number of patches."""
+    """The findings about a Vision Transformer: its parts, its input format and its number of patches."""
 
     parts: ViTParts
     origin: Origin
@@ -278,11 +278,11 @@ class PairedBlock(nn.Module):
 
 
 class TokensFirst(nn.Sequential):
-    """A block, as its only part, that takes [batch, tokens, width] but is called with [tokens, batch, width]."""
+    """Contains one block that takes [batch, tokens, width], and is called with [tokens, batch, width]."""
 
     @property
     def self_attn(self) -> Any:
-        """The attention of the block; nn.TransformerEncoder reads this attribute of its first layer."""
+        """The attention of the block. nn.TransformerEncoder reads this attribute of its first layer."""
         return self[0].self_attn
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -299,8 +299,9 @@ class StructureModel(Adopted):
 class StructureFamily(AdoptedFamily):
     """Vision Transformers whose structure attnrx found, always as users' modules (`Surroundings`).
 
-    The facts of such a model are the `structure`, the `group` of its blocks (their paths, and the path of the attention
-    in a block), and whether its blocks were `rewritten` into parts that are called with tokens as attnrx calls them.
+    The facts of such a model are the `structure`, the `group` of its blocks and `rewritten`. The `group` contains the
+    paths of the blocks, and the path of the attention in a block. If the blocks were `rewritten`, they are parts that
+    attnrx can call with tokens.
     """
 
     name = "structure"
@@ -314,7 +315,7 @@ class StructureFamily(AdoptedFamily):
         """Accepts every model, because the search finds only parts of supported kinds."""
 
     def found(self, model: nn.Module) -> tuple[str, dict[str, Any]] | None:
-        """Returns where in a module the structure of a Vision Transformer was found, and the facts about it.
+        """Returns the path in a module at which it found the structure of a Vision Transformer, and the facts about it.
 
         Returns None if there is no such structure.
         """
@@ -375,10 +376,10 @@ class StructureFamily(AdoptedFamily):
         return {**super().describe(model), "structure": to_dict(self._adopted(model).facts["structure"])}
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing: the code of the model takes images of any size."""
+        """Changes nothing, because the code of the model takes images of any size."""
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Changes nothing: the code of the model takes images of any size."""
+        """Changes nothing, because the code of the model takes images of any size."""
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
@@ -395,7 +396,7 @@ class StructureFamily(AdoptedFamily):
 
 
 def _projections(part: nn.Module) -> tuple[str, ...] | None:
-    """Returns the paths of an attention's projections, () for nn.MultiheadAttention; None if it is no attention."""
+    """Returns the paths of an attention's projections, () for nn.MultiheadAttention, or None for other parts."""
     if type(part) is nn.MultiheadAttention:
         plain = part.in_proj_weight is not None and part.bias_k is None and not part.add_zero_attn
         return () if plain else None
@@ -417,7 +418,7 @@ def _projections(part: nn.Module) -> tuple[str, ...] | None:
 
 
 def _letter(path: str) -> str:
-    """Returns the letter that tells query, key and value apart: the first one after prefixes such as "to_"."""
+    """Returns the letter that distinguishes query, key and value: the first one after prefixes such as "to_"."""
     name = re.sub(r"^(to|w|fc|in|linear|lin|proj)_?(?=[qkv](uery|ey|alue)?\b|[qkv]_)", "", path.split(".")[-1].lower())
     return name[:1]
 
@@ -470,7 +471,7 @@ def _restructured(
 ) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
     """Turns the blocks of a group into parts that are called with tokens, in place.
 
-    `group` holds the paths of the blocks and the path of the attention in a block. Returns the module, the earlier
+    `group` contains the paths of the blocks and the path of the attention in a block. Returns the module, the earlier
     paths of parts that moved, and the new paths of the blocks and of the attention in a block.
     """
     before = {id(part): path for path, part in module.named_modules()}
@@ -519,7 +520,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
         elif wrapper is part and hasattr(part, "norm"):
             part.norm = nn.Identity()
         made.append(PairedBlock(part, norm, pair[1]).train(wrapper.training))
-    # What vit-pytorch's Transformer computes: the blocks one after the other, and a norm.
+    # The same computation as in vit-pytorch's Transformer: the blocks one after the other, and a norm.
     parts = OrderedDict(layers=nn.Sequential(*made), norm=norms[0] if norms else nn.Identity())
     replaced = nn.Sequential(parts).train(owner.training)
     holder.set_submodule(f"0.{path}".rstrip("."), replaced)
@@ -534,7 +535,7 @@ def _observed(
 ) -> tuple[str, Structure] | None:
     """Runs the module on random images, and returns the path and the structure of its Vision Transformer.
 
-    Returns None if the calls do not show them.
+    Returns None if the calls do not reveal a structure.
     """
     inputs = inputs_of(model)
     try:
@@ -543,7 +544,7 @@ def _observed(
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
-    # While this mode is active, PyTorch's transformers do not take their fast path, which calls no parts.
+    # While this mode is active, PyTorch's transformers do not use their fast path, which calls no parts.
     with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
         called(model, images)
     # In the order in which the calls end.
@@ -571,7 +572,7 @@ def _observed(
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
-    # If the module takes other inputs than images, only the module itself gets them, not a part of it.
+    # If the module takes other inputs than images, only the module itself gets them, not one of its parts.
     path = next(containing([*blocks, patches[-1]])) if inputs is None else ""
     parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
@@ -601,9 +602,9 @@ def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int
     if before.shape == tokens.shape:
         is_same = (before == before[:1]).flatten(2).all(2).all(0)
         prefix = int(is_same.sum())
-        # If this fails, there are tokens behind the patches that belong to no patch.
+        # If this fails, tokens that belong to no patch follow the patches.
         return ("class" if prefix else "mean", prefix, None) if bool(is_same[:prefix].all()) else None
-    # Blocks make sequences of their inputs: windows of a grid, or the channels of a series.
+    # The blocks make sequences of their inputs, which are windows of a grid, or the channels of a series.
     axes = [axis for axis in (3, 1) if before.ndim == 4 and before.shape[axis] == tokens.shape[-1]]
     pooling = "parts that make sequences of them"
     return (pooling, 0, axes[0] if axes else None) if axes or before.ndim == 3 else None
@@ -615,7 +616,7 @@ def _packed_origin(model: nn.Module, inputs: ModuleInputs) -> Origin:
 
 
 def _makes(call: ModuleCall, count: int) -> bool:
-    """Whether a part is a convolution or a linear map that makes `count` patches in total."""
+    """Whether a part is a convolution or a linear map that computes `count` patches in total."""
     convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
     if not isinstance(call.module, convolutions | nn.Linear) or not isinstance(call.output, Tensor):
         return False
@@ -623,7 +624,7 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns the linear maps of a block outside its attention, and the module with just two of them ("" for none)."""
+    """Returns a block's linear maps outside its attention, and the module with just two of them ("" for none)."""
     maps = tuple(
         path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
     )

@@ -1,11 +1,11 @@
-"""Models that no reader reads: attnrx finds only the hidden units of their MLPs.
+"""Models without a reader, in which attnrx finds only the hidden units of the MLPs.
 
 Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, and units can
-be removed from all of them. The maps are found by the order of calls, and checked with random images.
+be removed from all of them. attnrx finds the maps by the order of calls, and tests them with random images.
 
-A pair is two linear maps, or two convolutions, the second 1 x 1; between them, no unit is computed from another one.
-In a gated MLP (SwiGLU) a unit is the product of two outputs, from two maps or from the halves of one. The map called
-first is the first of the pair. The other one is a part between them, with weights per unit.
+A pair is two linear maps, or two convolutions of which the second is 1 x 1. Between them, no unit is computed from
+another one. In a gated MLP (SwiGLU), a unit is the product of two outputs, from two maps or from the halves of one map.
+The map that is called first is the first of the pair. The other one is a part between them, with weights per unit.
 """
 
 import copy
@@ -43,10 +43,10 @@ from attnrx.vit.models.working.adopted import Adopted, Origin
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
-# The image sizes to try on a model that does not state its own.
+# The image sizes to try for a model that does not state its own size.
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
-# Pairs with fewer MACs than this share of the largest pair are left out, e.g. heads of pooled features and the small
-# MLPs that compute position biases.
+# Pairs with a smaller share of the largest pair's MACs are ignored, e.g. heads of pooled features and the small MLPs
+# that compute position biases.
 LEAST_SHARE = 0.01
 
 
@@ -60,8 +60,8 @@ class Convolution(nn.Module):
 
     def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs rows columns"]:
         linear: Any = self.linear
-        # Hooks and replacements of the linear map expect the features of a position last, as everywhere else. If there
-        # are none, a convolution avoids the copy into that order.
+        # Hooks and replacements of the linear map expect the features of a position last, as everywhere else. Without
+        # them, a convolution avoids the copy into this order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
         if not is_watched and type(linear) is NativeLinear and linear.weight.numel():
             weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))
@@ -73,12 +73,12 @@ class Convolution(nn.Module):
         return linear(F.unfold(maps, self.kernel, **self.geometry).mT).mT.unflatten(2, (rows, -1))
 
 
-# What the record of a module holds: its pairs, the MACs of everything else, and the map that makes the output.
+# The content of a module's record: its pairs, the MACs of everything else, and the map that computes the output.
 FACTS = ("pairs", "outer_macs", "head")
 
 
 class UnitsModel(Adopted):
-    """A module of any class, `source`, of which attnrx reads only the hidden units of MLPs."""
+    """A module of any class, `source`, in which attnrx reads only the hidden units of MLPs."""
 
     outer_macs = 0
     head = ""
@@ -89,9 +89,9 @@ class UnitsModel(Adopted):
 
 
 class UnitsFamily(AdoptedFamily):
-    """Modules of any class with MLPs whose units are separate, always as users' modules (`Surroundings`).
+    """Modules of any class with MLPs that have separate units, always as users' modules (`Surroundings`).
 
-    A layer is one MLP. Its attention has no heads, whatever attention the module has around the MLP.
+    A layer is one MLP. Its attention has no heads here, even if the module has attention around the MLP.
     """
 
     name = "units"
@@ -105,9 +105,9 @@ class UnitsFamily(AdoptedFamily):
         return ViTParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the input format: the first image size at which the module runs.
+        """Returns the input format, with the first image size at which the module runs.
 
-        Sizes that the module states are tried before common ones.
+        Sizes that the module states are tried before common sizes.
 
         Raises:
             NotSupported: The module runs at none of these sizes.
@@ -131,7 +131,7 @@ class UnitsFamily(AdoptedFamily):
         )
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing: the module has no position embeddings that attnrx reads."""
+        """Changes nothing, because the module has no position embeddings that attnrx reads."""
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
@@ -140,7 +140,7 @@ class UnitsFamily(AdoptedFamily):
         adopted.origin = replace(adopted.origin, input_shape=shape)
 
     def viewed(self, model: nn.Module, record: Record) -> Adopted:
-        return self.working(model, record)  # its maps are not the module's own ones
+        return self.working(model, record)  # its maps are not the module's own maps
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Turns the maps of all pairs into linear maps, after finding the pairs if they are not known."""
@@ -178,7 +178,7 @@ class UnitsFamily(AdoptedFamily):
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
-        """Measures in a forward pass at how many places every MLP runs, and the MACs of everything else."""
+        """Measures, in a forward pass, the number of positions of every MLP, and the MACs of everything else."""
         found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
@@ -196,7 +196,7 @@ class UnitsFamily(AdoptedFamily):
             return tuple(map(Attention, self.specs(model)))
 
     def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
-        """Returns shapes for the attention, which is not read: it has no heads and costs nothing."""
+        """Returns shapes for the attention. It is not read, so the shapes have no heads and cost nothing."""
         return tuple(
             AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())  # type: ignore[arg-type]
             for _, second in self.mlp(model)
@@ -244,7 +244,7 @@ class UnitsFamily(AdoptedFamily):
         return 1  # every MLP has its own number of positions
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs of the MLPs; all other parts count as patches."""
+        """Returns the costs of the MLPs. All other parts count as patches."""
         found, maps = self._own(adopted), self.mlp(adopted)
         before = hidden_units(maps)
         layers, inside = [], 0
@@ -261,7 +261,7 @@ class UnitsFamily(AdoptedFamily):
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields the image shapes that a module may take, beginning with those it states."""
+    """Yields the image shapes that a module may take, beginning with the shapes that it states."""
     if inputs := inputs_of(model):
         yield inputs.shape
         return
@@ -274,7 +274,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-    # The first convolution may not read the image itself, e.g. if a cosine transform comes first.
+    # The first convolution may not read the image itself, e.g. after a cosine transform.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
@@ -285,7 +285,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
-    """Returns the sides of square images for which position embeddings [1, tokens, width] may have been made."""
+    """Returns the sides of square images to which position embeddings [1, tokens, width] may belong."""
     linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
     if convolution is not None:
         patch = convolution.stride[0]
@@ -312,7 +312,7 @@ def _is_map(part: nn.Module) -> bool:
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Whether a map reads only the features at each position, so that it has one column for each of them."""
+    """Whether a map reads only the features at each position, so it has one column for each of them."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
@@ -340,11 +340,11 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Trace(NamedTuple):
-    """What one forward pass showed.
+    """The observations of one forward pass.
 
-    `order` are the parts without children (and batch norms), in the order of their calls. `maps` holds the shapes of
-    the input and of the output, and the output, of every map that is called once. `once` are the parts that are called
-    once with a tensor. `output` is what the model returned.
+    `order` are the parts without children (and batch norms), in the order of their calls. `maps` contains, for every
+    map that is called once, the shapes of the input and of the output, and the output. `once` are the parts that are
+    called once with a tensor. `output` is the output of the model.
     """
 
     order: list[str]
@@ -374,8 +374,8 @@ def _traced(model: nn.Module, images: Tensor) -> _Trace:
 def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
     """Yields pairs of maps that may have separate units between them.
 
-    The second map has as many inputs as the first has outputs. Between the two, only parts with weights per unit have
-    weights. With `around`, the second may be a convolution with any kernel, and each may be transposed.
+    The second map has as many inputs as the first has outputs. Only parts with weights per unit may have weights
+    between the two. With `around`, the second may be a convolution with any kernel, and each may be transposed.
     """
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
@@ -414,13 +414,13 @@ def _positions(part: nn.Module, shape: torch.Size) -> int:
 def separate_pairs(
     model: nn.Module, shape: tuple[int, int, int], around: str | None = None
 ) -> tuple[tuple[Pair, ...], str]:
-    """Returns the pairs of maps whose units are separate, and the path of the map that makes the output ("" for none).
+    """Returns the pairs of maps with separate units, and the path of the map that computes the output ("" for none).
 
-    It takes three forward passes on random images. The second pass changes half of the entries that the first map of
-    every pair returns, for the second image. Only the same entries of the second map's input may change. In the third
-    pass, the first map and the parts between have half of their units. The second map must receive these units as
-    before, and the model must return what it returned before. With `around`, only pairs outside the part at this path
-    are returned, and their units may be channels of any convolutions.
+    It runs three forward passes on random images. The second pass changes half of the entries in the output of every
+    pair's first map, for the second image. Only the same entries of the second map's input may change. In the third
+    pass, the first map and the parts between have only half of their units. The second map must receive these units
+    unchanged, and the model must return the same outputs. With `around`, only pairs outside the part at this path are
+    returned, and their units may be channels of any convolutions.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -435,7 +435,7 @@ def separate_pairs(
 
 
 def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
-    """Returns the pairs with the MACs of both maps, and the path of the map that makes the output."""
+    """Returns the pairs with the MACs of both maps, and the path of the map that computes the output."""
     trace, named, head = _traced(model, images), dict(model.named_modules()), ""
     outputs = tensors_of(trace.output)
     if len(outputs) == 1:
@@ -443,7 +443,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
         made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
     pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
-    # Maps with shared weights are left out: changing them would change the other part, too.
+    # Maps with shared weights are excluded, because changing them would change the other part, too.
     shared = shared_weights(model)
     pairs = [
         pair
@@ -466,7 +466,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
 def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
     """Replaces linear maps with twice as many outputs as the next map has inputs by their halves, in place.
 
-    Maps in `others` are left alone. Returns the replaced maps by their paths.
+    Maps in `others` are left unchanged. Returns the replaced maps by their paths.
     """
     trace, named = _traced(model, images), dict(model.named_modules())
     maps = [path for path in trace.order if path in trace.maps]
@@ -532,13 +532,13 @@ def _half(units: int, device: torch.device) -> Tensor:
 
 
 def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs that compute the kept units as before when half of their units are removed."""
+    """Returns the pairs that compute the kept units unchanged when half of their units are removed."""
 
     def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         inputs = units_last(call.module, call.tokens)
         return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
 
-    # For every second map: the half of its inputs that is kept, and its outputs.
+    # For every second map: the kept half of its inputs, and its outputs.
     with recording_calls((model.get_submodule(pair.second) for pair in pairs), keep) as calls:
         expected = tensors_of(called(model, images))
     cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
@@ -547,14 +547,14 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     # Every round tries pairs without a common map. If one fails, other pairs with its maps are tried.
     while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
         good = cut(together)
-        # One pair that raises an error, or that another part reads, hides the others: then each is tried by itself.
+        # One pair that raises an error, or that another part reads, hides the others. Then each pair is tried alone.
         accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
         left = [pair for pair in left if pair not in together]
     return [pair for pair in pairs if pair in accepted]
 
 
 def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
-    """Returns the first pairs that share no map with each other or with those that are taken."""
+    """Returns the first pairs that share no map with each other or with the maps in `taken`."""
     chosen = []
     for pair in pairs:
         if not taken & {pair.first, pair.second}:
@@ -570,9 +570,9 @@ def _cut(
     recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
-    """Runs the model with half of the units of these pairs; returns the pairs that pass, None if the model does not.
+    """Runs the model with half of the units of these pairs. Returns the pairs that pass, or None if the model fails.
 
-    The second map of every pair returns its earlier output, so that all other parts get the same inputs as before.
+    The second map of every pair returns its earlier output, so all other parts get the same inputs as before.
     """
     passed = []
 
@@ -609,6 +609,6 @@ def _cut(
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:
-    # Products of other shapes round differently; mixed units would change the entries by their own size.
+    # Products of other shapes round differently, but mixed units would change the entries by their own size.
     largest = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
     return expected.shape == found.shape and bool((expected - found).abs().max() <= 1e-3 * largest)

@@ -34,9 +34,9 @@ class Origin:
     """How the model was created by its own library, and its input format.
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
-    `preprocessing` holds the settings of the library's transform from a picture to pixels, named as the library names
-    them; {} if unknown. `replaced` describes the parts that were replaced later, by their paths (`replaced_parts`). For
-    example, `model.head = nn.Linear(192, 10)` replaces the head.
+    `preprocessing` contains the settings of the library's transform from a picture to pixels, under the library's own
+    names, or {} if they are unknown. `replaced` describes the parts that were replaced later, by their paths
+    (`replaced_parts`). For example, `model.head = nn.Linear(192, 10)` replaces the head.
     """
 
     architecture: str
@@ -67,33 +67,33 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 class _AdapterCall(CallState):
     """The state of an adapter's call.
 
-    `shortens` states whether `LastLayer` is active in this forward pass. If so, `entered` holds all tokens before the
+    `shortens` is true if `LastLayer` is active in this forward pass. Then `entered` contains all tokens before the
     block, and the norm before the attention.
     """
 
-    # Set in every thread, because a compiler refuses an attribute that is read from the class and set on the instance.
+    # Set in every thread, because a compiler refuses an attribute that is read from the class but set on the instance.
     def __init__(self):
         self.shortens = False
         self.entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:
-    """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
+    """A hook before the last block. Only the tokens before the patches pass through it, but they attend to all tokens.
 
     The logits do not change. The shortcut is active only in a `forward_pass` of the model that requests it. A model's
     MACs (`attnrx.vit.costs`) count all tokens, as in papers.
     """
 
     # It is a hook because the block's code belongs to the library and differs by class. If the block gets fewer tokens,
-    # each of its operations except the attention computes fewer. `by_image` states that the hook needs no whole batch
-    # (`chunked_forward`).
+    # each of its operations except the attention computes fewer. `by_image` means that the hook does not need whole
+    # batches (`chunked_forward`).
     by_image = True
 
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
         """Registers the hook.
 
-        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before that. `after` is
-        the norm after the block. `prefix` is the number of tokens before the patches.
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it. `after` is the
+        norm after the block. `prefix` is the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
         block.register_forward_pre_hook(self, with_kwargs=True)
@@ -112,12 +112,12 @@ class LastLayer:
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
-        # The adapter of the called block: a replica of `DataParallel` does not call `self.block`.
+        # The adapter of the called block, because a replica of `DataParallel` does not call `self.block`.
         tokens = tokens_in(args, kwargs)
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
-        # The shortcut has three more operations than the block, and on a GPU few tokens take as long as one.
+        # The shortcut has three more operations than the block, and on a GPU a few tokens take as long as one.
         if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
@@ -128,17 +128,17 @@ class LastLayer:
 class Adopted(nn.Module):
     """A working copy of a model, `source`, with attnrx attention in every layer of the Vision Transformer in it.
 
-    `trunk` is the Vision Transformer: `source` itself, or a part of it if a user's module has other parts around it
-    (`around`). For images, a library's model returns its logits, and a user's module what it always returns. Verbs
-    compute with working copies, and return models of the library's own classes (`working_copy.py`).
+    `trunk` is the Vision Transformer. It is `source` itself, or a part of it if a user's module has other parts around
+    it (`around`). For images, a library's model returns its logits, and a user's module its own outputs. Verbs compute
+    with working copies, and return models of the library's own classes (`working_copy.py`).
     """
 
     pairs: tuple[Pair, ...] = ()
-    """The maps of the MLPs, by their paths in `trunk`; () if a block has an MLP of another kind."""
+    """The maps of the MLPs, by their paths in `trunk`, or () if a block has an MLP of another kind."""
     plain: "PlainShape | None" = None
     """The model from which this working copy was made, without its weights."""
     own: "OwnModel | None" = None
-    """That model with its weights, as long as the working copy has the same weights."""
+    """The same model with its weights, as long as the working copy has the same weights."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class Adopted(nn.Module):
         facts: Mapping[str, Any] | None = None,
         places: Mapping[str, str] | None = None,
     ):
-        """Stores the model and what is known about it.
+        """Stores the model and the known facts about it.
 
-        `facts` come from its `Record`. `places` holds the paths in the user's module of parts that have another path in
-        `source`.
+        `facts` come from its `Record`. `places` maps paths in `source` to paths in the user's module, for the parts
+        with different paths.
         """
         super().__init__()
         self.source = source
@@ -162,7 +162,7 @@ class Adopted(nn.Module):
 
     @property
     def path(self) -> str:
-        """Where the Vision Transformer is in `source`."""
+        """The path of the Vision Transformer in `source`."""
         return "" if self.around is None else self.around.path
 
     @property
@@ -177,29 +177,29 @@ class Adopted(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """What a user's module takes other than images."""
+        """The inputs of a user's module if they are not images, else None."""
         has_inputs = self.around is not None and self.around.call == "forward"
         return inputs_of(self.source) if has_inputs else None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of one input; if the model takes images, their channels, height and width."""
+        """The shape of one input. If the model takes images, it is their channels, height and width."""
         inputs, (channels, *size) = self.attnrx_inputs, self.origin.input_shape
         height, width = size if self.around is None else self.around.image_size or size
         return (channels, height, width) if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """How many numbers per image every tensor has that a user's module returns, by its place in the output."""
+        """The count of numbers per image in every tensor that a user's module returns, by the tensor's place."""
         return {} if self.around is None else self.around.sizes
 
     def forward(self, images: ImageBatch) -> Any:
-        """Returns the logits, the pooled features of a model without a classifier, or what a user's module returns."""
+        """Returns the logits, the pooled features of a model without a classifier, or a user's module's own output."""
         images = self.entering(images)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
 
     def entering(self, images: ImageBatch) -> ImageBatch:
-        """Returns the images in the form that the model takes.
+        """Returns the images in the format that the model takes.
 
         Raises:
             InvalidInput: The model does not take images of this size.
@@ -211,7 +211,7 @@ class Adopted(nn.Module):
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
         """Returns the function that computes the answer of `source`, or of a copy of it, for images.
 
-        The answer is one row per image, or what a user's module returns.
+        The answer is one row per image. A user's module returns its own output.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
@@ -219,14 +219,14 @@ class Adopted(nn.Module):
     def takes_any_size(self) -> bool:
         """Whether the library interpolates the position embeddings in every forward pass, to the size of the images.
 
-        `origin.input_shape` is then the size for which costs, plans and files are made.
+        Costs, plans and files are then made for the size in `origin.input_shape`.
         """
         return False
 
     @property
     def patching(self) -> tuple[int, int, int] | None:
-        """The width of the model, and the height and width of a patch; None if no convolution makes the patches."""
-        # The first convolution makes the patches, and has the width of the model.
+        """The model's width, and the height and width of a patch. None if no convolution computes the patches."""
+        # The first convolution computes the patches and has the width of the model.
         convolution = next((part for part in self.trunk.modules() if isinstance(part, nn.Conv2d)), None)
         return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
 
@@ -241,14 +241,14 @@ class Adopted(nn.Module):
         require_images(images, expected, self.name)
 
     def _max_elements(self, images: ImageBatch) -> int:
-        """The elements per image of the largest activation, taken to be the hidden layer of an MLP with ratio 4."""
+        """Returns the elements per image of the largest activation, assumed to be an MLP's hidden layer of ratio 4."""
         if self.patching is None:
             return 0
         width, down, right = self.patching
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def answer(self, images: Tensor) -> Any:
-        """Returns what `source` itself answers for images [batch, channels, height, width]."""
+        """Returns the answer of `source` itself for images [batch, channels, height, width]."""
         return self.answering()(self.source, images)
 
     def _forward_chunk(self, images: Tensor) -> Any:
@@ -270,7 +270,7 @@ class Adopted(nn.Module):
 
         If tokens are pruned or merged, all patches are restored only after `restored_blocks`. By default, these are the
         blocks that parts around the Vision Transformer read. Outside of the context, all patches are restored after
-        every block. If no block is restored, the last block computes only the class token when the head uses no other.
+        every block. If no block is restored, the last block computes only the class token if the head needs no other.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -297,8 +297,8 @@ class Adopted(nn.Module):
 class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
-    `prefix` is the number of tokens before the patches. `pair_bias` returns this layer's bias of pairs of tokens, if it
-    has one. `returns_weights` is whether the block takes a pair; its second element is None here.
+    `prefix` is the number of tokens before the patches. `pair_bias` returns this layer's bias of token pairs, if it has
+    one. `returns_weights` is true if the block expects a pair, whose second element is None here.
     """
 
     returns_weights = False
@@ -320,8 +320,8 @@ class Adapter(nn.Module):
             return self.mixed(tokens.flatten(1, 2), positions).view_as(tokens)
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
-        (entered, norm), self.call.entered = self.call.entered, None  # used once: the next call has other images
-        # The queries are normalized by the block already; keys and values need the norm of all tokens.
+        (entered, norm), self.call.entered = self.call.entered, None  # used once, because the next images are others
+        # The block has already normalized the queries. Keys and values need the norm of all tokens.
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
@@ -339,7 +339,7 @@ class Adapter(nn.Module):
 def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a call of an adapter one node in a graph of `torch.fx`, like a call of `nn.MultiheadAttention`.
 
-    What attnrx attention computes depends on the shapes of its inputs, which a trace does not know.
+    The computation of attnrx attention depends on the shapes of its inputs, and a trace has no shapes.
     """
 
     @wraps(forward)
@@ -356,18 +356,18 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
 class PlainAttention(Adapter):
     """attnrx attention in place of an attention module that is called with tokens, or like nn.MultiheadAttention."""
 
-    batch_first = False  # nn.TransformerEncoderLayer then calls its parts instead of a kernel that reads their weights
+    batch_first = False  # so nn.TransformerEncoderLayer calls its parts, not a kernel that reads their weights
 
     @one_node
     def forward(
         self, tokens: TokenBatch | None = None, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:
-        """Returns the attention output; `key` and `value`, if given, are `tokens` [batch, tokens, width] themselves.
+        """Returns the attention output. If not None, `key` and `value` must be `tokens` [batch, tokens, width].
 
-        If tokens are passed by name, they are the first tensor of the call whose name has no other meaning.
+        If tokens are passed by name, they are the first tensor in the call whose name has no other meaning.
 
         Raises:
-            NotSupported: A mask is given, or keys or values of other tokens.
+            NotSupported: A mask is passed, or keys or values of other tokens.
         """
         entering: Tensor = options.pop(name_of_tokens(options)) if tokens is None else tokens
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
@@ -383,15 +383,15 @@ class PlainAttention(Adapter):
 
 
 class PairBias(nn.Module):
-    """The bias of pairs of tokens that a library's module computes."""
+    """The bias of token pairs that a library's module computes."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
-        """`compute` is a bound method or a partial function of the module, so that a copy of this computes its own."""
+        """`compute` is a bound method or partial function of the module, so a copy of the module computes its own."""
         super().__init__()
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all tokens; what the library passes, e.g. the window, is known to the module."""
+        """Returns the bias of all tokens. The library's arguments, e.g. the window, are known to the module."""
         return of_weights(self, None, self.compute)
 
 
@@ -412,17 +412,16 @@ def attention_from_projections(
 ) -> Attention:
     """Returns attnrx attention with copies of four projections: query, key, value, output.
 
-    The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the
-    rotated pairs, if any. `inner_norms` are modules by name (INNER_NORMS).
+    The rows of query, key and value, and the columns of output, are sorted by head.
 
     Args:
         weights: The weights of the four projections: [rows, width], and [width, rows] for the output.
-        biases: The biases of the four projections, [rows] or [width]; None for a projection without one.
+        biases: The biases of the four projections, [rows] or [width]. None for a projection without one.
         heads: The number of heads.
         scale: The factor of the scores.
-        rotary: INTERLEAVED, HALVES, or None.
+        rotary: The layout of the rotated pairs, INTERLEAVED or HALVES, or None without rotation.
         pair_bias: Whether a bias per pair of tokens is added to the scores.
-        inner_norms: Modules of the library that normalize queries, keys or outputs.
+        inner_norms: The library's modules that normalize queries, keys or outputs, by name (INNER_NORMS).
         distances: The vectors for distances in rows and in columns, [distances, head_dim], shared by all heads.
 
     Raises:
@@ -443,12 +442,12 @@ def attention_from_projections(
         inner_norms=tuple(name for name in INNER_NORMS if name in norms),
         window=None if distances is None else ((len(distances[0]) + 1) // 2, (len(distances[1]) + 1) // 2),
     )  # fmt: skip
-    # On the meta device: its random weights would be replaced at once (assign=True).
+    # On the meta device, because random weights would be replaced at once (assign=True).
     with torch.device("meta"):
         attention = Attention(spec)
     weights, biases = list(weights), list(biases)
     # Permuting query and key rows together changes no score, so the forms need only one layout of pairs, HALVES. Values
-    # are not rotated, and keep their order.
+    # are not rotated and keep their order.
     if rotary == INTERLEAVED:
         order, by_head = interleaved_rows(1, ranks[0]), interleaved_rows(heads, ranks[0])
         for side in (0, 1):
@@ -483,20 +482,21 @@ def interleaved_rows(heads: int, rank: int) -> Int[Tensor, "rows"]:
 WARM = 16 * 2**20
 """The most bytes that the largest activation of one CPU thread should have.
 
-The operating system allocates larger activations anew, page by page, at every operation, and they do not fit the cache.
-That takes longer than starting the operations several times. Smaller chunks cost time, too, because every product packs
-its weight anew: with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/dense.md).
+Larger activations do not fit into the cache, and the operating system allocates them again, page by page, in every
+operation. This takes longer than launching the operations several times. Smaller chunks cost time, too, because every
+product packs its weight again. With 8 MiB, a ViT-S/14 with a decoder took 4 % longer at batch 8
+(docs/results/dense.md).
 """
 
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
-    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks if that is possible.
+    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks if possible.
 
     Chunks are possible on a CPU if no gradients are recorded and no hook needs the whole batch. Every call of `run` is
-    a separate forward pass, in its own context. `largest` is the number of elements per image of the largest
+    a separate forward pass, in its own context. `largest` is the number of elements per image in the largest
     activation. The model must treat the images of a batch independently, as all models do in evaluation mode.
     """
-    # Token reducers and some backends need an image: for an empty batch, a black one is run and its row removed.
+    # Token reducers and some backends need an image. For an empty batch, a black image is run and its row removed.
     if not (is_traced() or model.training or len(images)):
         return mapped(lambda output: output[:0], run(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
@@ -510,13 +510,13 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
         or any(is_watched(part) or (isinstance(part, Attention) and part.backend.watches) for part in model.modules())
     ):
         return run(images)
-    # Chunks of equal sizes: a small last one would pack the weights for only a few images.
+    # Chunks of equal sizes, because a small last chunk would pack the weights for only a few images.
     num_chunks = -(-len(images) // chunk_size)
     return joined([run(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
 
 
 class PlainShape:
-    """A model without its weights, of which copies can be made; copies of its owner share it."""
+    """A model without its weights that can be copied. Copies of its owner share it."""
 
     def __init__(self, model: nn.Module):
         self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
@@ -537,7 +537,7 @@ class PlainShape:
 
 
 class OwnModel:
-    """The model from which a working copy was made, and which runs its own code; copies of the working copy drop it."""
+    """The model from which a working copy was made, with its own code. Copies of the working copy do not keep it."""
 
     def __init__(self, model: nn.Module | None):
         self.model = model
@@ -550,9 +550,9 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module in which `make` has replaced each weight by another one.
+    """Returns a copy of a module with each weight replaced by the result of `make`.
 
-    The buffers keep their values, because only the module's code could compute those that are not saved.
+    The buffers keep their values, because only the module's code could compute unsaved buffers.
     """
     weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
     return copy_module(module, weights)
@@ -564,7 +564,7 @@ def aliased(model: nn.Module) -> nn.Module:
 
 
 def remove_capturing_(model: nn.Module) -> None:
-    """Removes the hooks that transformers installs for hidden states, and installs anew when they are requested.
+    """Removes the hooks that transformers installs for hidden states. It installs them again when they are requested.
 
     transformers never removes these hooks, and they cannot be pickled.
     """
@@ -575,7 +575,7 @@ def remove_capturing_(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Returns whether a hook is one of transformers' for hidden states, which are idle unless these are requested."""
+    """Returns whether a hook is transformers' hook for hidden states. It does nothing unless these are requested."""
     return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
@@ -593,7 +593,8 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
 def is_watched(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks that may need all images and tokens.
 
-    Hooks with the attribute `by_image` do not count: they treat images independently and take any number of tokens.
+    Hooks with the attribute `by_image` do not count, because they treat images independently and take any number of
+    tokens.
     """
     if module.training or not (module._forward_hooks or module._forward_pre_hooks):
         return module.training

@@ -1,6 +1,7 @@
-"""The proof of an adoption: the copy has equal outputs, and nothing that decides about them would be lost.
+"""The proof of an adoption: the copy has equal outputs, and it contains everything that affects them.
 
-No code that was added to the model changes it, and its library creates the same parts, except parts a user replaced.
+No code that was added to the model changes the outputs. The library creates the same parts, except those that a user
+replaced.
 """
 
 import inspect
@@ -33,9 +34,9 @@ COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 def require_plain_code(model: nn.Module) -> None:
     """Raises NotSupported for a model with code that a copy or a file would lose, or would share with the model.
 
-    Such code is PEFT's adapters, weights that are computed from other tensors, compiled parts, and a `forward` that was
-    replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. Bound methods and partial
-    functions are copied, so they are allowed, too.
+    Such code is PEFT's adapters, weights that are computed from other tensors, compiled parts, and a `forward` that a
+    function replaced. Parts compiled in place (`nn.Module.compile`) are allowed. Bound methods and partial functions
+    are copied, so they are allowed, too.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
@@ -68,8 +69,8 @@ def require_plain_code(model: nn.Module) -> None:
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
     """Raises NotSupported if users' hooks or replaced `forward` methods change the outputs of a model.
 
-    `run` runs the model on images of this shape. Hooks that only observe are allowed. Changes would not be part of a
-    saved model, and would be lost with the parts that a verb replaces.
+    `run` runs the model on images of this shape. Hooks that only observe are allowed. A saved model would not contain
+    such changes, and a verb that replaces parts would lose them.
     """
     added, parameter = list(_added_code(model)), next(model.parameters(), None)
     if not added or parameter is None or parameter.is_meta:
@@ -96,7 +97,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields users' hooks and replaced `forward` methods: path of the part, dictionary that holds it, and its key."""
+    """Yields users' hooks and replaced `forward` methods: the part's path, the dictionary that contains it, its key."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -112,7 +113,7 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
 
 
 def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Returns how the first tensor that differs by more than rounding differs, "" if none does.
+    """Returns a description of the first tensor that differs by more than rounding, or "" if none differs.
 
     Every column of the outputs has its own limit (`support.modules.rounding_limits`).
     """
@@ -137,7 +138,7 @@ def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) 
 
 
 def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
-    """Returns which outputs are NaN or infinite, "" if none are."""
+    """Returns which outputs are NaN or infinite, or "" if none are."""
     for name, is_so in (("NaN", torch.isnan), ("-inf", torch.isneginf), ("inf", torch.isposinf)):
         found = is_so(outputs)
         if bool(found.any()):
@@ -150,7 +151,7 @@ def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
 
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
-    """Returns how the first part of a model differs from the rebuilt one, in its text or a tensor's shape, or ""."""
+    """Returns how the first part of a model differs from the rebuilt part, in its text or a tensor's shape, or ""."""
     path = next(_differing(model, rebuilt), None)
     if path is None:
         return ""
@@ -169,7 +170,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
     Args:
         runs: Both models, each with a function that runs it on the same images.
-        layers: For each of the two models, the attention and the block of every layer in turn; () if not known.
+        layers: For each of the two models, the attention and the block of every layer in turn, or () if unknown.
         because: The reason to return if the outputs of the attention differ, too.
     """
     outputs: list[list[Tensor]] = []
@@ -183,7 +184,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
     pairs = list(zip(*outputs, strict=False))
     if not pairs:
         return because, ""
-    # A difference is also found for NaN.
+    # A NaN also counts as a difference.
     differs = [bool(difference_of({"": one}, {"": other})) for one, other in pairs]
     index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
     if index is None:
@@ -201,7 +202,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
     """Returns a sentence about the first block whose outputs are not finite numbers.
 
-    `layers` holds the attention and the block of every layer in turn.
+    `layers` contains the attention and the block of every layer in turn.
     """
     model, answer = run
     with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
@@ -218,7 +219,7 @@ def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
 def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
     """Raises NotSupported unless both models return the same for the same random images, up to rounding.
 
-    The message names the first block whose output differs. `layers` and `because` are as in `differing_block`.
+    The message names the first block with a different output. `layers` and `because` are as in `differing_block`.
     """
     first, second = models
     images = random_images(first, first.input_shape)
@@ -236,7 +237,7 @@ def require_equal_attention(
 ) -> None:
     """Raises NotSupported unless every attention returns the same as the module that it replaces.
 
-    Both get the inputs that a run of the model gives the attention. A replaced module that changes itself when it is
+    Both get the inputs that the attention has in a run of the model. A replaced module that changes itself when it is
     called is refused, too. Comparing only the model's outputs may hide a difference, e.g. beside a large constant, or
     after a sigmoid.
     """
@@ -248,7 +249,7 @@ def require_equal_attention(
         before = _state(original)
         precision, actual = next(original.parameters()).dtype, call.output_tokens
         given = (call.tokens, call.args, call.kwargs)
-        if actual.dtype != precision:  # under autocast, whose rounding would hide a difference: both run without it
+        if actual.dtype != precision:  # under autocast. Its rounding would hide a difference, so both run without it
             given = _in_precision(given, precision)
         with evaluating((original, adopted)):
             expected = original(given[0], *given[1], **given[2])
@@ -280,7 +281,7 @@ def _in_precision(given: Any, precision: torch.dtype) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Returns the buffers of a module and its parts, and their attributes that are numbers or tensors."""
+    """Returns the buffers of a module and its parts, and the attributes that are numbers or tensors."""
     state: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -314,8 +315,8 @@ def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor
         ) from error
 
 
-# The layers that can be described: their arguments are attributes with the same names. Layers that end in probabilities
-# (Softmax, Sigmoid) are left out, because outputs are compared as logits.
+# The layers that can be described, because their arguments are attributes with the same names. Layers that end in
+# probabilities (Softmax, Sigmoid) are excluded, because outputs are compared as logits.
 LAYERS = {
     layer.__name__: layer
     for layer in (
@@ -326,7 +327,7 @@ LAYERS = {
 
 
 def describe_part(module: nn.Module) -> dict[str, Any] | None:
-    """Returns the class and the arguments of one of LAYERS, or of an nn.Sequential of them; None for other modules."""
+    """Returns the class and arguments of one of LAYERS, or of an nn.Sequential of them, or None for other modules."""
     if type(module) is nn.Sequential:
         parts = {name: describe_part(part) for name, part in module.named_children()}
         return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
@@ -338,7 +339,7 @@ def describe_part(module: nn.Module) -> dict[str, Any] | None:
         if name in ("self", "args", "kwargs", "device", "dtype"):
             continue
         value = getattr(module, name, None)
-        # The argument `bias` states whether there is one.
+        # The argument `bias` says whether there is a bias.
         arguments[name] = value is not None if name == "bias" else list(value) if isinstance(value, tuple) else value
     described = {"layer": type(module).__name__, "arguments": arguments}
     # An option that is not an attribute of its layer would be lost.
@@ -349,7 +350,7 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
     """Returns a new module from a description, which may come from a file.
 
     Raises:
-        InvalidInput: It is not a description that `describe_part` returns.
+        InvalidInput: `describe_part` does not return such a description.
     """
     try:
         if described["layer"] == "Sequential":
@@ -362,7 +363,7 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
 
 
 def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
-    """Returns descriptions of the parts of a model that differ from the rebuilt one's, by their paths.
+    """Returns descriptions of the model's parts that differ from the parts of the rebuilt model, by their paths.
 
     The path "" is the model itself. The description is None for a part that cannot be described.
     """
@@ -370,7 +371,7 @@ def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str,
 
 
 def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns `differing_parts`, or {} if a part that differs cannot be described or is the model itself."""
+    """Returns `differing_parts`, or {} if a different part cannot be described or is the model itself."""
     parts = {path: part for path, part in differing_parts(model, rebuilt).items() if path}
     return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
 
@@ -390,7 +391,7 @@ def _own(module: nn.Module) -> dict[str, str]:
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
     is_leaf = not module._modules  # a leaf may have its own text
     return {
-        # The text of a module shows what weights do not: activations, epsilons, dropout rates.
+        # The text of a module shows settings that weights do not show: activations, epsilons, dropout rates.
         "": str(module) if is_leaf else f"{type(module).__name__}({module.extra_repr()})",
         **{name: f"of shape {tuple(each.shape)}" for name, each in saved.items() if each is not None},
         **{name: "a part" for name, _ in module.named_children()},

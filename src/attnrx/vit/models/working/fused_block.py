@@ -1,7 +1,7 @@
 """A pre-norm block that runs without calling its parts if nothing observes them.
 
-It is one call of the C++ kernel, or only operations of PyTorch. `fuse_` gives blocks of timm and transformers a class
-that tries this first.
+It runs as one call of the C++ kernel, or only as operations of PyTorch. `fuse_` changes the class of timm's and
+transformers' blocks to a class that tries this first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBl
 from attnrx.vit.models.parts.mlp import FusedMLP, is_exact_gelu, linears_of
 from attnrx.vit.models.working.adopted import Adapter
 
-# Backends whose attention consists of products only; used on devices other than a CPU.
+# Backends with attention that consists only of products, for devices other than a CPU.
 OPERATIONS = (Auto, Fused, AttentionCapture)
 
 Factor = Float[Tensor, " width"] | None
@@ -62,16 +62,16 @@ def fused_block(
 ) -> Float[Tensor, "batch outputs width"] | None:
     """Returns x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
 
-    Returns None if the parts have to be called one by one. Blocks are fused only for inference, for attention that
-    consists of products and an MLP with an exact GELU, if no part has a hook or its own `forward`. In float32 on a CPU,
-    the kernel computes the block. On other devices the operations of the parts run directly, because calling modules
-    takes longer than a GPU takes to run them. No weight is copied: its address is stored outside the modules, and
-    compared in every call.
+    Returns None if the parts have to be called one by one. Blocks are fused only for inference. Their attention must
+    consist of products, their MLP must have an exact GELU, and no part may have a hook or its own `forward`. In float32
+    on a CPU, the kernel computes the block. On other devices the operations of the parts run directly, because calling
+    modules takes longer than a GPU takes to run them. No weight is copied. Its address is stored outside the modules
+    and compared in every call.
 
     Args:
         tokens: The input of the block.
         modules: The modules of the block.
-        outputs: How many tokens to compute, counted from the first; by default all.
+        outputs: The number of tokens to compute, counted from the first. The default is all.
     """
     attention = modules.attention
     # Global hooks belong, for example, to a counter of operations, which counts by module.
@@ -106,17 +106,17 @@ def fused_block(
 
 
 class _Known:
-    """A block that the kernel computes as long as its parts, and what decides about them, stay the same objects.
+    """A block that the kernel computes as long as its parts and their settings stay the same objects.
 
-    Checking this takes 20 us; comparing the parts themselves would take 100 us, of the 1,400 us of a ViT-Tiny block.
-    The attention is not referenced, so it can be freed.
+    This check takes 20 us. Comparing the parts themselves would take 100 us, and a ViT-Tiny block takes 1,400 us. The
+    attention is not referenced, so it can be freed.
     """
 
     def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
         self.block, self._plan = block, plan
         self._given = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         attention: Any = modules.attention
-        # Each entry: a dictionary of a module, a key, and the value that was found there.
+        # Each entry: a module's dictionary, a key, and the value that was found there.
         self._found: list[tuple[dict[str, Any], str, Any]] = [(vars(attention), "spec", attention.spec)]
         for part in parts:
             own = vars(part)
@@ -141,7 +141,7 @@ class _Known:
         return not any(map(is_not, map(type, self._parts), self._classes)) and self.block.is_current()
 
 
-# Keyed by attention, so that neither a block nor its copies hold anything of a call.
+# Keyed by attention, so neither a block nor its copies store anything from a call.
 _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
@@ -169,10 +169,10 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 
 
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
-    """Returns the parts of a block that the kernel reads, or None if one is of another class.
+    """Returns the parts of a block that the kernel reads, or None if one of them is of another class.
 
-    They are the maps of queries, keys, values and outputs, the maps that make up each of the MLP's two maps, whether a
-    GELU is between these, and all parts.
+    They are the maps of queries, keys, values and outputs, and the linear maps that form each of the MLP's two maps.
+    Then follow whether a GELU is between these two, and all parts.
     """
     # Read from the dictionaries of the modules, which is faster than attributes. Only exact classes are accepted, so
     # the weights are there.
@@ -194,7 +194,7 @@ def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...]
 def _by_operations(
     tokens: TokenBatch, modules: BlockModules, attention: Attention, outputs: int | None
 ) -> TokenBatch | None:
-    """Returns the output of a block, computed by the operations of its parts; None for parts of other classes.
+    """Returns the output of a block, computed by the operations of its parts, or None for parts of other classes.
 
     With few tokens, these checks take a noticeable part of the time, so nothing is checked twice.
     """
@@ -246,7 +246,7 @@ def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
 
 def may_be_fused(tokens: TokenBatch) -> bool:
     """Whether a block may compute these tokens without calling its parts."""
-    # `is_recorded` comes first: a compiler guards every attribute that it reads, and checks all guards in every call.
+    # `is_recorded` comes first, because a compiler guards every attribute that it reads, in every call.
     return not is_recorded() and (tokens.dtype == torch.float32 or tokens.device.type != "cpu")
 
 
@@ -259,7 +259,7 @@ def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
 
 
 def is_idle(part: nn.Module) -> bool:
-    """Whether a part has neither hooks nor its own `forward`, so that its class tells what it computes."""
+    """Whether a part has neither hooks nor its own `forward`, so its class determines what it computes."""
     return not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
 
 
@@ -282,8 +282,8 @@ def _is_vector(tensor: Any, width: int) -> bool:
 class BlockParts:
     """The names of the parts of a pre-norm block besides `mlp`.
 
-    `attention` is an `Adapter`, `norms` are the norms before attention and MLP, `scales` the modules that scale both
-    branches, and `others` change nothing in evaluation mode.
+    `attention` is an `Adapter`. `norms` are the norms before attention and MLP, and `scales` the modules that scale
+    both branches. `others` change nothing in evaluation mode.
     """
 
     attention: str
@@ -293,7 +293,7 @@ class BlockParts:
 
 
 DINOV2 = BlockParts("attention", ("norm1", "norm2"), ("layer_scale1", "layer_scale2"), ("drop_path",))
-# Keyed by the names of the classes, so that no library is imported.
+# Keyed by the names of the classes, so no library is imported.
 BLOCKS: Mapping[str, BlockParts] = {
     "timm.models.vision_transformer.Block": BlockParts(
         "attn", ("norm1", "norm2"), ("ls1", "ls2"), ("drop_path1", "drop_path2")
@@ -307,13 +307,13 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """The first base of the classes that `fuse_` gives to blocks; the library's class is the second."""
+    """The first base of the classes that `fuse_` sets for blocks. The library's class is the second base."""
 
     names: BlockParts
 
     def forward(self, *args: Any, **options: Any) -> Any:
         tokens: Any = args[0] if args else options["hidden_states"]
-        # Models pass their own options, e.g. is_causal=False; the kernel takes no mask.
+        # Models pass their own options, e.g. is_causal=False, but the kernel takes no mask.
         others = (*args, *options.values())
         is_plain = all(each is None or each is False or each is tokens for each in others)
         fused = self._fused(tokens) if is_plain and may_be_fused(tokens) else None
@@ -321,7 +321,7 @@ class FusedBlock(nn.Module):
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
         """Returns the output of `fused_block`, or None if the parts have to be called one by one."""
-        # From the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
+        # From the dictionary, because `nn.Module.__getattr__` takes longer than all comparisons here.
         parts, names = children(self), self.names
         adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
         if not (isinstance(adapter, Adapter) and is_idle(adapter) and all(_is_scale(type(scale)) for scale in scales)):
@@ -330,7 +330,7 @@ class FusedBlock(nn.Module):
         others = (*scales, *[parts[name] for name in names.others])
         norms = parts[names.norms[0]], parts[names.norms[1]]
         modules = BlockModules(norms, children(adapter)["attention"], parts["mlp"], (first, second), others)
-        # In the last block, `tokens` may be only the first tokens of an image; all of them are then in `entered`.
+        # In the last block, `tokens` may be only the first tokens of an image. Then `entered` contains all tokens.
         entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
         fused = fused_block(entered, modules, tokens.shape[1])
         if fused is not None:
@@ -359,7 +359,7 @@ def _name(kind: type) -> str:
 
 
 def fuse_(block: nn.Module) -> None:
-    """Changes the class of a block in place if it is one of BLOCKS; its parts, parameters and hooks stay."""
+    """Changes the class of a block in place if it is one of BLOCKS. Its parts, parameters and hooks stay."""
     if _name(type(block)) in BLOCKS and not isinstance(block, FusedBlock):
         block.__class__ = _fused_class(type(block))
 

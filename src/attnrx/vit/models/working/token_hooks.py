@@ -29,7 +29,7 @@ def attach_tokens_(
         model: The model.
         family: Its family.
         policy: The reducer, the layers of its stages and the numbers of tokens.
-        by: "compress" removes tokens, "mask" keeps every shape.
+        by: "compress" removes tokens, and "mask" keeps every shape.
         heads: The number of heads of the original model, if some may have been removed from every layer.
 
     Raises:
@@ -46,17 +46,17 @@ def attach_tokens_(
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
-        return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
-    # Hooks rather than subclasses, because the policy is attached to the blocks of any library. Their own forward
-    # methods then run on the tokens that are left.
+        return reduction.train(model.training)  # no token is ever pruned, so the model stays bit-identical
+    # Hooks, not subclasses, because the policy is attached to the blocks of any library. Their own forward methods then
+    # run on the remaining tokens.
     stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
     for index, block in enumerate(blocks_of(model, family)):
         # The input of a block is the output of the previous one.
         adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
         _first_(block, partial(reduction.enter, stages.get(index), adds))
         _first_(block, partial(reduction.leave, index), returned=True)
-    # A library method called on the inner model returns all patches. A forward pass of the model switches this
-    # restoration off (`Adopted.forward_pass`, `PassHook`).
+    # A library method called on the inner model returns all patches. A forward pass of the model disables this
+    # restoration (`Adopted.forward_pass`, `PassHook`).
     restored_blocks = family.restored_blocks(model)
     if restored_blocks is not None:
         reduction.restored_blocks = range(len(specs))
@@ -74,7 +74,7 @@ def attach_tokens_(
         # Before the first stage all sizes are 1, and any backend computes the layer.
         uses_sizes = reduction.counts_sizes or policy.reducer.learned
         captures = bool(quantities) or (uses_sizes and index >= policy.layers[0])
-        # The library's own attention cannot capture or keep positions. It stays if a layer needs only the tokens left.
+        # The library's own attention cannot capture or select positions. It stays if a layer needs neither.
         has_positions = spec.traits.rotates or spec.pair_bias
         if not captures and not has_positions and record is not None:
             continue
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks so that the tokens that are left are pooled in the way that all patches would be."""
+    """Attaches hooks that pool the remaining tokens as all patches would be pooled."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -140,7 +140,7 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Begins and ends a forward pass of a model with a token policy; some blocks restore all patches in it."""
+    """Begins and ends a forward pass of a model with a token policy, in which some blocks restore all patches."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
@@ -165,7 +165,7 @@ class PassHook:
         is_mean = self.reduction.shape.layout.pooled in ("mean", "max") and not self.restored_blocks
         if not (is_mean and isinstance(output, Mapping) and _wants_states(model, kwargs)):
             return None
-        # The classifier does not take the mean over restored patches, so it runs again without the states.
+        # The classifier does not use the mean over restored patches, so it runs again without the states.
         answer = model(*args, **{**kwargs, "output_hidden_states": False, "return_dict": True})
         changed: Any = output
         for name in {"loss", "logits"} & answer.keys():
@@ -180,7 +180,7 @@ def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
 
 
 class TokenHook:
-    """Replaces the tokens that enter or leave a module by `run(tokens)`, unless that is None.
+    """Replaces the tokens that enter or leave a module by `run(tokens)`, unless the result is None.
 
     The hook treats the images of a batch independently, so a batch may be split into chunks.
     """
@@ -208,7 +208,7 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """Passes the norm before a pooling by attention to `run`, which applies it to the tokens that are left."""
+    """Passes the norm before a pooling by attention to `run`, which applies it to the remaining tokens."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
@@ -221,7 +221,7 @@ class PoolerHook(TokenHook):
     """
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
-        is_latent = not isinstance(module, nn.MultiheadAttention)  # timm's pooler: its query is not an argument
+        is_latent = not isinstance(module, nn.MultiheadAttention)  # timm's pooler, whose query is not an argument
         entering = args[0] if is_latent else args[1]
         tokens, scores = self.run(entering)
         options = dict(kwargs)
@@ -231,8 +231,8 @@ class PoolerHook(TokenHook):
 
 
 def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned: bool = False) -> None:
-    """Registers a hook on a module's input or (`returned`) output, which runs before the existing hooks."""
-    # Not prepend=True: torch 2.11 compiles hooks in the order of insertion, not in the OrderedDict's order.
+    """Registers a hook on a module's input or (`returned`) output that runs before the existing hooks."""
+    # Not prepend=True, because torch 2.11 compiles hooks in the order of insertion, not in the OrderedDict's order.
     hooks = module._forward_hooks if returned else module._forward_pre_hooks
     later = dict(hooks)
     hooks.clear()
@@ -276,7 +276,7 @@ def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[T
     """Collects the statistics of the model's tokens in the context, one run per forward pass of this thread.
 
     The list stays empty if the model has no token policy, or a policy that keeps every patch. Batches are not split
-    into chunks. In nested contexts, the innermost one collects. With `tracked`, runs state which token represents each
+    into chunks. In nested contexts, the innermost one collects. With `tracked`, runs record which token represents each
     patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
