@@ -224,8 +224,7 @@ class Planner:
 
     @cached_property
     def trial_answers(self) -> Answers:
-        """The reference's outputs on the first images. A search compares many plans, and only finalists on all images.
-        """
+        """The reference's outputs on the first images. A search measures only its finalists on all images."""
         return self.answers.first(self.settings.trial_images)
 
     @cached_property
