@@ -199,10 +199,10 @@ def read_out(
     """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
 
     Head h gives the features left[kept] @ o_h. Let K be the projection of all heads. If each head is restored
-    separately, the weight is W0 = strength * right. With the `covariance` C of the outputs of all heads (features
-    ordered head by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T
-    (K C K^T)^+ minimizes E |o - W K o - constant|^2. If kept features are duplicates, several weights are minima, and
-    the one nearest to W0 is returned.
+    separately, the weight is W0 = strength * right. With the `covariance` C of all heads' outputs (features ordered
+    head by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C
+    K^T)^+ minimizes E |o - W K o - constant|^2. If kept features are duplicates, several weights are minima, and the
+    one nearest to W0 is returned.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]

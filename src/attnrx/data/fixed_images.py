@@ -25,8 +25,8 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
-MEMORY = 2 * 2**30  # bytes of images that are held in memory; larger sets are held in a file
-MAX_IMAGES = 50_000  # the size of ImageNet's validation set; a call that needs fewer reads fewer
+MEMORY = 2 * 2**30  # bytes of images that are held in memory, before a file is used
+MAX_IMAGES = 50_000  # the size of ImageNet's validation set, unless a call needs fewer images
 MAX_UNCOUNTED = 10_000  # the most images from an iterable without a length, which may be endless
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
@@ -87,7 +87,7 @@ class ImageStore(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FixedImages(Displayed, RowImages):
-    """Some rows of a store of images. `notes` state how they were read, `problem` why labels cannot be compared.
+    """Some rows of an image store. `notes` state how they were read, and `problem` why labels cannot be compared.
 
     `others` are the images of other sizes in the same data, one set for each size.
     """
@@ -143,6 +143,7 @@ def read_once(
     At most `limit` images are read. `total` is the number of batches, if it is known. With `distinct`, an image that
     was read before is left out. If images come from 8-bit pixels by `normalization`, they need one byte per value. If
     images have several sizes, the most frequent size is returned, and the other sizes are in its `others`.
+
     Raises:
         DataError: There is no image, or the file cannot be written.
         InvalidInput: The images have several numbers of channels or dtypes.

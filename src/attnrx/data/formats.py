@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
-MAX_CLASSES = 100_000  # the most classes for labels that are numbers without names; ImageNet-21k has 21,841
+MAX_CLASSES = 100_000  # the most classes for labels that are numbers without names (ImageNet-21k has 21,841)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ RATIO = (3 / 4, 4 / 3)  # the allowed ratios of width to height for such a crop
 ORDER, AUGMENTATION = 0, 1  # the purpose of a generator, so that the two never share random numbers
 CHUNK = 256  # images per step when a whole set is decoded
 AHEAD = 2  # batches that are decoded while the model works on another one
-IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger stores are decoded in every pass
+IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory, before a store is decoded in every pass
 # If an item has several of these keys, or a table several of these columns, the first one in the list is used.
 # transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's columns
 # on the hub.
@@ -183,8 +183,8 @@ class Pass:
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
         """Yields which of `count` positions this process takes at each step, and its random numbers.
 
-        A shuffled pass drops the last incomplete batch. If this process's share of a batch is empty, as it may be at
-        the end of an ordered pass, the step is skipped. Shares are contiguous, in the order of the processes. They are
+        A shuffled pass drops the last incomplete batch. At the end of an ordered pass, this process's share of a batch
+        may be empty, and the step is then skipped. Shares are contiguous, in the order of the processes. They are
         equal, except in the last batch of an ordered pass.
 
         Raises:
@@ -561,8 +561,7 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        # Augmented as bytes, which take a quarter of the memory of float32. Normalization follows, so borders are
-        # black.
+        # Augmented as bytes, which take a quarter of float32's memory. Normalization follows, so borders are black.
         if draws is not None and order.augmentation is not None:
             images = order.augmentation.apply(images, draws)
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]

@@ -163,7 +163,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     """Finds the dataset, and runs the checks that need neither images nor labels.
 
     Raises:
-        DataError: There is nothing at the path, or attnrx does not read its format; or a file is damaged, or lacks a
+        DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or it lacks a
             column that was named.
         NotSupported: The library that reads the format is not installed.
     """
@@ -265,10 +265,10 @@ def load_data(
     pass that needs it raises an error that names it.
 
     Args:
-        name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
-            Face hub; `hf:owner/name` for any hub dataset; or a path. The path is a parquet file or a folder of them, a
-            folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the authors of CIFAR, MNIST,
-            Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
+        name_or_path: The name of a known dataset (`DATASETS`), `hf:owner/name` for any hub dataset, or a path. A known
+            name is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub. The path is a parquet
+            file or a folder of them, a folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the
+            authors of CIFAR, MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
         validation_share: The share of each class that is held out of train if there is no validation split. With 0
@@ -325,8 +325,8 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
 
     Raises:
-        DataError: Two splits have the same meaning, none has a known name, or one is empty. Also if labels are outside
-            the classes, or belong to a class that train does not have.
+        DataError: Two splits have the same meaning, none has a known name, one is empty, or labels are outside the
+            classes or belong to a class that train does not have.
     """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)

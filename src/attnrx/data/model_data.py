@@ -220,9 +220,9 @@ def splits_for(
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:
-    """Returns the class names of a user's dataset, of a part of it or of a DataLoader over it, or () without names.
+    """Returns the class names of a dataset, also if it is inside a Subset or a DataLoader, or () without names.
 
-    The names are its attribute `classes`, as in torchvision's datasets, or those of a Hugging Face dataset's label.
+    The names are the dataset's attribute `classes`, as in torchvision, or the names of a Hugging Face dataset's label.
     """
     for each in data:
         # A DataLoader and a Subset have the dataset that they read from as an attribute.

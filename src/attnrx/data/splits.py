@@ -1,8 +1,8 @@
 """Train, validation and test images: their labels, and how they are divided.
 
-Labels are compared with the classes of a head. They are the same numbers already, or are mapped to the head, or an
-error says why they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure predictions on,
-and to verify on.
+Labels may be the class numbers of a head already. Otherwise they are mapped to the head's classes, or an error says why
+they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure predictions on, and to verify
+on.
 """
 
 import re
@@ -32,7 +32,7 @@ SPLITS = {  # the names that datasets use for splits, in lower case
     "testing": "test",
 }
 IMAGENET_1K = 1000
-# The form of the names of ImageNet's classes and their folders, e.g. n01440764.
+# ImageNet's classes and their folders have names like n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
 MOST_COMPARED = 200_000  # the most stored images that a command compares by their bytes, which takes seconds
 BATCH = 64  # images that are decoded at once
@@ -119,7 +119,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
     Labels stay unchanged if the dataset and the head have equally many classes. They also stay unchanged if the
     dataset's classes have no names and the head has their numbers. Datasets with WordNet ids or ImageNet names as
     classes are mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with
-    the answers, and functions that need them raise DataError. Their images can be used.
+    the answers, and functions that need them raise DataError. The images of such datasets can be used.
 
     Args:
         splits: The dataset.
@@ -149,7 +149,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the ImageNet-1k numbers for WordNet ids or for names that only one class has, or None if some have none.
+    """Returns the ImageNet-1k numbers of classes with WordNet ids or unambiguous names, or None if one has neither.
 
     Raises:
         DataError: The classes are WordNet ids, and timm, which knows their order, is not installed.

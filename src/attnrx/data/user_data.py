@@ -161,7 +161,7 @@ def _generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "IndexedImages | _IterableData":
-    # A pair of tensors is (images, labels); a list of tensors is a list of batches.
+    # A pair of tensors is (images, labels), but a list of tensors is a list of batches.
     tensors: tuple[Any, ...] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
     if all(isinstance(tensor, Tensor) for tensor in tensors):
         return _of_tensors(tensors, reading)
@@ -196,7 +196,7 @@ def _length(data: Any, argument: str) -> int | None:
 
 
 def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "IndexedImages":
-    images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
+    images = reading.require_images(tensors[0], 4)  # required here, because a sparse tensor has no rows to read
     if any(tensor.shape[:1] != images.shape[:1] for tensor in tensors[1:]):
         raise InvalidInput(
             f"{reading.argument} has {len(images)} images and labels {list(tensors[1].shape)}: give one for each image."
@@ -213,7 +213,7 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "Indexed
 def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "IndexedImages | _IterableData":
     argument, dataset = reading.argument, loader.dataset
     name = type(dataset).__name__
-    # torch also defines __getitem__ for iterable datasets, where it raises an error. They have no length.
+    # torch also defines __getitem__ for iterable datasets, where it raises an error. Such datasets have no length.
     length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
     # A loader class with its own iteration may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training

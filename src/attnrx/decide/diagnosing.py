@@ -1,4 +1,4 @@
-"""Diagnosis of a model: it runs on images while diagnostics observe every layer."""
+"""Diagnoses a model: runs it on images while diagnostics observe every layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -92,7 +92,7 @@ def diagnose(
             panel.observe(index, observation, **rotation)
 
         notes = [*shown.notes, *observe_images(model, shown, observe, "diagnose", "diagnosing", batch_size)]
-    readings = panel.readings()  # first: it raises for readings that are not finite
+    readings = panel.readings()  # first, because it raises for readings that are not finite
     layers = []
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
         diagnosed = LayerDiagnosis(spectrum, measured | layer.value_factors(), *mlp.diagnosed(index))

@@ -36,7 +36,7 @@ class CentredMoment:
 
     def __init__(self):
         self.rows = 0
-        # Scalars that broadcast: the first rows determine device and width.
+        # Scalars broadcast, so the first rows determine device and width.
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
@@ -116,7 +116,7 @@ class Panel:
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        # The sum is not finite if any output is not finite. It takes a tenth of the time of isfinite.
+        # The sum is not finite if any output is not finite. It takes a tenth of isfinite's time.
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(
@@ -186,7 +186,7 @@ def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[T
     attention, keys = widened(attention), attention.shape[-1]
     if keys == 1:
         return attention.new_zeros(attention.shape[1])
-    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
+    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0, three times as fast as xlogy
     entropy = -(attention * logs).sum(-1).mean((0, 2))
     return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can exceed the interval
 

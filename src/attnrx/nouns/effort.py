@@ -13,10 +13,10 @@
     thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
     thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
 
-The first six columns are the most images that are used. Smaller datasets limit them. The images for planning are among
-the images for fitting. Trials are whole plans that a search measures. Repair is in steps of Adam for each block, and
-distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and steps for
-large models.
+The first six columns are the largest numbers of images. Datasets with fewer images use fewer. The images for planning
+are among the images for fitting. Trials are whole plans that a search measures. Repair is in steps of Adam for each
+block, and distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and
+steps for large models.
 """
 
 from dataclasses import dataclass, field, replace
@@ -96,7 +96,7 @@ class PlanSettings:
     a format for `attnrx.export`. A target of latency then applies to the file in this format, and blocks and whole
     plans are timed in its runtime. A `portable` plan uses only what the library's own class can hold. All its MLPs get
     one width, a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All its layers get the same
-    number of heads, if the class has an argument for it. Its latency is measured in the library's own code.
+    number of heads, if the class has an argument for it. The plan's latency is measured in the library's own code.
 
     How latency is measured (`protocol`). Forward passes of `batch` images are timed under the `conditions`, by `clock`
     (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
@@ -105,7 +105,7 @@ class PlanSettings:
     depends on the history of the process.
 
     How divergence is measured. Sensitivities of single choices are measured on `sensitivity_images`, at `probed_levels`
-    and at `pruned_shares` of the patches, in every `layer_stride`-th layer. They are interpolated in between. The
+    and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are interpolated. The
     search measures `trials` plans on `trial_images`. Each of them is the best of some `variations` by prediction. If a
     plan is far worse than the best one on the first batch, it is measured only on that batch. The best `finalists` are
     measured on all images. `shrink` uses `num_images` for this. With `bfloat16`, these plans are computed with bfloat16

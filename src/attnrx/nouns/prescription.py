@@ -50,8 +50,8 @@ class Basis(Displayed):
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
     owns its directions, the rows belong to head h. Shared directions have one owner, and combine the concatenated rows
-    of all heads. `blocks` are the sizes of blocks of neighbouring shared directions. A head has the same strength for
-    all directions in a block.
+    of all heads. Neighbouring shared directions may form blocks, and `blocks` are their sizes. A head has the same
+    strength for all directions in a block.
 
     Without pruning, the scores equal the model's, unless the prescription's `about` records an approximation error. For
     rotary attention, `pairs` are the frequencies that rotate the directions, or -1 for directions that are not rotated.

@@ -23,8 +23,8 @@ class Runtime:
     """A place where models run.
 
     Attributes:
-        title: Its name.
-        named_by: How a call names it.
+        title: The name of the place.
+        named_by: How a call names the place.
         axes: The axes that save time there. For the axes of STOCK, make the plan with `portable=True`.
         equal_heads: Whether heads of unequal ranks are slower there than dense heads. All heads of a layer then get
             one rank.

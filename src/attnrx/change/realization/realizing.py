@@ -1,4 +1,4 @@
-"""Realizes a prescription: first the ranks, layer by layer, then the token policy with its predictors, then the fits.
+"""Realizes a prescription: makes its ranks layer by layer, attaches its token policy, and fits the weights.
 
 A layer stores its kept heads by descending rank (`head_order`), but decisions list the heads in their original order.
 The rows of query and key are the directions of a head. They are copies of the model's own rows, or combinations of the

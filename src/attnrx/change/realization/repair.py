@@ -111,16 +111,16 @@ def repair(
     """Returns a copy of the candidate whose blocks are fitted to the reference's, without labels.
 
     The blocks are fitted one after the other. The input of a block is the output of the repaired blocks before it. Its
-    target is the reference's own output, so it also corrects errors of earlier blocks. Each block is fitted in three
-    stages:
+    target is the reference's own output, so the fit also corrects errors of earlier blocks. Each block is fitted in
+    three stages:
 
     1. The maps of the attention, by steps of Adam.
     2. The second map of the MLP, in closed form: least squares with a penalty on its change.
     3. Both maps of the MLP, by steps of Adam.
 
-    The squared error of a token is weighted by its importance: the root mean square of the gradient of the reference's
-    outputs with respect to the block's output. One image in eight is held out, and a stage is kept only if it reduces
-    the error of the block's output on these images. Blocks that have all weights of the reference are not fitted.
+    The squared error of a token is weighted by its importance: the root mean square gradient of the reference's outputs
+    with respect to the block's output. One image in eight is held out, and a stage is kept only if it reduces the error
+    of the block's output on these images. Blocks that have all weights of the reference are not fitted.
 
     You need memory for about seven copies of all tokens of the images. Prune and merge tokens afterwards.
 
@@ -180,7 +180,7 @@ def repair(
                 base, _ = _tokens_before(reference, original.module, images)
                 tokens, _ = _tokens_before(result.model, block.module, images)
             without_mlp, base = original.run_both(base)
-            for missing in originals[index + 1 : following]:  # `block` is fitted to the output of the last of these
+            for missing in originals[index + 1 : following]:  # `block` is fitted to the output after all of these
                 base = missing.run_all(base if is_chain else _tokens_before(reference, missing.module, images)[0])
             fit = _BlockFit(block, tokens, base, weights[following - 1], knobs)
             # The input of an unchanged block differs only by the errors of earlier blocks. Fitting the block does not
@@ -223,7 +223,7 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     units: list[Any] = [second for _, second in maps]
     moments = sum(layer.tokens * second.in_features**2 for layer, second in zip(layers, units, strict=True))
     # An image takes one pass of the reference and two of the candidate (before and after its attention is fitted), and
-    # the products for the closed form. A gradient takes two more passes. The importance of tokens is one gradient.
+    # the products for the closed form. A gradient takes two more passes. Token importance takes one gradient per image.
     per_image = whole + 2 * (attentions + mlps) + moments
     per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
     left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)

@@ -42,7 +42,7 @@ class EightBits(TorchFunctionMode):
     subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al., 2013).
 
     The order of the calls identifies the maps, so every `pass_` must be one pass of the same module. Gradients are
-    enabled in it. Without them, a module may compute several maps in one kernel, which would not be rounded.
+    enabled during the pass. Without them, a module may compute several maps in one kernel, which would not be rounded.
     """
 
     def __init__(self):

@@ -13,7 +13,7 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
-# Savings and sensitivities below this are rounding errors. It is also the smallest divisor of the greedy gain.
+# Smaller savings and sensitivities are rounding errors. It is also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
 # Savings are rounded to 1 / GRID of the unchanged model's cost. A stage has a cost, so savings may be negative, by up
 # to MAX_DEFICIT parts. Because of the rounding, plans that miss the target by up to ROUNDING_SLACK parts are checked,
@@ -130,7 +130,7 @@ class Frontier:
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices within the budget. Repeats the change that keeps more and reduces the divergence most."""
-        # Every round lowers the divergence, so the loop ends. It is needed after rounding and after greedy moves,
+        # Every round lowers the divergence, so the loop ends. The loop is needed after rounding and after greedy moves,
         # because the last move may save more than necessary. Latency rises in steps, so some patches cost nothing.
         step = 1 if self.cost_table.quantity == "latency" else None
         while True:
@@ -215,7 +215,6 @@ class Frontier:
             # Only the loop over the totals before the stage is in Python. The totals after it are one array.
             after = self._after_stage(before, largest)
             # [saved]. The cost of the stage shifts the savings down.
-            # [saved]; a stage has a cost, which shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
             candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
             # `after` is a slice, so `updated[after]` is a view, and the masked assignments change `updated`.

@@ -193,8 +193,6 @@ def corrected(
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
     # determine a few numbers, one after the other: scale, axes, tokens.
-    # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
-    # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
     available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}

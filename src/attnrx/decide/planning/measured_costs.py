@@ -73,7 +73,7 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # every FINE_IN_FILES tokens. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES
 # for a format).
 FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 8, 1e11
-# The timed stage is before this layer. The timed block is the layer after it, or this layer if it is the last one.
+# The stage is before this layer. The layer after this one is timed, or this one if it is the last.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # How many successive blocks are timed together in the runtime of a format. There, a call costs as much as a part of a
 # block, and a call without blocks has only half of that cost.
@@ -180,8 +180,8 @@ def measured_cost_table(
     """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
 
     After a stage, attention may use token sizes (proportional attention), and so does the timed block. Each time is
-    divided by the original block's time in the same round. The costs are shares of the latency of attnrx's own model.
-    They do not include the token reducers, which `corrected` adds. Times are fitted so that no lower level is slower.
+    divided by the original block's time in the same round. The costs are shares of the latency that attnrx's own model
+    has. They do not include token reducers, which `corrected` adds. In the fitted times, no lower level is slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -276,7 +276,7 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        with ExitStack() as states:  # entered in the call, like in a model: a copied module has no state of a call
+        with ExitStack() as states:  # entered in the call, because a copied module has no state of a call
             if self.last is not None:
                 states.enter_context(self.last.forward_pass(True))
             if self.reduction is not None:
@@ -335,7 +335,7 @@ class _Timer:
         # Noise replaces the tokens, because the operations of a block do not depend on their values.
         self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
         self.all_tokens = self.rows[grid[-1]]
-        # A batch may be run in chunks; `whole` divides by the number of runs of a block.
+        # A batch may run in chunks, and `whole` then divides by the number of block calls.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
         self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
@@ -568,8 +568,8 @@ class PlanTimer:
             speed = compare_latency(self._written[1], baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
-                # Part of so few images would be a different case: decoders and chunks gave 1.53x at 4 images, and 1.58x
-                # at 8.
+                # A part of so few images would not be representative. With decoders and chunks, the speed was 1.53x at
+                # 4 images, and 1.58x at 8.
                 settings = replace(settings, batch=self.requested.batch)
                 noise = settings.noise(self.space.model)
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs

@@ -52,7 +52,7 @@ MISSED, TOLERATED = 1.05, 0.01
 DOUBTFUL = 0.08
 # The largest share of the latency that a plan aims at. A plan for 1 would be the unchanged model.
 LARGEST = 0.99
-# A plan is measured on one batch first. If its divergence exceeds this multiple of the best plan's, it goes no further.
+# A plan is measured on one batch first, and on more only if its divergence is at most this multiple of the best plan's.
 HOPELESS = 1.2
 # A search for latency also measures this many plans each with one, two and three stages.
 FEW_STAGES = 5

@@ -223,7 +223,7 @@ class Sensitivities:
         return self._known[key]
 
     def total(self, choices: Choices) -> float:
-        """Returns the sum of the sensitivities of all choices."""
+        """Returns the summed sensitivities of all choices."""
         sensitivity = 0.0
         for layer, (count, gone) in enumerate(zip(choices.num_pruned, choices.left, strict=True)):
             for axis in RANKS:

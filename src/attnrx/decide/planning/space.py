@@ -151,7 +151,7 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # Also used for dense outputs, because their divergence is smaller with it (docs/results/dense.md).
+                    # Dense outputs of such models use it, too, and their divergence is smaller (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
                     step = max(1, min(STEP, layout.patches // 4))
@@ -164,7 +164,7 @@ class Space(Displayed):
                     require_fewer_tokens(pruned)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
-                # An axis is not left out only because the diagnosis did not measure it.
+                # If only the diagnosis lacks the axis's measurements, an error says so, and the axis is not left out.
                 is_requested = settings.axes is not None or (axis == TOKENS and settings.reducer is not None)
                 if is_requested or isinstance(error, MissingMoments):
                     raise
@@ -244,7 +244,7 @@ class Space(Displayed):
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers, or None if it changes nothing.
+        """Returns the prescription for one level of one axis in all layers, or None if it changes nothing.
 
         The prescription is cached, and has no weights (`refit` in `prescribe_maps`).
         """
@@ -291,8 +291,7 @@ class Space(Displayed):
     ) -> Prescription:
         tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
-        # In the metric of the data, directions are sorted by their effect on the scores. The weights alone do not show
-        # it.
+        # In the metric of the data, directions are sorted by their effect on the scores, which weights do not show.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)

@@ -40,10 +40,11 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
 }
 
 # - weights: the matrices W_Q W_K^T.
-# - augmented: with the query bias as one more row, because it changes the softmax. The key bias does not.
+# - augmented: like weights, with the query bias as one more row. This bias changes the softmax, but the key bias does
+#   not.
 # - activation: the mean square of the scores on the data.
 # - centered: the mean square of the scores minus their mean over the keys, which the softmax cancels.
-# - softmax: weighted by the curvature of the softmax.
+# - softmax: the mean square of the scores, weighted by the curvature of the softmax.
 # - mix: a mixture of softmax and centered.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
@@ -189,8 +190,7 @@ class _Head:
         # [pairs, 2]: the rows with the real and the imaginary part of every pair.
         self.rows_of = self.num_unrotated + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
         self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
-        # For every two pairs, the mean square of the product of their score shares, if queries and keys are
-        # independent.
+        # [pairs, pairs]: the mean product of two pairs' score shares, if queries and keys are independent.
         products = left * right.mT
         self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
         self.energy = self.products.diagonal()  # the mean square of what a single pair adds to the scores

@@ -55,7 +55,7 @@ HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
 # The metrics of hidden. With centered and activation, the second linear map is refitted to the kept units.
 # - centered: the error of the MLP's output on the data, in backward elimination with compensation.
 # - activation: the standard deviation of a unit times the norm of the weights after it.
-# - weights: the product of the norms of the weights before and after a unit.
+# - weights: the norm of the weights before a unit times the norm of the weights after it.
 ACTIVATION = "activation"
 HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
 
