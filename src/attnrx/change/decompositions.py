@@ -38,7 +38,7 @@ UPDATED = 512
 GRAM_BLOCK = 256
 # The increase of every removal is at least this multiple of the previous one, so ties keep the order of elimination.
 STEP = 1 + 1e-9
-# For heads, relative to the mean variance. Constant or duplicate features would otherwise make the covariance singular.
+# For heads, as a share of the mean variance. Without it, constant or duplicate features make the covariance singular.
 DAMPING = 1e-8
 
 Weight = Float[Tensor, "outputs inputs"]
@@ -120,7 +120,7 @@ def factor_directions(
     significant = values > floor[:, None]
     inverse = torch.where(significant, 1 / values, 0)[..., None]
     left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
-    # Head by head from here on, because heads have different numbers of null directions.
+    # The heads are completed one by one, because they have different numbers of null directions.
     strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
     ranks = significant.sum(-1).tolist()
     for head, rank in enumerate(ranks):
@@ -133,7 +133,7 @@ def factor_directions(
             # with left energy has no right energy, because the remaining form is zero in the metric.
             rows = torch.linalg.svd(remaining).U.mT[: size - rank]
             rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
-            # Divided by the root of the strength, which makes both sides equally large.
+            # The rows are divided by the root of the strength, which makes both sides equally large.
             full[head, rank:] = rows / floor[head].sqrt()
     # The sign of every row makes its largest entry positive, so results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
@@ -216,7 +216,7 @@ def read_out(
     energy = moment.diagonal().clamp_min(0)
     # The energy of a constant feature is only rounding, in proportion to the energy of the features that it combines.
     alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
-    # Computed from correlations, because kept features differ in scale by many orders of magnitude.
+    # The inverse is computed from correlations, because kept features differ in scale by many orders of magnitude.
     unit = torch.where(alive, energy.rsqrt(), 0)
     inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
     return weight + (missed @ moved.mT * unit) @ inverse * unit
@@ -283,7 +283,7 @@ def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
 
     A strength is set to zero if rounding can explain it. Rounding is estimated for numbers as large as `bound`.
     """
-    # Reversed, because eigh returns ascending eigenvalues.
+    # The order is reversed, because eigh returns ascending eigenvalues.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     return torch.where(values > rounding, values, 0).sqrt(), (basis @ vectors).mT

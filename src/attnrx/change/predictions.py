@@ -34,7 +34,7 @@ class Predictions:
 
     def divergence(self, base: str, other: str) -> Float[Tensor, "images"]:
         """Returns how far the outputs of `other` diverge from those of `base`, per image, in the unit of `kind`."""
-        # Computed on all images together, because the scale of a divergence may depend on all outputs.
+        # The divergence is computed on all images together, because its scale may depend on all outputs.
         return self.kind.divergence(self.outputs[base], self.outputs[other])
 
     def decisions(self, role: str) -> Int[Tensor, "images *labels"]:

@@ -54,7 +54,7 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
     """Returns a hash of every image's values, which is equal for images that are equal bit by bit."""
-    # 8 bytes. Among 50,000 images, two different ones share a hash with a probability of 1e-10.
+    # With 8 bytes, two different images among 50,000 share a hash with a probability of 1e-10.
     rows = images.contiguous().view(torch.uint8).flatten(1).numpy()
     digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
     return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)

@@ -97,7 +97,7 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
         files = [listing[row][0] for row in order.tolist()]
         splits[name] = _stored_files(files, labels[order])
         if name == "train":
-            # Relative paths with forward slashes, so that the same images are held out on every machine.
+            # The paths are relative and have forward slashes, so the same images are held out on every machine.
             keys = [file.relative_to(root).as_posix() for file in files]
     if "" not in class_names:
         return Opened(splits, tuple(class_names), tuple(notes), keys=keys)
@@ -150,7 +150,7 @@ def class_folders(folder: Path) -> Listing:
     """
     listing: Listing = []
     for entry in _subfolders(folder):
-        # In the order of torchvision's ImageFolder.
+        # torchvision's ImageFolder uses the same order.
         found = sorted(filter(is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
         listing += [(path, entry.name) for path in found]
     _require_folders_of_classes(folder, listing)
@@ -372,8 +372,8 @@ def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[
     for file in sorted(files):
         # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
         below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
-        # Compares whole words, so latest.parquet does not name the test split, but train-00000-of-00002.parquet the
-        # train split.
+        # Only whole words count. latest.parquet does not name the test split, but train-00000-of-00002.parquet names
+        # the train split.
         words = re.split(r"[^a-z]+", str(below).lower()) if len(files) > 1 else ()
         groups[next((SPLITS[word] for word in words if word in SPLITS), "")].append(file)
     if "" in groups and len(groups) > 1:
@@ -498,7 +498,7 @@ def _labels(
         kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
         raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
     if all(are_words.values()):
-        # Sorted, so that the numbers do not depend on the order of rows or splits.
+        # The names are sorted, so that the numbers do not depend on the order of rows or splits.
         class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
         values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
     elif not class_names:

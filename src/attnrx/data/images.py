@@ -147,7 +147,7 @@ class Augmentation:
         # Every attempt has four numbers in [0, 1), which are drawn even if it is not needed.
         for share, ratio, down, across in window.tolist():
             area = height * width * (low + share * (high - low))
-            # Uniform in the logarithm, so that 3/4 and 4/3 are equally likely.
+            # The ratio is uniform in the logarithm, so that 3/4 and 4/3 are equally likely.
             shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
             rows, columns = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
             if 0 < rows <= height and 0 < columns <= width:
@@ -212,7 +212,7 @@ class Pass:
                 continue
             draws = None
             if self.augmentation is not None and self.seed is not None:
-                # Drawn for the whole batch, then cut to this process's share.
+                # The numbers are drawn for the whole batch, then cut to this process's share.
                 drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
                 draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
@@ -349,7 +349,7 @@ def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[b
 
 def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
     """Returns at most `maximum` positions out of `count`, evenly spaced from the first to the last."""
-    # In float64, because float32 cannot represent all whole numbers above 2**24.
+    # Positions are computed in float64, because float32 cannot represent all whole numbers above 2**24.
     return torch.linspace(0, count - 1, min(count, maximum), dtype=torch.float64).round().long().tolist()
 
 
@@ -389,7 +389,7 @@ def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns all positions in turns over the classes: the first image of each class, then the second, and so on."""
     # Classes are renumbered by rank, because a class number can be of any size.
     labels = labels.unique(return_inverse=True)[1]
-    # Sorted by turn, and within a turn by class.
+    # Images are sorted by turn, and within a turn by class.
     turn = rank_within_class(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)
 
@@ -401,7 +401,7 @@ def hold_out(
 
     Every class with at least two images has at least one image in the mask, and at least one outside.
     """
-    # A hash, not a random permutation, so that an image stays on its side when others are added or removed. 7 bytes fit
+    # With a hash, unlike a random permutation, an image stays on its side when others are added or removed. 7 bytes fit
     # into a signed int64.
     hashes = [hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest() for key in keys]
     order = torch.tensor([int.from_bytes(raw) for raw in hashes], dtype=torch.int64).argsort(stable=True)
@@ -515,7 +515,7 @@ class LoadedImages(Displayed, RowImages):
         self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
         """Yields the pixels of every step. Several threads decode them in advance."""
-        # In order, so that every run finds the same first corrupt image.
+        # Images are yielded in order, so that every run finds the same first corrupt image.
         waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
         # Decoding releases the GIL, so there is one thread per usable core. Above 16, memory bandwidth is the limit.
         # macOS and Windows have no sched_getaffinity.
@@ -535,7 +535,7 @@ class LoadedImages(Displayed, RowImages):
             while waiting:
                 yield collected()
         finally:  # also when the consumer stops early
-            # Does not wait, because batches that nobody consumes may still be decoding.
+            # This does not wait, because batches that nobody consumes may still be decoding.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _picture(
@@ -561,7 +561,8 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        # Augmented as bytes, which take a quarter of float32's memory. Normalization follows, so borders are black.
+        # Images are augmented as bytes, which take a quarter of float32's memory. They are normalized afterwards, so
+        # borders are black.
         if draws is not None and order.augmentation is not None:
             images = order.augmentation.apply(images, draws)
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]

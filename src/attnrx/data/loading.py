@@ -407,7 +407,7 @@ def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[
     requested = (size[0], size[1]) if isinstance(size, Sequence) else size
     if card is None:
         stored = opened.splits.get("train") or next(iter(opened.splits.values()))
-        # Spread over the split, because datasets are often sorted, by class or by size.
+        # The pictures are spread over the split, because datasets are often sorted, by class or by size.
         pictures = [stored.picture(at, None) for at in evenly_spaced(len(stored), GUESSED_FROM)]
         return guess_geometry(pictures, requested)
     if requested is None or requested == card.geometry.side:

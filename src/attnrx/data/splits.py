@@ -161,7 +161,8 @@ def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
             raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
         return None
     info = ImageNetInfo("imagenet-1k")
-    # Lists, because a name can be ambiguous. Two classes of ImageNet are called crane, a bird and a machine.
+    # A name may have several indices, because it can be ambiguous. Both a bird and a machine in ImageNet are called
+    # crane.
     indices_by_name: dict[str, list[int]] = {}
     for index in range(info.num_classes()):
         words = {word.strip().lower() for word in info.index_to_description(index).split(",")}
@@ -339,7 +340,7 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
     """Returns for each set the positions of images that occur neither earlier in it nor in a later set. Adds notes."""
     seen = set[Hashable]()
     new: dict[str, list[int]] = {}
-    # Starts with the last set, so that an image of the test is not planned on.
+    # The last set comes first, so that an image of the test is not planned on.
     for name, own in reversed(list(hashes.items())):
         positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
         if len(positions) < len(own):

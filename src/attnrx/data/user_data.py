@@ -276,7 +276,7 @@ class _ItemReader:
         """Returns a batch from any of the accepted forms. Its `index` counts from 0, and missing labels are -1."""
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
-        # On the CPU, whatever device the user's loader uses. `_pass` moves the batch to the device of the pass.
+        # The batch is on the CPU, whatever device the user's loader uses. `_pass` moves it to the device of the pass.
         return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
 
     def _labels(self, labels: Any, count: int) -> Tensor:

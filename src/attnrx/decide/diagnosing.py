@@ -71,7 +71,7 @@ def diagnose(
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
-    # Checked before the pass over the images. After the pass, a NaN in the weights would only show as a reading that is
+    # The weights are checked before the pass over the images. Afterwards, a NaN would only show as a reading that is
     # not finite.
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)

@@ -127,11 +127,11 @@ class Panel:
         self._images[layer] += images
         for means in (*(each.measure(observation) for each in self.diagnostics), others):
             for name, mean in means.items():
-                # Sums are collected, because batches have unequal sizes: the mean of their means would be wrong.
+                # Sums are collected, because batches have unequal sizes, and the mean of their means would be wrong.
                 total = mean.to(torch.float64) * images
                 sums[name] = sums[name] + total if name in sums else total
         if self._reads_outputs:
-            # From [batch, heads, tokens, dims] to one row per token, with all heads side by side.
+            # [batch, heads, tokens, dims] becomes one row per token, with all heads side by side.
             self._outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
             self._readouts[layer] = observation.readout
 
@@ -147,7 +147,7 @@ class Panel:
                 found |= each.of_spectrum(spectrum)
                 if each.reads_outputs:
                     found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
-            # Copied to the CPU only here, because a copy in every batch would wait for the GPU.
+            # The sums stay on the device until here, because a copy to the CPU in every batch would wait for the GPU.
             found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
             for name, value in found.items():
                 if not bool(torch.isfinite(value).all()):
@@ -279,7 +279,7 @@ def energy(
     """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros if all are zero."""
     magnitude = magnitude_of(strength, used)
     largest = largest_of(magnitude)[..., None]
-    # Divided by the largest magnitude first, because squares might overflow or vanish.
+    # Magnitudes are first divided by the largest one, because squares might overflow or vanish.
     square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
     total = square.sum(-1, keepdim=True)
     return square / torch.where(total > 0, total, torch.ones_like(total))

@@ -37,7 +37,7 @@ LAYER = kinds.record(
         "norms": kinds.one_of(*NORMS),
         "shared": kinds.FLAG,
         "readings": kinds.JSON_OBJECT,  # for human readers, because `load` reads the tensors
-        # Both maps, or no map if the MLP is not read. A map that is not one matrix is null.
+        # The list has both maps, or none if the MLP is not read. A map that is not one matrix is null.
         "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
     {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
@@ -226,7 +226,7 @@ def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
-    # Only short readings, because people read the JSON file. The tensors contain all readings.
+    # The summary has only short readings, because people read the JSON file. The tensors contain all readings.
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     return {
         "heads": list(spectrum.heads),

@@ -39,7 +39,7 @@ KEPT, STEP, MANY = 0.375, 16, 64
 LEAST_SAVED, TOLERATED = 0.05, 0.02
 # Images per step, and rows of a moment matrix per batch.
 BATCH, ROWS = 8, 4096
-# Relative to the root mean square of a tensor. For a saliency model, it was better than 1e-3.
+# The learning rate is relative to the root mean square of a tensor. For a saliency model, it was better than 1e-3.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
 # The methods through which other code calls a Vision Transformer.
@@ -116,7 +116,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs.clear()
-        # Calls `source`, because the model itself would compute a large batch in chunks, with one call for each.
+        # The model itself would compute a large batch in chunks, with one call for each, so this calls `source`.
         with model.forward_pass(), _calls_replaced(model, keep):
             rows = rows_of(model.source(pixels))
         if len(outputs) != 1:
@@ -173,8 +173,8 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
     with observing_calls((second,), add):
         for batch in batches:
             _outputs(model, batch)
-    # Moments about zero. At the border of a map, a constant has a different effect than inside, so no bias can replace
-    # it.
+    # The moments are about zero. At the border of a map, a constant has a different effect than inside, so no bias can
+    # replace it.
     weight, moment = weight.double().cpu(), moment / len(batches)
     losses = unit_losses(moment, weight, RIDGE)
     keep, step = torch.zeros(len(losses), dtype=torch.bool), STEP if len(losses) >= MANY else 1

@@ -166,7 +166,7 @@ def distill(
             'the model with outputs="embedding".'
         )
     weight = next(candidate.parameters())
-    # In float32, because steps are smaller than rounding in half precision.
+    # The fit runs in float32, because its steps are smaller than rounding in half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     validation, other = (InputValidation(reference, family_of(reference), "distill") for _ in range(2))
@@ -197,8 +197,8 @@ class _OutputFit:
         self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
-        # In the order of the set, which alternates between the classes. So images are decoded once per epoch and are
-        # never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
+        # Images come in the order of the set, which alternates between the classes. So they are decoded once per epoch
+        # and are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
         rounds = chain.from_iterable(self._batches() for _ in repeat(None))
         self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
@@ -217,7 +217,7 @@ class _OutputFit:
         with torch.no_grad():
             held_out = (pixels[_held_out(pixels)] for pixels in self._batches(validation))
             parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
-        # Computed on all images together, because the scale of a divergence may depend on all outputs.
+        # The distance is computed on all images together, because its scale may depend on all outputs.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.distance(target, outputs).mean())
 

@@ -311,7 +311,7 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)
-        # In the form that JSON returns, so that a prescription equals its saved copy.
+        # The record has the form that JSON returns, so that a prescription equals its saved copy.
         record["settings"][name] = to_dict(settings, typed=False)
         record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
@@ -539,7 +539,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
         if kept_dims != tuple(spec.value_dims[head] for head in order):
             biases.discard("value")
         small = replace(small, value_ranks=kept_dims)
-    # In the order of BIASES, so that equal layers compare equal.
+    # The biases are in the order of BIASES, so that equal layers compare equal.
     return replace(small, biases=tuple(name for name in BIASES if name in biases))
 
 
@@ -680,7 +680,7 @@ def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
     """Returns the rows of a basis with their bias, in float64 on the CPU."""
-    # Computed in float64, because a basis may be ill-conditioned. The bias is combined like every other column.
+    # The rows are combined in float64, because a basis may be ill-conditioned. The bias is just another column.
     stored, owners = side.augmented(), (sum(spec.rows),) if spec.traits.shares_directions else spec.rows
     num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]
     padded = stored.new_zeros(len(owners), num_rows, stored.shape[1])
@@ -735,7 +735,7 @@ def _reduced_values(
     center.
     """
     dims = attention.spec.value_dims
-    # In float64, like the factors, so that values are rounded to the weights' precision only once, when written.
+    # Everything is in float64, like the factors, so values are rounded to the weights' precision only when written.
     stored = attention.value.augmented()
     encodes = values.encode.double().split(values.ranks)
     # `encode` rows are padded to the largest head. Each part is [ranks[head], width + 1], with the bias as last column.

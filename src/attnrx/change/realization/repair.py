@@ -396,7 +396,7 @@ def _are_chained(model: nn.Module, images: ImageSet) -> bool:
     """Whether every block receives exactly the output of the previous block, without e.g. positions added between."""
     blocks, weight = blocks_of(model, family_of(model)), _weight(model)
 
-    # Copied, because a module may overwrite the outputs of its blocks.
+    # The tokens are copied, because a module may overwrite the outputs of its blocks.
     def copies(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         return call.module, (call.tokens.clone(), call.output_tokens.clone())
 
@@ -532,9 +532,9 @@ class _BlockFit:
             run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # Whole images, because attention mixes the tokens of an image. Few images, because each has many tokens.
+            # A step uses whole images, because attention mixes their tokens, but only a few, because each has many.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
-            # Computed inside the block, which may divide the tokens for its attention, and scale its output.
+            # The error is computed inside the block, which may divide tokens for its attention and scale its output.
             with block.without_mlp():
                 missed = run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
@@ -579,7 +579,7 @@ def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
     """Fits the second map, or its second factor, by least squares with a penalty on the change of its weight."""
-    # Normal equations in float64, accumulated over chunks, so that memory does not grow with the number of tokens.
+    # The normal equations are in float64. They are accumulated over chunks, so memory does not grow with the tokens.
     units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
     features = nn.Sequential(units, *([second.first] if isinstance(second, LowRankLinear) else []))

@@ -163,7 +163,7 @@ class Frontier:
     @cached_property
     def _numbers(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
-        # Only the offset plus multiples of the step, which keeps the number of states small.
+        # Only the offset plus multiples of the step are possible, which keeps the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
         return np.array([0, *range(space.offset or space.step, most, space.step)])
@@ -194,7 +194,7 @@ class Frontier:
         least[0, MAX_DEFICIT] = 0.0
         backpointers = []
         for layer in range(self.space.depth):
-            # In the order of a forward pass, because a layer's cost depends on the tokens that its stage leaves.
+            # The stage comes first, as in a forward pass, because a layer's cost depends on the remaining tokens.
             least, previous = self._prune_patches(layer, least)
             least, chosen, options = self._choose_ranks(layer, least)
             backpointers.append((previous, chosen, options))
@@ -269,7 +269,7 @@ class Frontier:
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        # As a share of the unchanged model's own cost, which may be higher than the original's.
+        # The savings are a share of the unchanged model's own cost, which may be higher than the original's.
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:

@@ -321,7 +321,7 @@ def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
             blocked = positive & (free <= 0)
             if not blocked.any():
                 break
-            # Moves until the first entry reaches zero.
+            # All entries move until the first one reaches zero.
             found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
             positive &= found > 1e-15
         found = free

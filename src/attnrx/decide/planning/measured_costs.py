@@ -169,7 +169,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
-        # Converted by numpy. torch would store the floats in float32, and a plan from the cache would differ.
+        # numpy converts the numbers. torch would store floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
 
@@ -197,7 +197,7 @@ def measured_cost_table(
     qk, vo, mlp_levels = ((0, *space.measured(axis, levels)) for axis in RANKS)
     for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
         attention[level, other] = timer.block({"qk": level, "vo": other})
-    # First along qk, for the measured levels of vo, then along vo for all levels of qk.
+    # Times are interpolated along qk for the measured levels of vo, then along vo for all levels of qk.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space.available("qk"), space.available("vo"))
     mlp = np.zeros((len(space.levels), len(grid) + 1))
@@ -247,7 +247,7 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
     Below the last known level, the line through the last two is continued.
     """
-    # Interpolates by share, not by level number, because `space.levels` need not be evenly spaced.
+    # The weight depends on the share, not on the level number, because `space.levels` need not be evenly spaced.
     complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
@@ -422,8 +422,8 @@ class _Timer:
 
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Returns the median of every time over the rounds, in units of the original block in the same round."""
-        # In turns with the original block. Other processes slow down both in a round, so their load cancels in the
-        # ratio.
+        # Runs take turns with the original block. Other processes slow down both in a round, so their load cancels in
+        # the ratio.
         runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
             # A single block is not repeated. In a model it follows other blocks, which leave little of it in the
@@ -543,8 +543,8 @@ class PlanTimer:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
             if form is None:
-                # Timed in a process of their own, like whole models, which were slower in a process that had timed
-                # blocks.
+                # Blocks are timed in a process of their own. So are whole models, because they were slower in a process
+                # that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
@@ -564,7 +564,7 @@ class PlanTimer:
         if settings.to is not None:
             if self._written is None or self._written[0] is not model:  # a repeated timing uses the same file
                 self._written = model, self._file(model)
-            # In this process, because the runtime of a file allocates its memory itself.
+            # Files run in this process, because their runtime allocates its memory itself.
             speed = compare_latency(self._written[1], baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:

@@ -181,7 +181,7 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
     """Applies 1 to `MOST_VARIED` random changes: more is kept or more is pruned in one layer, or a stage moves."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        # In both directions, because greedy moves meet the budget again, whatever the change costs or saves.
+        # Changes go in both directions, because greedy moves meet the budget again, whatever they cost or save.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
@@ -215,7 +215,7 @@ class Planner:
         self._realized: dict[Choices, nn.Module] = {}  # only the last plan, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
 
-    # Computed after the cost table, because the table shows whether a target is impossible.
+    # The outputs are computed after the cost table, because the table shows whether a target is impossible.
     @cached_property
     def answers(self) -> Answers:
         """The reference's outputs on all images."""
@@ -506,7 +506,7 @@ class Planner:
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images, among the finalists on fewer images."""
-        # Stored by choices, because several trials may have the same plan.
+        # Trials are stored by choices, because several may have the same plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.answers
@@ -539,7 +539,8 @@ class Planner:
             found.append((trial, size))
             if NEARLY * limit <= size <= limit or (size > limit and share <= least):
                 break
-            # Megabytes per removed share of the parameters. The next plan aims slightly below the limit.
+            # The slope is in megabytes per removed share of the parameters. The next plan aims slightly below the
+            # limit.
             slope = max(whole - size, 1e-9) / (1 - trial.step.cost)
             share = 1 - (whole - (1 + NEARLY) / 2 * limit) / slope
         fitting = [trial for trial, size in found if size <= limit]

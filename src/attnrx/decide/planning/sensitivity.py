@@ -258,7 +258,7 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
     # Every probe is a model with one level of one axis in all layers. Only single blocks of it are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
-    # Measured in the model's precision, because rounding to bfloat16 changes the outputs as much as many choices do.
+    # The model's precision is used, because rounding to bfloat16 changes the outputs as much as many choices do.
     with evaluating([space.model, *probes.values()]):
         works = (None, *probes, *range(len(counts)))  # None: a new batch
         parts = [(part, work) for part in answers.batches for work in works]
@@ -323,7 +323,7 @@ class _BatchProbe:
     def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> float:
         with resumed(model, self.family, given, layer, self.calls):
             other = stored(outputs_of(model, self.images))
-        # Sums, because the last batch may be smaller. They are divided by the number of images at the end.
+        # Sums are returned, because the last batch may be smaller. The caller divides them by the number of images.
         return float(self.outputs.softened(self.base, other).sum())
 
 

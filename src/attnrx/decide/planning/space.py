@@ -131,8 +131,8 @@ class Space(Displayed):
         uniform = runtime.equal_heads or any(spec.fixes_values for spec in specs)
         # MACs and parameters do not rise in steps. They allow every rank and width, unless the place is known.
         is_stepped = is_latency or runtime is not RUNTIMES["eager"]
-        # Begins with all rank axes. To find out whether the model has an axis, the search prescribes it, and these
-        # prescriptions are kept for the result. The smallest head and MLP decide, so that all of them have every level.
+        # The space begins with all rank axes. To find out whether the model has an axis, this method prescribes it, and
+        # the prescriptions are kept for the result. The smallest head and MLP decide, so that all have every level.
         space, present, reasons = (
             cls(
                 model,
@@ -356,13 +356,13 @@ class Space(Displayed):
 
     def spread(self, stages: int | None) -> tuple[int, ...]:
         """Returns the layers for `stages` stages, at the ends of equal parts of the depth. None means all layers."""
-        # A set, because two of them may coincide in a shallow model.
+        # The layers are a set, because two of them may coincide in a shallow model.
         parts = min(stages or self.depth, self.depth - 1) + 1
         return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits how many patches every stage prunes, to half of its input patches."""
-        # Begins with the first stage, because the patches that it prunes are missing at later stages.
+        # The first stage comes first, because the patches that it prunes are missing at later stages.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))

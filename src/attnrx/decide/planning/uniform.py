@@ -129,7 +129,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
             f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
             "units. Leave portable out."
         )
-    # Tries a width in the middle first, then whole ratios, because some classes accept only these.
+    # A width in the middle is tried first, then whole ratios, because some classes accept only these.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
     held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
     if held:

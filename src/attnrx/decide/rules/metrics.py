@@ -89,8 +89,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
         keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
         grams = layer.reading("query_gram"), keys
         return balance(*grams) if spectrum.pairs is None else RotaryDirections(*grams, layer)
-    # Rows [heads, directions, features] of query and key, because their Grams would lose digits. The last feature is
-    # the bias.
+    # These metrics use rows [heads, directions, features] of query and key, because their Grams would lose digits. The
+    # last feature is the bias.
     query, key = spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
     if spectrum.pairs is None:
         return svd_directions(query, key)

@@ -476,7 +476,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         HIDDEN, rule, {"the moments of the hidden units" for each in entries if metric not in each.strength}
     )
     strengths = [entry.strength[metric][None] for entry in entries]
-    # Rows without features. An identity of all hidden units would be a large table, and no rule reads it.
+    # The rows have no features. An identity of all hidden units would be a large table, and no rule reads it.
     rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
     spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
     decisions: list[HiddenDecision | None] = []

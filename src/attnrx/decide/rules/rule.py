@@ -138,7 +138,7 @@ def fewest_holding(
     all directions whose amount is not zero.
     """
     if share == 1:
-        # Counted, because a rounded sum can reach its total before the last amount is added.
+        # Directions are counted, because a rounded sum can reach its total before the last amount is added.
         ranks = ((amount > 0) & used).sum(-1)
     else:
         cumulative = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
