@@ -23,8 +23,8 @@ TOLERANCE = 1e-5
 # Singular values are accurate to about d * 2e-16 of the form's scale. Below this share, dividing a row by its singular
 # value would leave only noise.
 NULL_SHARE = 1e-13
-# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one, or if
-# their energy is below this share of the combined features' energy.
+# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one. A feature
+# is also a duplicate if its energy is below this share of the energy of the features that it combines.
 COPY_SHARE = 1e-12
 # The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of the values from
 # 1e-4 to 0.3, it has the smallest KL divergence on images of other classes than the calibration's
