@@ -185,7 +185,7 @@ def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]
     spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     unit = torch.where(spread > 0, 1 / spread, 0)
     values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
-    # Smaller eigenvalues are noise: they are below the correlations' rounding in the precision of the given Gram.
+    # Smaller eigenvalues are noise, because the correlations are rounded in the precision of the given Gram.
     cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
     root = torch.where(values > cut, values, 0).sqrt()
     return root[:, :, None] * vectors.mT * spread[:, None, :]

@@ -138,7 +138,7 @@ _CARDS: dict[str, DatasetCard] = {
         geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=Normalization(*IMAGENET),
         hub_id="ILSVRC/imagenet-1k",
-        ignored=("test",),  # its labels are hidden: all are -1
+        ignored=("test",),  # its labels are hidden, and all are -1
         other_names=("imagenet1k", "imagenet_1k", "imagenet", "ILSVRC2012"),
     ),
 }

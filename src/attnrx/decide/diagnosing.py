@@ -238,7 +238,7 @@ def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment
     if moment is None or not moment.rows:
         return HiddenDiagnosis(strength, weight, bias)
     covariance = moment.covariance()
-    # The root mean square of a unit's contribution to the outputs, without its mean: the bias can replace the mean.
+    # The root mean square of a unit's contribution to the outputs, without its mean, because the bias can replace that.
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, wide).sqrt()
     return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())

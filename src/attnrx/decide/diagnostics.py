@@ -5,7 +5,7 @@ metrics need, and the selectivity of heads.
 
 Moments of queries and keys are computed from the rows that enter the scores. If the attention form has norms, the rows
 are divided by their norms. They are not yet multiplied by the strength. Keys are centred over the tokens of their own
-image: a component that all keys of an image share adds a constant to a row of scores, and softmax ignores constants.
+image. A component that all keys of an image share adds a constant to a row of scores, and softmax ignores constants.
 
 In a spectrum, `used` is True for existing directions and False for padding, which is ignored. A head without energy
 (all strengths zero, or no directions) has entropy and effective rank 0.

@@ -148,7 +148,7 @@ def against_limit(
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
     if n is None or distance == 0:  # no number of samples would decide
         return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
-    # The count is at least n: an undecided claim's interval contains the limit, so its half is at least the distance.
+    # The count is at least n, because an undecided claim's interval contains the limit: half >= distance.
     # It is rounded up to two significant digits, the precision of such an estimate.
     count = n * (half / distance) ** 2
     if count >= kinds.LARGEST / 10:  # the value differs from the limit only by rounding

@@ -67,7 +67,7 @@ class Basis(Displayed):
     def __post_init__(self):
         divided = self.blocks is None or (self.shared and sum(self.blocks) == self.left.shape[1])
         _require(self, divided, "blocks must divide the shared directions among them")
-        # Rows of query and key are paired: direction r is the product of row r in both tables.
+        # Rows of query and key are paired, and direction r is the product of row r in both tables.
         paired = (
             self.left.ndim == 3 and self.left.shape == self.right.shape and (not self.shared or len(self.left) == 1)
         )
@@ -564,7 +564,7 @@ REALIZED = kinds.record(
     },
 )
 
-# ABOUT is open: it contains whatever the diagnosis and the plan recorded. Only two of its fields are read again.
+# ABOUT is open, so it may contain all that the diagnosis and the plan recorded. Only two of its fields are read again.
 RULE_TEXTS = dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT)
 RULE_TEXTS |= {TOKENS: kinds.parsed(parse_policy), DEPTH: kinds.parsed(parse_depth)}
 ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)

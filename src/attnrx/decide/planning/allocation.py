@@ -70,8 +70,8 @@ class Frontier:
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
         """
-        # The greedy rule of fractional knapsacks. Unlike the plan from `at`, the result depends on the start: it meets
-        # the budget near a given plan.
+        # This is the greedy rule for fractional knapsacks. Unlike the plan from `at`, the result depends on the start.
+        # So it meets the budget near a given plan.
         now = self._step(start)
         while now.cost > limit:
             best, gain = None, 0.0

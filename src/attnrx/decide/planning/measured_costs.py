@@ -94,7 +94,7 @@ PACKAGE, MEASURED_CODE = Path(__file__).parents[2], (("vit", "change", "exportin
 @cache
 def measured_code() -> str:
     """Returns the hash of the source files of MEASURED_CODE."""
-    # The version is not enough: between releases, e.g. in a checkout, one version can have different code.
+    # The version is not enough, because its code may change between releases, e.g. in a checkout.
     files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
     digest = sha256()
     for path in files:
@@ -260,7 +260,7 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 class _Called(nn.Module):
     """Successive blocks, with the arguments that their model passes in addition to the tokens, e.g. rotary positions.
 
-    With a `reduction`, the blocks are in their state after a stage: every token has a size and the index of a patch.
+    With a `reduction`, the blocks are in their state after a stage. Every token has a size and the index of a patch.
     With `last`, the shortcut of the last block, the last block computes only the class token.
     """
 

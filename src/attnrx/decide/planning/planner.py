@@ -60,7 +60,7 @@ FEW_STAGES = 5
 # MOST_VARIED choices. Several new variations (`PlanSettings.variations`) are drawn in at most ATTEMPTS attempts. Only
 # the variation with the lowest predicted divergence is measured.
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
-# A plan's outputs are kept if an image has at most this many. Dense models have more: as many as pixels.
+# A plan's outputs are kept if an image has at most this many. Dense models have more, e.g. as many as pixels.
 KEPT = 4096
 # Bisection steps of the search for an allowed loss. They determine the cost to 1 / 64.
 HALVINGS = 6
@@ -84,7 +84,7 @@ def plan(
     The costs of all choices come from a cost table, in closed form for MACs and parameters, measured for latency. Each
     choice's sensitivity is measured separately, on the first of `images`. If sensitivities added up exactly, `Frontier`
     would be optimal. They add up only approximately, so a search then varies the best plan and measures the divergence
-    of whole plans: all of them on a part of `images`, the best on all images. The images are held in memory.
+    of whole plans. It measures all of them on a part of `images`, and the best on all images. The images are in memory.
 
     The predictions are measured on `others`, which influence no choice. You need labels only for a target of accuracy.
     If `others` have no labels, the plan predicts no change of accuracy.
@@ -102,10 +102,10 @@ def plan(
         The plan with its prescription and predictions.
 
     Raises:
-        InvalidInput: The target is a recall, which is measured after the repair: give it to `shrink`.
+        InvalidInput: The target is a recall, which is measured after the repair. Give it to `shrink` instead.
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
-        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels: save it as it is.
+        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels. Save it unchanged.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)

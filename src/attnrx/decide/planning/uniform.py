@@ -82,7 +82,7 @@ class UniformSpace(Space):
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules of a plan: every layer keeps the same number of its strongest units and heads."""
+        """Returns the rules of a plan, by which every layer keeps the same number of its strongest units and heads."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 

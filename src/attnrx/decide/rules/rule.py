@@ -154,7 +154,7 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
     strengths are changed instead of removed. For dense attention with any change, the bound is infinite, because rows
     may have any length. It is also infinite for directions that all heads share.
     """
-    if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
+    if decision.keep.shape != spectrum.used.shape:  # no bound exists for shared directions
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
     prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
