@@ -1,1 +1,1 @@
-"""A smaller model: decompositions, realization with its fits, and files for other runtimes."""
+"""Makes a smaller model: decompositions, the realization of prescriptions, and fits."""

@@ -1,7 +1,7 @@
-"""Decompositions of matrices: functions of tensors, independent of attention.
+"""Decompositions of matrices. The functions take tensors and do not depend on attention.
 
-The first part finds balanced directions of a bilinear form, the second directions of the outputs of a linear map. The
-third eliminates units greedily, with a compensation. The last one distributes a total rank.
+The first part finds balanced directions of a bilinear form. The second part finds output directions of a linear map.
+The third part eliminates units greedily, with a compensation. The last part distributes a total rank.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ __all__ = [
     "factor_directions", "output_pca", "pays", "plain_svd", "read_out", "svd_directions", "unit_losses", "water_fill",
 ]  # fmt: skip
 
-# Asymmetries up to this share of a Gram's size count as rounding (float32 sums).
+# A Gram may be asymmetric by this share of its largest entry, because float32 sums round.
 TOLERANCE = 1e-5
-# Singular values are accurate to about d * 2e-16 of the form's scale; below this share, a row divided by one is noise.
+# Singular values are accurate to about d * 2e-16 of the form's scale. Below this share, dividing a row by its singular
+# value would leave only noise.
 NULL_SHARE = 1e-13
-# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one, or if
-# their energy is below this share of the energy of the features that they combine.
+# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one. A feature
+# is also a duplicate if its energy is below this share of the energy of the features that it combines.
 COPY_SHARE = 1e-12
 # The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of the values from
 # 1e-4 to 0.3, it has the smallest KL divergence on images of other classes than the calibration's
@@ -35,14 +36,14 @@ BLOCK = 64
 UPDATED = 512
 # With 1,537 or 4,096 features, computing 256 rows of a Gram at once halves the time (2026-11-28, EPYC, two threads).
 GRAM_BLOCK = 256
-# A later removal counts as more than every earlier one, so that ties do not change the order of elimination.
+# The increase of every removal is at least this multiple of the previous one, so ties keep the order of elimination.
 STEP = 1 + 1e-9
-# For heads, relative to the mean variance: keeps the covariance invertible if features are constant or duplicates.
+# For heads, as a share of the mean variance. Without it, constant or duplicate features make the covariance singular.
 DAMPING = 1e-8
 
 Weight = Float[Tensor, "outputs inputs"]
 Directions = tuple[Float[Tensor, "most"], Float[Tensor, "most outputs"]]
-"""Strengths, descending, and directions: the squared error of rank r is the sum of the squared strengths beyond r."""
+"""Descending strengths, and directions. Rank r leaves the sum of all later squared strengths as squared error."""
 
 Ranks = tuple[int, ...]
 
@@ -54,15 +55,15 @@ Ranks = tuple[int, ...]
 class Balanced:
     """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
 
-    The form old_left^T old_right of two tables [d, width] becomes sum over r of strength[r] * (left[r] @ old_left)^T
-    (right[r] @ old_right). All directions together give the original form for any input. The first r give the best form
-    of rank r in the metric; its squared error is the sum of the discarded squared strengths. The bases are nested, so
-    one `Balanced` serves every rank.
+    Let old_left and old_right be two tables [d, width]. The form old_left^T old_right becomes the sum over r of
+    strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together give the original form for any
+    input. The first r give the best form of rank r in the metric, and its squared error is the sum of the discarded
+    squared strengths. The bases are nested, so one `Balanced` serves every rank.
 
-    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy, left[r] G_left
-    left[r]^T = 1, and the same on the right. The following ones are null: one of their two sides has no energy. They
-    contribute nothing in the metric, but they can contribute for other inputs. They do not have unit energy. Their
-    strength is a placeholder, 1e-13 of the form's scale, which keeps left, right and the order of strengths valid.
+    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy: left[r] G_left
+    left[r]^T = 1, and the same on the right. The following directions are null, because one of their two sides has no
+    energy. Null directions contribute nothing in the metric, but may contribute for other inputs. They do not have unit
+    energy. Their strength is a placeholder, 1e-13 of the form's scale, which keeps left, right and the order valid.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -75,13 +76,13 @@ class Balanced:
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
     """Balances the form left . right of two vectors whose second moments are the given Grams (in float64).
 
-    With G = R^T R on each side and R_left R_right^T = U diag(s) V^T, the directions are left = diag(1/s) V^T R_right
-    and right = diag(1/s) U^T R_left: square-root balanced truncation, as in model reduction (Moore, 1981). For
-    independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on the whitened form.
-    No Gram is inverted, so Grams may be singular, zero and of any scale.
+    Let G = R^T R on each side, and R_left R_right^T = U diag(s) V^T. Then the directions are left = diag(1/s) V^T
+    R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation, as in model reduction
+    (Moore, 1981). For independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on
+    the whitened form. No Gram is inverted, so Grams may be singular, zero and of any scale.
 
-    Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
-    the rows themselves are available. Raises InvalidInput if Grams are not finite or not symmetric.
+    Rounding in the Grams dominates strengths below about 1e-8 of the form's scale. If you have the rows themselves, use
+    `svd_directions` instead. Raises InvalidInput if Grams are not finite or not symmetric.
     """
     return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
@@ -91,8 +92,8 @@ def svd_directions(
 ) -> Balanced:
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
-    The product is never formed. Two thin QR factorizations and one d x d SVD per head preserve the precision of small
-    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
+    The product is never formed. Two thin QR factorizations and one d x d SVD per head keep small singular values
+    precise, which a Gram would not. The rewritten rows are orthonormal on each side.
     """
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
     return factor_directions(left, right)
@@ -102,12 +103,12 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances in the metric of the Grams factor^T factor, given the factors (whose rows may be samples).
+    """Balances in the metric of the Grams factor^T factor, from the two factors. Rows of a factor may be samples.
 
-    Null directions complete the basis: with L and R the other directions, I - L^T diag(s) R is a projector on the
+    Null directions complete the basis. With L and R the other directions, I - L^T diag(s) R is a projector on the
     remaining space. Its singular vectors are rotated so that each vector, or its partner, has no energy in the metric.
     Then right = diag(1/strength) left^-T makes the identity hold up to rounding: 2e-16 of the largest |left|^T strength
-    |right|. That is about 1e-15, but more if the two metrics contradict each other over many orders of magnitude.
+    |right|. The error is about 1e-15, or more if the two metrics differ by many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -119,7 +120,7 @@ def factor_directions(
     significant = values > floor[:, None]
     inverse = torch.where(significant, 1 / values, 0)[..., None]
     left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
-    # Head by head from here on, because heads have different numbers of null directions.
+    # The heads are completed one by one, because they have different numbers of null directions.
     strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
     ranks = significant.sum(-1).tolist()
     for head, rank in enumerate(ranks):
@@ -128,13 +129,13 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
-            # A basis of the row space of this projector, rotated to separate rows with left energy from those without.
-            # A row with left energy has no right energy, because the remaining form is zero in the metric.
+            # A basis of this projector's row space, rotated to separate rows with left energy from rows without. A row
+            # with left energy has no right energy, because the remaining form is zero in the metric.
             rows = torch.linalg.svd(remaining).U.mT[: size - rank]
             rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
-            # Divided by the root of their strength, so that both sides are equally large.
+            # The rows are divided by the root of the strength, which makes both sides equally large.
             full[head, rank:] = rows / floor[head].sqrt()
-    # The signs make the largest entry of every row positive, so that results agree between machines.
+    # The sign of every row makes its largest entry positive, so results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
     full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
     # Rows of unit length are well conditioned for the inversion.
@@ -144,7 +145,7 @@ def factor_directions(
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
-    """Returns a bound of the strengths, independent of the units of the features; positive even for a zero form."""
+    """Returns an upper bound of the strengths. It does not depend on the features' units, and is never zero."""
     energy_left, energy_right = left.square().sum(1), right.square().sum(1)
     both = (energy_left * energy_right).sqrt().sum(-1)
     total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
@@ -154,7 +155,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 
 def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
-    """Returns rows^T rows; for wide rows on a CPU, blocks below the diagonal are copied from the blocks above it."""
+    """Returns rows^T rows. For wide rows on a CPU, only the upper blocks are computed, and copied to the lower ones."""
     if rows.device.type != "cpu" or rows.shape[1] < 2 * GRAM_BLOCK:
         return rows.T @ rows
     product = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -166,7 +167,7 @@ def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features featur
 
 
 def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
-    """Returns the symmetric part in float64; raises InvalidInput if it is not finite or not symmetric."""
+    """Returns the symmetric part in float64. Raises InvalidInput if the Gram is not finite or not symmetric."""
     gram = gram.detach().double()
     limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
     if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):
@@ -175,16 +176,16 @@ def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d
 
 
 def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
-    """Returns R with R^T R = gram, computed from correlations, so that badly scaled features keep their precision."""
+    """Returns R with R^T R = gram. It is computed from correlations, so badly scaled features keep their precision."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram)
     if gram.numel() == 0:
         return gram
-    # The diagonal of a difference of moments can be slightly negative.
+    # Rounding can make the diagonal slightly negative, e.g. if the Gram is a difference of moments.
     spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     unit = torch.where(spread > 0, 1 / spread, 0)
     values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
-    # Eigenvalues below the rounding of the correlations, in the precision of the given Gram, are noise.
+    # Smaller eigenvalues are noise, because the correlations are rounded in the precision of the given Gram.
     cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
     root = torch.where(values > cut, values, 0).sqrt()
     return root[:, :, None] * vectors.mT * spread[:, None, :]
@@ -197,10 +198,11 @@ def read_out(
 ) -> Float[Tensor, "features kept"]:
     """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
 
-    Head h gives the features left[kept] @ o_h. Let K be the projection of all heads. Restoring each head separately has
-    the weight W0 = strength * right. If the `covariance` C of the outputs of all heads is given (features ordered head
-    by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C K^T)^+ is a
-    minimum of E |o - W K o - constant|^2. If kept features are duplicates, it is the minimum nearest to W0.
+    Head h gives the features left[kept] @ o_h. Let K be the projection of all heads. If each head is restored
+    separately, the weight is W0 = strength * right. With the `covariance` C of all heads' outputs (features ordered
+    head by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C
+    K^T)^+ minimizes E |o - W K o - constant|^2. If kept features are duplicates, several weights are minima, and the
+    one nearest to W0 is returned.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -212,9 +214,9 @@ def read_out(
     moved = projections @ covariance
     moment = moved @ projections.mT
     energy = moment.diagonal().clamp_min(0)
-    # A constant feature has only rounding as energy, in proportion to the energy of the features that it combines.
+    # The energy of a constant feature is only rounding, in proportion to the energy of the features that it combines.
     alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
-    # Computed on correlations, because kept features differ in scale by many orders of magnitude.
+    # The inverse is computed from correlations, because kept features differ in scale by many orders of magnitude.
     unit = torch.where(alive, energy.rsqrt(), 0)
     inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
     return weight + (missed @ moved.mT * unit) @ inverse * unit
@@ -222,32 +224,32 @@ def read_out(
 
 # Directions of the outputs of a linear map ----------------------------------------------------------------------------
 
-# Projected on r orthonormal directions V, given as rows, y = W x + b becomes V^T V W x + b: two factors of rank r. All
-# directions together give the original map for any input.
+# Let the rows of V be r orthonormal directions. Projected on them, y = W x + b becomes V^T V W x + b: two factors of
+# rank r. All directions together give the original map for any input.
 
 
 def plain_svd(weight: Weight) -> Directions:
-    """Returns the directions of the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936)."""
+    """Returns the directions of the nearest matrix at every rank, in the Frobenius norm (Eckart and Young, 1936)."""
     left, strength, _ = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     return strength, left.mT
 
 
 def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
-    """Returns the directions of the least E |W x - W' x|^2 over inputs with this second moment or covariance.
+    """Returns the directions that minimize E |W x - W' x|^2 over inputs x with this second moment or covariance.
 
-    They are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput if the moment is not finite or
-    not symmetric.
+    The directions are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput if the moment is not
+    finite or not symmetric.
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
-    # The last argument bounds the entries of the outputs' moment, and so their rounding.
+    # The last argument bounds the entries of the outputs' moment, and thereby their rounding.
     return _leading(basis, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
 
 
 def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> Directions:
-    """Returns the directions of `activation_aware`, from only the second moment or covariance of W x.
+    """Returns the directions of `activation_aware`, computed only from the second moment or covariance of W x.
 
-    Statistics outside the range of W, which no output can have, are discarded.
+    No output lies outside the range of W, so statistics outside that range are discarded.
     """
     weight, covariance = weight.detach().double(), checked_gram(covariance)
     basis, _ = output_basis(weight)
@@ -265,9 +267,9 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 
 
 def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
-    """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
+    """Returns an orthonormal basis of a matrix's possible outputs, and the matrix in that basis.
 
-    A square rotation in this basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
+    A square rotation in this basis rewrites the matrix exactly, for any data. A rotation of a larger space would not.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -279,9 +281,9 @@ def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[T
 def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
     """Returns the leading eigenvectors of a moment in a basis, and their strengths.
 
-    A strength that may be rounding, for numbers as large as `bound`, is set to zero.
+    A strength is set to zero if rounding can explain it. Rounding is estimated for numbers as large as `bound`.
     """
-    # Flipped to descending order, because eigh sorts ascending.
+    # The order is reversed, because eigh returns ascending eigenvalues.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     return torch.where(values > rounding, values, 0).sqrt(), (basis @ vectors).mT
@@ -295,19 +297,19 @@ def unit_losses(
 ) -> Float[Tensor, "units"]:
     """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
 
-    `covariance` belongs to the activations; `weight` is the map that reads them. With P = (covariance + penalty)^-1,
-    removing unit u and compensating by the remaining units adds |w_u|^2 / P_uu to the error: the mean squared error of
-    the output plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). After
-    every removal, weights and P are updated by a matrix of rank one. The increases are strictly increasing in that
-    order, so the k largest belong to the last k units.
+    `covariance` belongs to the activations, and `weight` is the map that reads them. Let P = (covariance + penalty)^-1.
+    If unit u is removed and the remaining units compensate for it, the error grows by |w_u|^2 / P_uu (Optimal Brain
+    Surgeon; Hassibi and Stork, 1993). The error is the mean squared error of the output plus the penalty on the weight
+    change. Every removal updates the weights and P by a matrix of rank one. The increases grow strictly in that order,
+    so the k largest belong to the last k units.
 
     Raises:
         InvalidInput: The ridge is not positive.
     """
-    # Removing a unit is a step of elimination in P. Blocks of removals collect their rank-one updates, which are then
-    # applied by matrix products, as in blocked factorizations. The algorithm needs only the products of the weights
-    # with each other, so the rows of a block stay in the cache, however many outputs there are. Both tables are
-    # symmetric, and only their upper halves are updated.
+    # Removing a unit is an elimination step in P. The rank-one updates of a block of removals are collected and then
+    # applied by matrix products, as in blocked factorizations. The algorithm needs only inner products of the weights.
+    # So the rows of a block stay in the cache, however many outputs there are. Both tables are symmetric, and only
+    # their upper halves are updated.
     precision = torch.cholesky_inverse(torch.linalg.cholesky(penalized(covariance, ridge)))
     products = gram(weight.detach().double())
     losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
@@ -323,7 +325,7 @@ def unit_losses(
             precision[block, start:].addmm_(rows[:, block].T, rows[:, start:], alpha=-1)
             half = products[block, start:].addmm_(changes[:, block].T, rows[:, start:], alpha=-1)
             half.addmm_(rows[:, block].T, changes[:, start:], alpha=-1)
-        # Smaller tables without the removed units are copied whenever a quarter of the units is gone.
+        # When a quarter of the units is gone, the rest is copied into smaller tables.
         if is_left.double().mean() <= 0.75:
             chosen = is_left.nonzero()[:, 0]
             precision, products = (each[chosen].index_select(1, chosen) for each in (precision, products))
@@ -336,8 +338,8 @@ def _eliminated(
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
     """Returns the next BLOCK of the remaining units, their errors, and the updates of the tables.
 
-    The updates are precision - rows^T rows, and products - changes^T rows - rows^T changes. The tables themselves are
-    not changed, because matrix products afterwards take less time than `count` updates.
+    The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. This function does
+    not change the tables, because matrix products afterwards take less time than `count` updates.
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
@@ -347,7 +349,7 @@ def _eliminated(
     losses: list[float] = []
     for step in range(count):
         errors = squares.clamp_min(0) / diagonal
-        errors[gone] = torch.inf  # this also replaces NaN, because their diagonals are zero
+        errors[gone] = torch.inf  # also replaces NaN, because the diagonals of removed units are zero
         unit = int(errors.argmin())
         loss, root = float(errors[unit]), diagonal[unit].sqrt()
         # This unit's row in each table, including the earlier updates of the block.
@@ -378,8 +380,8 @@ def compensated(
 ) -> Float[Tensor, "outputs kept"]:
     """Returns the weight of the kept units that best approximates the output of all units.
 
-    It minimizes the mean squared error about the mean, plus the squared change of the kept weights times `ridge` times
-    the mean variance.
+    The weight minimizes the mean squared error about the mean, plus a penalty. The penalty is the squared change of the
+    kept weights, times `ridge`, times the mean variance.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -387,7 +389,7 @@ def compensated(
     penalty, weights = penalized(covariance, ridge), weight.detach().double()
     if not bool(keep.any()):
         return weights[:, keep]
-    # What the removed units add, projected on the kept ones; the penalty is only on the diagonal.
+    # The removed units' contribution, projected on the kept units. Only the diagonal has the penalty.
     columns = penalty[:, keep]
     removed = weights[:, ~keep] @ columns[~keep]
     factor = torch.linalg.cholesky(columns[keep])
@@ -413,11 +415,11 @@ def elimination_losses(
 ) -> Float[Tensor, "units"]:
     """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
 
-    The features o of the units are concatenated, with covariance C; `gram` is W^T W of the weights that read each unit.
-    The best affine estimate of the removed features S from the others has the covariance (P_SS)^-1 with P = C^-1, the
-    block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed
-    units u. Every step removes the unit with the smallest error. The increases are strictly increasing in that order,
-    so the k largest belong to the last k units.
+    The features of all units are concatenated, and C is their covariance. `gram` is W^T W for the weights that read
+    each unit. Let P = C^-1. The best affine estimate of the removed features S from the others has the error covariance
+    (P_SS)^-1, the block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu)
+    over the removed units u. Every step removes the unit with the smallest error. The increases grow strictly in that
+    order, so the k largest belong to the last k units.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -425,7 +427,7 @@ def elimination_losses(
     scale = moments.diagonal().mean().clamp_min(tiny)
     precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))
     features = torch.arange(len(moments)).unflatten(0, (units, size))
-    # Every candidate is evaluated from scratch, without updates of the inverse, because heads are few.
+    # Heads are few, so every candidate is evaluated from scratch, without updates of the inverse.
     losses, removed, error, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
     while len(removed) < units:
         errors = {
@@ -442,7 +444,7 @@ def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[i
     rows = features[removed].flatten()
     left = torch.linalg.inv(precision[rows[:, None], rows])
     size = features.shape[1]
-    # The diagonal blocks of the removed units, [size, size, removed]; other blocks do not count, as `gram` is per unit.
+    # The diagonal blocks of the removed units, [size, size, removed]. `gram` is per unit, so other blocks do not count.
     blocks = left.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
     return float((blocks.permute(2, 0, 1) * weights[removed]).sum())
 
@@ -453,29 +455,29 @@ def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[i
 def water_fill(
     strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
 ) -> tuple[Ranks, ...]:
-    """Returns the rank of every unit of every layer that minimizes the sum of the discarded squared strengths.
+    """Returns the rank of every unit in every layer that minimizes the sum of the discarded squared strengths.
 
-    `strengths` has one tensor [units, directions] per layer, of any sign and in any order. Units are heads, and the
-    number of directions may differ between layers. Rank r keeps the r strongest directions of a unit. Pass one layer to
+    `strengths` has one tensor [units, directions] per layer, of any sign and in any order. Units are heads, and layers
+    may have different numbers of directions. Rank r keeps the r strongest directions of a unit. Pass one layer to
     allocate within it, or all layers to allocate over the model.
 
-    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, even in steps of `multiple` and
-    above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
-    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and is at least
-    `minimum`, rounded up to a multiple. Raises InvalidInput if the total is out of range, or `multiple` does not fit.
+    The ranks sum to `total`. Gains decrease along a unit, even in steps of `multiple` and above `minimum`. So taking
+    the largest gains is optimal (an exchange argument). Ties are broken by layer, unit and index. Every rank is a
+    multiple of `multiple`, which must divide every layer's directions. Every rank is also at least `minimum`, rounded
+    up to a multiple. Raises InvalidInput if the total is out of range, or `multiple` does not divide the directions.
     """
     for strength in strengths:
         require_directions(strength.shape[1], multiple, minimum)
     # The energy that each step of `multiple` directions adds, [units, steps], descending along a unit.
     energies = [each.detach().cpu().double().square().sort(dim=1, descending=True).values for each in strengths]
     layers = [each.unflatten(1, (-1, multiple)).sum(-1) if each.shape[1] else each for each in energies]
-    # In steps of `multiple` from here on; every unit gets `floor` steps before any gains are compared.
+    # From here on, ranks are counted in steps of `multiple`. Every unit gets `floor` steps before gains are compared.
     floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
     require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
     gains = [layer[:, floor:] for layer in layers]
     # An empty tensor comes first, because `cat` needs at least one.
     order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
-    # Gains decrease along a unit, so its selected steps are its first ones: how many there are is its rank.
+    # Gains decrease along a unit, so its selected steps are its first ones. Their number is its rank.
     selection = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
     parts = selection.split([layer.numel() for layer in gains])
     counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]

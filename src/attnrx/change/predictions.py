@@ -1,4 +1,4 @@
-"""Runs models on images and compares their outputs; checks, plans, fits and comparisons of methods use this."""
+"""Runs models on images and compares their outputs, for checks, plans, fits and comparisons of methods."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +14,15 @@ from attnrx.vit.attention import Observation
 from attnrx.vit.models import InputValidation, answer, family_of, observing
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
-BATCH = 64  # images at once by default
+BATCH = 64  # images per batch by default
 
 
 @dataclass(frozen=True)
 class Predictions:
     """The outputs of several models by role, on the same images in the same order.
 
-    `labels` belong to the images; images without a label have a negative one. `kind` states how to compare the outputs.
+    `labels` belong to the images. An image without a label has a negative number. `kind` defines how outputs are
+    compared.
     """
 
     outputs: Mapping[str, Float[Tensor, "images classes"]]
@@ -32,25 +33,25 @@ class Predictions:
         return len(self.labels)
 
     def divergence(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the divergence of a model from another, per image, in the unit of `kind`."""
-        # Computed on all images together, because the scale of a divergence may depend on all outputs.
+        """Returns how far the outputs of `other` diverge from those of `base`, per image, in the unit of `kind`."""
+        # The divergence is computed on all images together, because its scale may depend on all outputs.
         return self.kind.divergence(self.outputs[base], self.outputs[other])
 
     def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
-        """Returns the class of every image, its labels, or the nearest neighbour of its embedding."""
+        """Returns the class of every image, or its predicted labels, or the nearest neighbour of its embedding."""
         return self.kind.decisions(self.outputs[role])
 
     def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the share of equal decisions of two models, per image."""
+        """Returns the share of decisions on which two models agree, per image."""
         return self.kind.agreement(self.decisions(base), self.decisions(other))
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
-        """Returns whether the label that follows from the decision is the true one.
+        """Returns whether the label from the model's decision is the true label.
 
         Raises:
             DataError: Some of the images have no label.
         """
-        # Required only here, because the other comparisons read no labels.
+        # Labels are required only here, because the other comparisons do not use them.
         require_labelled(self.labels)
         return self.kind.correct(self.decisions(role), self.labels)
 
@@ -66,7 +67,7 @@ class Predictions:
 def outputs_of(
     model: nn.Module, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch classes"]:
-    """Returns the outputs of one batch, one row per image, computed in the dtype of the model's weights."""
+    """Returns a model's outputs for one batch, one row per image, computed in the dtype of the weights."""
     return rows_of(answer(model, images.to(next(model.parameters()).dtype)))
 
 
@@ -83,11 +84,11 @@ def observe_images(
     task: str,
     batch_size: int = BATCH,
 ) -> list[str]:
-    """Runs a model on images, and calls `observe` with the number and the intermediate results of every layer.
+    """Runs a model on images. Calls `observe` with the index of every layer and its intermediate results.
 
     Args:
         model: The model, in evaluation mode during the call.
-        images: The images; a ScaleWarning is issued if they are not on the model's scale.
+        images: The images. If they are not on the model's scale, a ScaleWarning is issued.
         observe: A function that is called once per layer and batch.
         operation: The name of the public function, for errors and warnings.
         task: The text to show with the progress.
@@ -115,13 +116,13 @@ def predict(
     device: torch.device | str | None = None,
     task: str = "comparing predictions",
 ) -> Predictions:
-    """Runs all models on each batch of the images, so that images are read once, and outputs are paired in any order.
+    """Runs all models on each batch, so images are read only once, and outputs are paired whatever the image order.
 
     Args:
-        models: The models by role; the first states how outputs are compared.
+        models: The models by role. The first one defines how outputs are compared.
         images: The images, on the scale of the models.
         batch_size: How many images to run at once.
-        device: The device of the models; None for the first model's.
+        device: The device of the models. None means the first model's device.
         task: The text to show with the progress.
 
     Returns:

@@ -1,8 +1,8 @@
 """Images that were read once from their source and are the same in every pass.
 
-A user's data may give other images at every reading: random crops, samplers with replacement, iterables that shuffle.
-To compare two models, or to divide images into a part to plan on and a part to verify on, the same images are needed
-each time. So every source is read in one pass into an `ImageStore`, and everything afterwards reads that store.
+A user's data may return different images each time you read them: random crops, samplers with replacement, iterables
+that shuffle. To compare two models, or to plan on one part of the images and verify on another, you need the same
+images each time. So every source is read in one pass into an `ImageStore`, and all later code reads the store.
 """
 
 import hashlib
@@ -25,24 +25,24 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
-MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
-MAX_IMAGES = 50_000  # the size of ImageNet's validation set; a call that needs fewer reads fewer
-MAX_UNCOUNTED = 10_000  # the most images of an iterable without a length, which may be endless
+MEMORY = 2 * 2**30  # bytes of images that are held in memory, before a file is used
+MAX_IMAGES = 50_000  # the size of ImageNet's validation set, unless a call needs fewer images
+MAX_UNCOUNTED = 10_000  # the most images from an iterable without a length, which may be endless
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
-ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would not repeat
+ONE_DRAW = "one fixed draw"  # in the notes on images that would differ if they were read again
 
 
 @contextmanager
 def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
 
-    Other `generators`, e.g. a sampler's, are only restored. Random transforms of a user's dataset draw from the global
-    generators, so one reading can be repeated and leaves no trace.
+    Other `generators`, e.g. a sampler's, are only restored. Random transforms in a user's dataset draw from the global
+    generators. So the images can be read again identically, and your random state does not change.
     """
     own = [(generator, generator.get_state()) for generator in generators]
     with restored_random_states():
-        torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds other devices too
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed other devices, too
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -53,8 +53,8 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 
 
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
-    """Returns a hash of the values of every image: equal for images that are equal bit by bit."""
-    # 8 bytes: among 50,000 images two different ones share a hash with a probability of 1e-10.
+    """Returns a hash of every image's values, which is equal for images that are equal bit by bit."""
+    # With 8 bytes, two different images among 50,000 share a hash with a probability of 1e-10.
     rows = images.contiguous().view(torch.uint8).flatten(1).numpy()
     digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
     return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)
@@ -62,10 +62,10 @@ def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageStore(Displayed):
-    """Images as they were read, with the label (-1 without one), the row in the source and the hash of each.
+    """Images as they were read, each with its label (-1 without one), its row in the source and its hash.
 
-    `values` are the images in the dtype of the source, or 8-bit codes of them: indices into `levels`, which has the
-    value of every pixel level by channel.
+    `values` are the images in the dtype of the source, or 8-bit codes. A code is an index into `levels`, which contains
+    the value of every pixel level by channel.
     """
 
     values: Float[Tensor, "stored channels height width"] | UInt8[Tensor, "stored channels height width"]
@@ -76,7 +76,7 @@ class ImageStore(Displayed):
 
     @property
     def labels(self) -> Int[Tensor, "stored"] | None:
-        """The labels, by which `take` goes round the classes; None if an image has no label, or more than one."""
+        """The labels, which `take` uses to balance the classes. None if an image has no label or several."""
         return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
@@ -87,7 +87,7 @@ class ImageStore(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FixedImages(Displayed, RowImages):
-    """Some rows of a store of images; `notes` state how they were read, `problem` why labels cannot be compared.
+    """Some rows of an image store. `notes` state how they were read, and `problem` why labels cannot be compared.
 
     `others` are the images of other sizes in the same data, one set for each size.
     """
@@ -115,11 +115,11 @@ class FixedImages(Displayed, RowImages):
 
     @property
     def fingerprint(self) -> str:
-        """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
+        """The name, the number of images, and a hash of all labels and contents, which does not depend on the name."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
 
     def limited_to(self, num_classes: int) -> "FixedImages":
-        """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
+        """Returns the set itself. Raises DataError unless every image has a label below `num_classes`."""
         require_labelled(self.store.numbers[self.rows], num_classes, self.name)
         return self
 
@@ -140,9 +140,9 @@ def read_once(
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
-    At most `limit` images are read; `total` is the number of batches, if it is known. With `distinct` an image that was
-    read before is left out. Images that are made of 8-bit pixels by `normalization` need one byte per value. If images
-    have several sizes, the most frequent size is returned, and the others in `others`.
+    At most `limit` images are read. `total` is the number of batches, if it is known. With `distinct`, an image that
+    was read before is left out. If images come from 8-bit pixels by `normalization`, they need one byte per value. If
+    images have several sizes, the most frequent size is returned, and the other sizes are in its `others`.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
@@ -202,12 +202,12 @@ def _flat(codes: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Collects images of one shape in memory, and beyond MEMORY bytes in a temporary file.
+    """Collects images of one shape in memory, or, beyond MEMORY bytes, in a temporary file.
 
-    Images that were 8-bit pixels are stored as codes without loss, with the value that every level has in a channel.
-    Resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel. The levels
-    are numbered by the normalization of the model, but their values come from the images, because another pipeline may
-    round in another way.
+    If images were made from 8-bit pixels, they are stored as codes without loss, together with the value of every pixel
+    level in each channel. Resizing and cropping of pictures, followed by a normalization per channel, leave at most 256
+    values in a channel. The model's normalization determines the number of a level, but its value comes from the
+    images, because another pipeline may round differently.
     """
 
     def __init__(self, first: ImageBatch, normalization: Normalization | None):
@@ -225,7 +225,7 @@ class _Writer:
 
     def add(self, batch: Batch, hashes: Int[Tensor, "batch"]) -> None:
         codes = self._codes(batch.images)
-        if self.levels is not None and codes is None:  # the first images that have other values
+        if self.levels is not None and codes is None:  # the first images with values that are not levels
             earlier, levels = self._values().split(64) if self.count else (), self.levels
             self.levels, self.file = None, io.BytesIO()
             for part in earlier:
@@ -235,7 +235,7 @@ class _Writer:
         self.count += len(batch)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
-        """Returns the codes; None for images that have other values."""
+        """Returns the codes, or None if the images have values that are not levels."""
         if self.levels is None or self.normalization is None:
             return None
         pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
@@ -265,15 +265,15 @@ class _Writer:
             ) from error
 
     def _values(self) -> Tensor:
-        """Returns the images, or their codes."""
+        """Returns the images, or else their codes."""
         if self.is_on_disk:
             self.file.flush()
             stored = torch.from_file(self.file.name, shared=False, size=self.file.tell(), dtype=torch.uint8)
-            self.file.close()  # which deletes the file; its content lives as long as it is mapped
+            self.file.close()  # this deletes the file, but its content lives as long as it is mapped
         else:
             stored = torch.frombuffer(self.file.getbuffer(), dtype=torch.uint8)
         return stored.view(self.dtype if self.levels is None else torch.uint8).view(self.count, *self.shape)
 
     def store(self) -> ImageStore:
-        """Returns the images, with the levels of their codes."""
+        """Returns the collected images, with the levels if they are stored as codes."""
         return ImageStore(self._values(), self.levels, *map(torch.cat, zip(*self.parts, strict=True)))

@@ -1,5 +1,7 @@
-"""Storage formats: folders of image files, and tables of encoded images (parquet files and hub datasets), which the
-`datasets` library reads."""
+"""Storage formats: folders of image files, and tables of encoded images (parquet files and hub datasets).
+
+The `datasets` library reads the tables.
+"""
 
 import errno
 import os
@@ -29,15 +31,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
-MAX_CLASSES = 100_000  # the most classes whose labels are numbers without names; ImageNet-21k has 21,841
+MAX_CLASSES = 100_000  # the most classes for labels that are numbers without names (ImageNet-21k has 21,841)
 
 
 @dataclass(frozen=True)
 class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
-    Without class names the images have no labels: the stored ones are zeros, and `remedy` says how to give labels.
-    `keys` name the training images and decide which are held out; without keys, their rows decide.
+    Without class names, the images have no labels. The stored labels are then zeros, and `remedy` says how to add
+    labels. `keys` name the training images and decide which are held out. Without keys, the rows decide.
     """
 
     splits: Mapping[str, StoredImages]
@@ -48,9 +50,9 @@ class Opened:
 
 
 def open_folder(root: Path) -> Opened:
-    """Lists the files of `root/train/<class>/*.jpg` and other splits beside it, or of `root/<class>/*.jpg`.
+    """Lists the files in `root/train/<class>/*.jpg` and in the other splits, or in `root/<class>/*.jpg`.
 
-    Classes are the folders that hold images, in alphabetical order. Without folders of classes, `root/*.jpg` or
+    Classes are the folders that contain images, in alphabetical order. Without class folders, as in `root/*.jpg` or
     `root/train/*.jpg`, the images have no labels.
 
     Raises:
@@ -66,11 +68,11 @@ def open_folder(root: Path) -> Opened:
 
 
 Listing = list[tuple[Path, str]]
-"""Image files, each with the name of its class; "" without classes."""
+"""Image files, each with the name of its class, or "" without classes."""
 
 
 def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[str] = ()) -> Opened:
-    """Returns the listed images by split, with `notes` about how they were found; paths of keys begin at `root`.
+    """Returns the listed images by split, with `notes` about how they were found. Keys are paths below `root`.
 
     Raises:
         DataError: There are no images, or only some splits have classes.
@@ -81,7 +83,7 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
             f"{root} holds no images: expected {root}/train/<class>/*.jpg or {root}/<class>/*.jpg with one of "
             f"{', '.join(sorted(IMAGES))}."
         )
-    # Images without folders of classes have the class "".
+    # Images without class folders have the class "".
     if "" in class_names and len(class_names) > 1:
         flat = ", ".join(name for name, listing in listings.items() if "" in {word for _, word in listing})
         raise DataError(
@@ -91,11 +93,11 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
     splits, keys, number = {}, [], {name: label for label, name in enumerate(class_names)}
     for name, listing in listings.items():
         labels = torch.tensor([number[word] for _, word in listing], dtype=torch.int64)
-        order = round_robin(labels)  # so that any prefix is nearly balanced
+        order = round_robin(labels)  # makes every prefix nearly balanced
         files = [listing[row][0] for row in order.tolist()]
         splits[name] = _stored_files(files, labels[order])
         if name == "train":
-            # Relative and with forward slashes, so that the same images are held out on every machine.
+            # The paths are relative and have forward slashes, so the same images are held out on every machine.
             keys = [file.relative_to(root).as_posix() for file in files]
     if "" not in class_names:
         return Opened(splits, tuple(class_names), tuple(notes), keys=keys)
@@ -104,11 +106,11 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split, by the folders of `root` that are named like splits; without any, all train.
+    """Returns the images of every split, by the folders in `root` that are named like splits. Otherwise all are train.
 
     Raises:
-        DataError: Two folders name one split, or folders with images, which may be classes, are beside folders of
-            splits.
+        DataError: Two folders name one split, or other folders with images, which may be classes, are next to the
+            splits' folders.
     """
     folders: dict[str, Path] = {}
     for entry in _subfolders(root):
@@ -122,7 +124,7 @@ def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
     for entry in _subfolders(root) if folders else ():
         if entry in folders.values() or not any(map(is_image, entry.rglob("*"))):
             continue
-        # Another split has the same classes; anything else may be a class.
+        # A folder with the same classes is another split. Any other folder may be a class.
         if not class_names & {word for _, word in class_folders(entry)}:
             names = " and ".join(folder.name for folder in folders.values())
             raise DataError(
@@ -139,7 +141,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def class_folders(folder: Path) -> Listing:
-    """Returns the images in the folders of the classes, each with the name of its class.
+    """Returns the images in the class folders, each with the name of its class.
 
     If there are no such folders, returns the images in the folder itself, each with "".
 
@@ -148,7 +150,7 @@ def class_folders(folder: Path) -> Listing:
     """
     listing: Listing = []
     for entry in _subfolders(folder):
-        # In the order of torchvision's ImageFolder.
+        # torchvision's ImageFolder uses the same order.
         found = sorted(filter(is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
         listing += [(path, entry.name) for path in found]
     _require_folders_of_classes(folder, listing)
@@ -158,8 +160,8 @@ def class_folders(folder: Path) -> Listing:
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
     """Raises DataError if the classes seem to be folders further inside.
 
-    They seem to be if all folders have the same folders inside, e.g. <corruption>/<severity>/<class>, if there is one
-    folder of folders, or if images are three folders deep.
+    This is assumed in three cases: all folders have the same subfolders, e.g. <corruption>/<severity>/<class>, the only
+    folder has several subfolders, or images are three folders deep.
     """
     inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
@@ -179,11 +181,11 @@ def is_image(path: Path) -> bool:
     """Whether a file is named like an image.
 
     Raises:
-        DataError: Its name is not text.
+        DataError: The file name is not text.
     """
     try:
         str(path).encode()
-    except UnicodeEncodeError as error:  # the name becomes the name of a class, or part of a fingerprint
+    except UnicodeEncodeError as error:  # the name becomes a class name, or part of a fingerprint
         raise DataError(f"the name {str(path)!r} is not UTF-8; rename it.") from error
     return path.suffix.lower() in IMAGES and not path.name.startswith(".") and not path.is_dir()
 
@@ -199,12 +201,12 @@ def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns that hold the image and its label.
+    """The names of the columns that contain the image and its label.
 
-    By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has.
-    If a table has no usual label column, attnrx uses the only column that its schema declares as classes, or whose name
-    says label, class, category or target. Without such a column the images have no labels. `test_column` may name a
-    boolean column: then only its true rows are test images.
+    By default, image and label are in the first column of IMAGE_KEYS and LABEL_KEYS (`data.images`) that a table has.
+    If a table has no usual label column, attnrx looks for columns that the schema declares as classes, or whose name
+    says label, class, category or target. A single such column is used. If there is none, the images have no labels.
+    `test_column` may name a boolean column. Only its true rows are then test images.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -217,10 +219,10 @@ class Columns:
         require_fields(self)
 
     def in_table(self, features: Mapping[str, Any], source: str) -> "Columns":
-        """Returns the columns of a table with these features (types by name, as `datasets` has them).
+        """Returns the columns for a table with these features (types by name, as in `datasets`).
 
         Raises:
-            DataError: It lacks the image, or a column that was named, or several columns may be the label.
+            DataError: The table lacks the image, or a column that was named, or several columns may be the label.
         """
         names = [*features]
         image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
@@ -243,7 +245,7 @@ class Columns:
 
 
 def _label_columns(features: Mapping[str, Any]) -> list[str]:
-    """Returns the columns that the schema declares as classes, and columns whose name says label."""
+    """Returns the columns that the schema declares as classes, and columns that are named like labels."""
     named = {name for name in likely_labels(features) if _is_class_type(str(getattr(features[name], "dtype", "")))}
     return [name for name, feature in features.items() if name in named or getattr(feature, "names", None)]
 
@@ -257,7 +259,7 @@ def open_hub(
 ) -> Opened:
     """Downloads a dataset, or finds it in the hub's own cache, and reads the labels.
 
-    `ignored` names splits without use, such as a test split with hidden labels.
+    `ignored` names splits that are not usable, such as a test split with hidden labels.
 
     Raises:
         DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
@@ -277,12 +279,12 @@ def open_hub(
 
 
 def require_columns(files: Sequence[Path], columns: Columns) -> None:
-    """Checks that every file is whole, has the columns and numbers the same classes.
+    """Checks that every file is complete, has the columns and numbers the classes in the same way.
 
-    The class names of a table come from its first file, so another order would mislabel images.
+    The class names of a table come from its first file, so a different order in another file would mislabel images.
 
     Raises:
-        DataError: A file is damaged, lacks a column, or names other classes than the others.
+        DataError: A file is damaged, lacks a column, or has different class names.
         NotSupported: `datasets` is not installed.
     """
     required_module("datasets", "data", "parquet files")
@@ -291,7 +293,7 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
         require_regular(file, DataError)
         try:
             features = table_features(file)
-        except Exception as error:  # pyarrow's, or of the metadata
+        except Exception as error:  # an error of pyarrow, or in the metadata
             raise DataError(
                 f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
             ) from error
@@ -308,17 +310,17 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     """Maps parquet files into memory, and reads the labels.
 
-    The files are grouped into splits by their names or, if these contain no split, by a column `split`.
+    The names of the files group them into splits. If the names contain no split, a column `split` does.
 
     Raises:
-        DataError: A file is damaged or empty, or the labels of the files do not fit together.
+        DataError: A file is damaged or empty, or the labels of the files do not match.
         NotSupported: `datasets` is not installed.
     """
     required_module("datasets", "data", "parquet files")
     tables = {}
     for name, group in _group_by_split(files, root).items():
-        # `datasets` writes a copy for the mapping into the cache folder, once. Every state of the files has its own
-        # copy, because `datasets` only looks at their times.
+        # `datasets` maps a copy, which it writes into the cache folder once. If the files change, they get a new copy,
+        # because `datasets` only compares their times.
         paths = [file.absolute() for file in group if table_rows(file)]
         if not paths:
             raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
@@ -327,7 +329,7 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
         _require_cache(copy)
         try:
             tables[name] = open_tables(paths, copy)
-        except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
+        except Exception as error:  # damaged pages, different columns, a damaged copy, a full disk
             if (written := _unwritten(error)) is not None:
                 raise _no_cache(copy, written) from error
             raise DataError(
@@ -356,7 +358,7 @@ def _no_cache(copy: Path, error: OSError) -> DataError:
 
 
 def _unwritten(error: BaseException | None) -> OSError | None:
-    """Returns the error of a disk that cannot be written, if it is behind an error of a library."""
+    """Returns the error of a disk that cannot be written, if it caused a library's error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             return error
@@ -365,12 +367,13 @@ def _unwritten(error: BaseException | None) -> OSError | None:
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
-    """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
+    """Groups files by the split that their name or their folder below `root` contains. Without a split, it is ""."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
-        # A folder above the dataset, e.g. /data/test/set, does not name a split, and one file holds all splits.
+        # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
         below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
-        # Whole words: latest.parquet does not name the test split, train-00000-of-00002.parquet the train split.
+        # Only whole words count. latest.parquet does not name the test split, but train-00000-of-00002.parquet names
+        # the train split.
         words = re.split(r"[^a-z]+", str(below).lower()) if len(files) > 1 else ()
         groups[next((SPLITS[word] for word in words if word in SPLITS), "")].append(file)
     if "" in groups and len(groups) > 1:
@@ -386,7 +389,7 @@ def _class_names(features: "datasets.Features", column: str | None) -> tuple[str
 
 
 def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: str) -> Opened:
-    """Returns the images of tables by split."""
+    """Returns the images in the tables by split."""
     tables: dict[str, pa.Table] = {name: split.with_format("arrow")[:] for name, split in splits.items()}
     features = {name: feature for split in splits.values() for name, feature in split.features.items()}
     stated, columns = columns, columns.in_table(features, source)
@@ -406,7 +409,7 @@ def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: 
         remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
     stored = {}
     for name, table in tables.items():
-        # One table for all splits of a file; each has its own rows of it.
+        # A file has one table for all splits, and each split has its own rows.
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
             stored[split] = _stored_rows(images, labels[name], rows, f"of split {split} of {source}")
@@ -430,7 +433,7 @@ def _wrong_column(kind: str, column: "pa.ChunkedArray", source: str, needed: str
 
 
 def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.ChunkedArray":
-    """Returns the column of encoded images. Threads decode them later; see `LoadedImages`."""
+    """Returns the column of encoded images. Threads decode them later (see `LoadedImages`)."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)
@@ -446,7 +449,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
     has_column = not name and "split" in table.column_names
     split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
     values = np.asarray(split_of_row, dtype=object)
-    # A table without rows has no values to group by. It counts as a split, so that an error can name it.
+    # A table without rows has no values to group by. It still counts as a split, so that an error can name it.
     names = dict.fromkeys(split_of_row) or (name or "train",)
     found = {str(split): np.flatnonzero(values == split) for split in names}
     for split in [split for split in found if columns.test_column is not None and _is_test(split)]:
@@ -463,7 +466,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} with one possibly missing."""
+    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} where one may be missing."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()
@@ -473,7 +476,7 @@ def _stored_rows(
         record = image(position)
         if record.get("bytes") is None and record.get("path"):
             return require_regular(record["path"], DataError).read_bytes()
-        return record.get("bytes") or b""  # decoding nothing raises the error of a corrupt image
+        return record.get("bytes") or b""  # decoding empty bytes raises the error for a corrupt image
 
     def where(position: int) -> str:
         path = image(position).get("path")
@@ -485,7 +488,7 @@ def _stored_rows(
 def _labels(
     tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
-    """Returns the labels of every split as class numbers, and the class names, which all splits share.
+    """Returns the labels of every split as class numbers, and the class names, which are the same for all splits.
 
     Labels are words, or numbers whose names are in the schema (`class_names`).
     """
@@ -495,7 +498,7 @@ def _labels(
         kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
         raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
     if all(are_words.values()):
-        # Sorted, so that the numbers do not depend on the order of the rows or splits.
+        # The names are sorted, so that the numbers do not depend on the order of rows or splits.
         class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
         values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
     elif not class_names:
@@ -510,7 +513,7 @@ def _labels(
 
 
 def _label_values(column: "pa.ChunkedArray", source: str) -> np.ndarray:
-    """Returns the words or the numbers of a label column."""
+    """Returns the words or the numbers in a label column."""
     import pyarrow.types as kinds
 
     if column.null_count:

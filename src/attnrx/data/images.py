@@ -1,6 +1,6 @@
-"""Sets of images: batches in an order that can be repeated exactly, and the images that attnrx itself decodes.
+"""Image sets: batches in an order that can be repeated exactly, and the images that attnrx itself decodes.
 
-The trainer's exact resume and its several processes rely on two laws:
+The trainer relies on two laws, to resume exactly and to run in several processes:
 
     a pass that starts at step s  ==  the same pass from the beginning, without its first s steps
     N processes, side by side     ==  one process: same images, same order, same random numbers
@@ -30,19 +30,19 @@ from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
-# For methods that return an object of their own class.
+# For methods that return an object of the class they are called on.
 Images = TypeVar("Images", bound="ImageSet")
 Rows = TypeVar("Rows", bound="RowImages")
-UNLABELLED = -1  # not a class number, so it cannot equal an answer
+UNLABELLED = -1  # not a class number, so it never equals an answer
 Box = tuple[int, int, int, int]  # top, left, height, width
-ATTEMPTS = 10  # tries at a crop that fits inside the picture, as in torchvision's RandomResizedCrop
-RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
-ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
-CHUNK = 256  # images of a step that decodes a whole set
-AHEAD = 2  # batches that are being decoded while the model works on another
-IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
-# If an item has several of these keys, or a table several of these columns, the first in the list is used.
-# transformers' processors and collators return "pixel_values" and "labels"; "img" and "fine_label" are CIFAR's columns
+ATTEMPTS = 10  # tries to find a crop inside the picture, as in torchvision's RandomResizedCrop
+RATIO = (3 / 4, 4 / 3)  # the allowed ratios of width to height for such a crop
+ORDER, AUGMENTATION = 0, 1  # the purpose of a generator, so that the two never share random numbers
+CHUNK = 256  # images per step when a whole set is decoded
+AHEAD = 2  # batches that are decoded while the model works on another one
+IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory, before a store is decoded in every pass
+# If an item has several of these keys, or a table several of these columns, the first one in the list is used.
+# transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's columns
 # on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
@@ -53,7 +53,7 @@ NO_LABELS = (
 
 
 def likely_labels(names: Iterable[Any]) -> tuple[str, ...]:
-    """Returns the keys or columns that a label may be under, by the words of their names, e.g. gt_label, classId."""
+    """Returns the keys or columns that may contain a label, by the words in their names, e.g. gt_label, classId."""
     return tuple(name for name in names if isinstance(name, str) and LABEL_WORDS & {*_words(name)})
 
 
@@ -63,10 +63,10 @@ def _words(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images on the model's scale, their labels, and `index`: the row of each in its source, for paired comparisons.
+    """Images on the model's scale, their labels, and `index`: each image's row in its source, for paired comparisons.
 
-    A label is a class number. For a model of several labels it has a 0 or 1 per label; for a user's metric it is any
-    tensor.
+    A label is a class number. A model with several labels needs a vector of 0 and 1 per image, with one number per
+    label. For a user's metric, a label may be any tensor.
     """
 
     images: Float[Tensor, "batch channels height width"]
@@ -82,15 +82,15 @@ class Batch:
 
 
 def generator(*parts: int) -> torch.Generator:
-    """Returns a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
-    # Hashed, because with a sum step 1 of seed 0 would have the numbers of step 0 of seed 1. On the CPU, because the
-    # generators of other devices give other numbers.
+    """Returns a CPU generator that depends on every part. Neighbouring seeds or steps get unrelated numbers."""
+    # The parts are hashed. With a sum, step 1 of seed 0 would have the same numbers as step 0 of seed 1. On the CPU,
+    # because generators on other devices give different numbers.
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
 
 class Draws(NamedTuple):
-    """The random numbers of one batch: drawn on the CPU, so that every device and every process sees the same."""
+    """The random numbers for one batch. They are drawn on the CPU, so all devices and processes use the same ones."""
 
     shift: Int[Tensor, "batch 2"]
     mirror: Bool[Tensor, "batch"]
@@ -99,10 +99,10 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crop from `padding` black pixels around the image, and mirroring of half the images.
+    """Random crops with `padding` black pixels around the image, and mirroring of half the images.
 
-    With `area` the crop is instead a random window holding that share of the picture, resized to the model's input;
-    it needs the whole pictures, so only splits that stream can do it.
+    With `area`, the crop is instead a random window with that share of the picture, resized to the model's input. Such
+    crops need the whole pictures, so the split must decode them in every pass.
     """
 
     example = "attnrx.data.Augmentation()"
@@ -117,7 +117,7 @@ class Augmentation:
             raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:
-        """Draws the random numbers of `count` images; every knob draws, so that none changes the numbers of another."""
+        """Draws random numbers for `count` images. Every option draws, so no option changes the numbers of another."""
         return Draws(
             shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
             mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
@@ -131,8 +131,8 @@ class Augmentation:
         batch, channels, height, width = images.shape
         device = images.device
         shift, mirror = without_waiting(draws.shift, device), without_waiting(draws.mirror, device)
-        # Crop and mirroring are a choice of rows [batch, height] and of columns [batch, width] of the padded images; a
-        # gather with both costs one pass over the pixels.
+        # Crop and mirroring select rows [batch, height] and columns [batch, width] of the padded images. One gather
+        # with both costs one pass over the pixels.
         padded = torch.nn.functional.pad(images, (self.padding,) * 4)
         down = shift[:, :1] + torch.arange(height, device=device)
         across = torch.arange(width, device=device).expand(batch, width)
@@ -144,10 +144,10 @@ class Augmentation:
     def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
         """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
         low, high = self.area or (1.0, 1.0)
-        # Four numbers in [0, 1) for every attempt, drawn whether it is needed or not.
+        # Every attempt has four numbers in [0, 1), which are drawn even if it is not needed.
         for share, ratio, down, across in window.tolist():
             area = height * width * (low + share * (high - low))
-            # uniform in the logarithm, so that 3/4 and 4/3 are equally likely
+            # The ratio is uniform in the logarithm, so that 3/4 and 4/3 are equally likely.
             shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
             rows, columns = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
             if 0 < rows <= height and 0 < columns <= width:
@@ -159,7 +159,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of `ImageSet.batches`: which images each step takes, in which process."""
+    """The arguments of `ImageSet.batches`. They determine the images of each step in each process."""
 
     batch_size: int
     seed: int | None
@@ -181,11 +181,11 @@ class Pass:
             )
 
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
-        """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
+        """Yields which of `count` positions this process takes at each step, and its random numbers.
 
-        A shuffled pass drops the last incomplete batch. A share without images (at the end of an ordered pass) is
-        skipped. Shares are contiguous, in the order of the processes. They are equal, except in the last batch of an
-        ordered pass.
+        A shuffled pass drops the last incomplete batch. At the end of an ordered pass, this process's share of a batch
+        may be empty, and the step is then skipped. Shares are contiguous, in the order of the processes. They are
+        equal, except in the last batch of an ordered pass.
 
         Raises:
             DataError: There are no whole batches to shuffle, or the pass starts after its end.
@@ -200,7 +200,7 @@ class Pass:
             raise DataError(
                 f"a pass cannot start at step {self.start}: it has {steps} steps of {self.batch_size} images."
             )
-        # The whole order is drawn, whatever `start` is, so that a resumed pass continues the same order.
+        # The whole order is drawn, whatever `start` is, so a resumed pass continues in the same order.
         order = torch.arange(count)
         if self.seed is not None:
             order = torch.randperm(count, generator=generator(self.seed, ORDER))
@@ -212,17 +212,17 @@ class Pass:
                 continue
             draws = None
             if self.augmentation is not None and self.seed is not None:
-                # Drawn for the whole batch, then cut.
+                # The numbers are drawn for the whole batch, then cut to this process's share.
                 drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
                 draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
 
 
 class ImageSet(ABC):
-    """One split. It is never consumed: every call of `batches` begins a new pass.
+    """One split. It is never consumed, because every call of `batches` begins a new pass.
 
-    `notes` are what evidence has to state about the reading of the images. `problem` is why their labels, if they have
-    some, cannot be compared with a model's answers. A set that `can_augment` has no transforms of its own.
+    `notes` are facts about the reading of the images that evidence must state. `problem` is the reason why the labels,
+    if there are any, cannot be compared with a model's answers. A set that `can_augment` has no transforms of its own.
     """
 
     notes: tuple[str, ...] = ()
@@ -231,12 +231,12 @@ class ImageSet(ABC):
 
     @property
     def has_labels(self) -> bool:
-        """Whether every image has a label; if not, `Batch.labels` are -1."""
+        """Whether every image has a label. If not, `Batch.labels` are -1."""
         return True
 
     @property
     def label_problem(self) -> str | None:
-        """The reason why the labels cannot be compared with a model's answers; None if they can."""
+        """The reason why the labels cannot be compared with a model's answers, or None if they can."""
         return self.problem if self.problem is not None or self.has_labels else NO_LABELS
 
     @abstractmethod
@@ -245,7 +245,7 @@ class ImageSet(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short text that two sets share only if they hold the same images: name, count and a hash."""
+        """A short text with name, count and a hash. Two sets share it only if they contain the same images."""
 
     @abstractmethod
     def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
@@ -256,10 +256,10 @@ class ImageSet(ABC):
         """Returns the labels if they are known before the images are read, else None."""
 
     def take(self: Images, count: int) -> Images:
-        """Returns `count` images: going round the classes if the labels are known beforehand, else evenly spread.
+        """Returns `count` images, balanced over the classes if labels are known before reading, else evenly spread.
 
         Raises:
-            DataError: The set holds fewer images, or `count` is below 1.
+            DataError: The set has fewer images, or `count` is below 1.
         """
         if not 1 <= count <= len(self):
             raise DataError(
@@ -268,22 +268,22 @@ class ImageSet(ABC):
         return self.at(self._spread(count))
 
     def _spread(self, count: int) -> Int[Tensor, "chosen"]:
-        """Returns the positions of `count` images of all classes, because a dataset may be sorted by class."""
-        # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
+        """Returns the positions of `count` images from all classes, because a dataset may be sorted by class."""
+        # Both orders are fixed, so a run can be repeated. Evenly spread rows stay in storage order.
         labels = self._labels()
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
-        """Returns the images with a check that a user's labels are below `num_classes`.
+        """Returns the images, and checks that a user's labels are below `num_classes`.
 
-        Named datasets are checked on loading. The check is on the CPU, because on a GPU a label out of range ends the
-        process.
+        Named datasets are checked on loading. The check runs on the CPU, because on a GPU a label out of range would
+        end the process.
         """
         return self
 
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        """Makes the batches of one pass, its knobs already checked."""
+        """Makes the batches of one pass. Its arguments are already checked."""
 
     def batches(
         self,
@@ -297,16 +297,16 @@ class ImageSet(ABC):
     ) -> Iterator[Batch]:
         """Returns one pass in batches, normalized, on a device.
 
-        Without a seed the pass is ordered and contains every image once; with one it is shuffled and drops the last
-        incomplete batch.
+        Without a seed, the pass is ordered and contains every image once. With a seed, it is shuffled and drops the
+        last incomplete batch.
 
         Args:
-            batch_size: The images of a batch, of all processes together.
-            seed: The seed of order and augmentation, a different one for every epoch.
+            batch_size: The images per batch, for all processes together.
+            seed: The seed for order and augmentation. Use a different one for every epoch.
             augmentation: Random crops and mirroring, for training.
             device: The device of the batches.
-            shard: (p, N): process p of N receives its part of each batch.
-            start: The number of steps to skip, after which the pass continues as if it had begun with the first one.
+            shard: (p, N) means that process p of N receives its part of each batch.
+            start: The number of steps to skip. The pass then continues as if it had begun with the first step.
 
         Raises:
             InvalidInput: The arguments do not fit together, or this set cannot be augmented.
@@ -322,7 +322,7 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RowImages(ImageSet):
-    """Some rows of a store that can be read in any order; the store has the `labels` of all its rows, or None."""
+    """Some rows of a store that can be read in any order. The store has the `labels` of all its rows, or None."""
 
     name: str
     store: Any
@@ -339,7 +339,7 @@ class RowImages(ImageSet):
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:
-    """Makes a fingerprint from the labels of all images and the content of some."""
+    """Makes a fingerprint from the labels of all images and the contents of some."""
     hashed = hashlib.sha256(f"{name}:{len(labels)}".encode())
     hashed.update(labels.cpu().numpy().tobytes())
     for sample in samples:
@@ -348,14 +348,14 @@ def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[b
 
 
 def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
-    # float64, because float32 has no whole numbers above 2**24
-    """Returns at most `maximum` positions of `count`, from the first to the last."""
+    """Returns at most `maximum` positions out of `count`, evenly spaced from the first to the last."""
+    # Positions are computed in float64, because float32 cannot represent all whole numbers above 2**24.
     return torch.linspace(0, count - 1, min(count, maximum), dtype=torch.float64).round().long().tolist()
 
 
 def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | None = None, name: str = "data") -> None:
     """Raises DataError for an image without a label, or with a label that is not below `num_classes`."""
-    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
+    # Negative numbers are UNLABELLED, or what other libraries use for it, such as -100.
     wrong = labels < 0 if num_classes is None else (labels < 0) | (labels >= num_classes)
     missing = int(wrong[..., None].flatten(1).any(1).sum())
     if missing:
@@ -369,15 +369,15 @@ def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | N
 
 
 def require_labels(images: ImageSet) -> None:
-    """Raises DataError with the `label_problem` of images without labels, or with labels of other classes."""
+    """Raises DataError with the `label_problem` if images have no labels, or labels for other classes."""
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-    """Returns for each image how many images of its class are before it in this order of the images."""
-    # Sorting puts the classes one after the other; the turn of an image is its position minus its class's position.
-    by_class = order[labels[order].argsort(stable=True)]  # classes together, each in the given order
+    """Returns for each image how many images of its class precede it in this order."""
+    # Sorting puts the classes one after the other. An image's turn is its position minus the position of its class.
+    by_class = order[labels[order].argsort(stable=True)]  # grouped by class, each class in the given order
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes
     turn = torch.empty_like(labels)
@@ -386,10 +386,10 @@ def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"
 
 
 def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-    """Returns all positions going round the classes: the first image of each class, then the second, and so on."""
-    # By the rank of a class, because a class number can be of any size.
+    """Returns all positions in turns over the classes: the first image of each class, then the second, and so on."""
+    # Classes are renumbered by rank, because a class number can be of any size.
     labels = labels.unique(return_inverse=True)[1]
-    # Sorted by turn, and within a turn by class.
+    # Images are sorted by turn, and within a turn by class.
     turn = rank_within_class(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)
 
@@ -397,12 +397,12 @@ def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
 def hold_out(
     labels: Int[Tensor, "images"], keys: Iterable[str | int], share: float, seed: int
 ) -> Bool[Tensor, "images"]:
-    """Marks `share` of every class: the images with the lowest hash of seed and key, the same on every machine.
+    """Returns a mask of `share` of every class: the images with the lowest hash of seed and key, on every machine.
 
-    At least one image is marked of a class that has two, and never the last one of a class.
+    Every class with at least two images has at least one image in the mask, and at least one outside.
     """
-    # A hash instead of a random permutation: an image stays on its side when others are added or removed.
-    # 7 bytes, so that a hash fits into a signed int64
+    # With a hash, unlike a random permutation, an image stays on its side when others are added or removed. 7 bytes fit
+    # into a signed int64.
     hashes = [hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest() for key in keys]
     order = torch.tensor([int.from_bytes(raw) for raw in hashes], dtype=torch.int64).argsort(stable=True)
     sizes = labels.bincount()
@@ -413,10 +413,10 @@ def hold_out(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoredImages(Displayed):
-    """The encoded images of one split in storage order: what every storage format is read into.
+    """The encoded images of one split in storage order. Every storage format is converted to this class.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `pixels` are the images if they are given decoded.
+    its file and row, for messages. `pixels` are the images if they are already decoded.
     """
 
     labels: Int[Tensor, "stored"]
@@ -431,17 +431,17 @@ class StoredImages(Displayed):
     def picture(
         self, position: int, channels: int | None, alpha: str = "drop"
     ) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image to grey (1 channel), RGB (3) or, with None, to whichever of the two it is.
+        """Decodes one image to grey (1 channel) or RGB (3). With None, the image decides between the two.
 
         Raises:
-            DataError: The image cannot be decoded; the message contains `where(position)`.
+            DataError: The image cannot be decoded. The message contains `where(position)`.
         """
         if self.pixels is not None:
             return self.pixels[position]
         try:
             with open_picture(self.content(position)) as picture:
                 return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
-        except DataError:  # of a file that was deleted
+        except DataError:  # the file was deleted
             raise
         except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
             where, reason = self.where(position), str(error) or type(error).__name__
@@ -453,8 +453,8 @@ class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
     `photos` states whether training crops parts of the pictures, which are then never held decoded. `numbers` has the
-    head's class for every class of the dataset, -1 for no label; without it the dataset's labels are used. `problem` is
-    the reason why the labels do not fit a head.
+    head's class for every class of the dataset, or -1 for no label. Without `numbers`, the dataset's labels are used.
+    `problem` is the reason why the labels do not fit a head.
     """
 
     store: StoredImages
@@ -471,12 +471,12 @@ class LoadedImages(Displayed, RowImages):
 
     @property
     def fingerprint(self) -> str:
-        """Hashes every label and the bytes of up to 64 images."""
+        """A hash of every label and of the bytes of up to 64 images, with name and count."""
         sampled = self.rows[evenly_spaced(len(self))].tolist()
         return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
 
     def relabelled(self, numbers: Int[Tensor, "classes"]) -> "LoadedImages":
-        """Returns the same images with a head's labels: its class for every class of the dataset, -1 for no label."""
+        """Returns the same images with a head's labels: its class for every class of the dataset, or -1 for none."""
         return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
@@ -514,11 +514,11 @@ class LoadedImages(Displayed, RowImages):
     def _decoded(
         self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
-        """Yields the pixels of every step, decoded by several threads ahead of their use."""
-        # In order, so that the first corrupt image is the same one in every run.
+        """Yields the pixels of every step. Several threads decode them in advance."""
+        # Images are yielded in order, so that every run finds the same first corrupt image.
         waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
-        # Decoding releases the GIL, so one thread per usable core; above 16 memory bandwidth is the limit. macOS and
-        # Windows have no sched_getaffinity.
+        # Decoding releases the GIL, so there is one thread per usable core. Above 16, memory bandwidth is the limit.
+        # macOS and Windows have no sched_getaffinity.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         pool = ThreadPoolExecutor(max(1, min(16, cores)))
 
@@ -535,18 +535,18 @@ class LoadedImages(Displayed, RowImages):
             while waiting:
                 yield collected()
         finally:  # also when the consumer stops early
-            # Does not wait, because images of batches that nothing consumes may still be decoded.
+            # This does not wait, because batches that nobody consumes may still be decoding.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _picture(
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
-        """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
+        """Returns the pixels of a picture, fitted as in evaluation or, if a window is given, cropped."""
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         if windows is None or window is None:
             try:
                 return self.geometry.fit(pixels)
-            except ValueError as error:  # it would have too many pixels
+            except ValueError as error:  # the result would have too many pixels
                 raise DataError(f"cannot resize the image {self.store.where(row)}: {error}.") from error
         _, height, width = pixels.shape
         transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
@@ -561,8 +561,8 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        # Augmented as bytes, which take a quarter of the memory of float32, and before normalization, so that borders
-        # are black.
+        # Images are augmented as bytes, which take a quarter of float32's memory. They are normalized afterwards, so
+        # borders are black.
         if draws is not None and order.augmentation is not None:
             images = order.augmentation.apply(images, draws)
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
@@ -577,7 +577,7 @@ def from_tensors(
     labels: Int[Tensor, "images"],
     normalization: Normalization,
 ) -> LoadedImages:
-    """Makes an image set of pixels that are in memory already.
+    """Makes an image set from pixels that are already in memory.
 
     Args:
         name: The name of the set in messages and fingerprints.
@@ -586,7 +586,7 @@ def from_tensors(
         normalization: The scale of the batches.
 
     Raises:
-        InvalidInput: There are no images, or not as many labels as images.
+        InvalidInput: There are no images, or the numbers of labels and images differ.
     """
     if len(pixels) != len(labels) or not len(pixels):
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""The one function from a name or a path to train, validation and test images, and the known datasets."""
+"""Loads train, validation and test images from a name or a path, and lists the known datasets."""
 
 import os
 from collections import Counter
@@ -21,9 +21,9 @@ from attnrx.support.registry import Registry
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
-GUESSED_FROM = 16  # how many pictures the geometry of an unknown dataset is guessed from
+GUESSED_FROM = 16  # how many pictures are used to guess the geometry of an unknown dataset
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
-TEST_SHARE = 0.2  # the share that is held out of a dataset that has neither test nor validation images
+TEST_SHARE = 0.2  # the share that is held out for the test if a dataset has neither test nor validation images
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class DatasetCard:
     """The properties of a named dataset.
 
     The normalization is the published statistic of the training images, at their own size and without borders, or else
-    ImageNet's. `flip` and `shift` tell whether the augmentation mirrors images, and crops them from a padded image.
-    `open` returns the images of a dataset that needs no file. `publisher` has the files of a dataset that is not on a
-    hub.
+    ImageNet's. `flip` and `shift` state whether the augmentation mirrors images, and crops them from a padded image. If
+    a dataset needs no file, `open` returns its images. If it is not on a hub, `publisher` says where its files are.
     """
 
     geometry: ImageGeometry
@@ -50,7 +49,7 @@ class DatasetCard:
 
 
 def open_digits() -> Opened:
-    """Returns the 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+    """Returns the 1,797 handwritten digits inside scikit-learn, in its order. They need no download."""
     images, labels = digit_images()
     return Opened({"train": stored_greys(images, labels, "digit {} of scikit-learn")}, tuple("0123456789"))
 
@@ -58,8 +57,8 @@ def open_digits() -> Opened:
 def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
-    """Returns grey images in memory; messages call them by a name, with {} for the number of the image."""
-    # PGM files, a header and then the pixels, so that these images are read like all others.
+    """Returns grey images in memory. `name` describes an image in messages, with {} for the number of the image."""
+    # The content is a PGM file, a header and then the pixels, so these images are read like all others.
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
     return StoredImages(
         labels, torch.arange(len(labels)), lambda at: header + images[at].numpy().tobytes(), name.format
@@ -82,7 +81,7 @@ _CARDS: dict[str, DatasetCard] = {
     "digits": DatasetCard(
         geometry=ImageGeometry.of_size(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
-        flip=False,  # mirrored digits are other signs
+        flip=False,  # mirrored digits are different signs
         open=open_digits,
     ),
     "fashion_mnist": DatasetCard(
@@ -139,7 +138,7 @@ _CARDS: dict[str, DatasetCard] = {
         geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=Normalization(*IMAGENET),
         hub_id="ILSVRC/imagenet-1k",
-        ignored=("test",),  # its labels are hidden: all are -1
+        ignored=("test",),  # its labels are hidden, and all are -1
         other_names=("imagenet1k", "imagenet_1k", "imagenet", "ILSVRC2012"),
     ),
 }
@@ -151,7 +150,7 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A dataset that `open` reads, and its entry in the catalogue, if any; `requested` is the user's text."""
+    """A dataset that `open` reads, and its entry in the catalogue, if any. `requested` is the user's text."""
 
     name: str
     requested: str
@@ -161,10 +160,10 @@ class DatasetLocation:
 
 
 def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
-    """Finds the dataset, and checks what can be checked without reading images or labels.
+    """Finds the dataset, and runs the checks that need neither images nor labels.
 
     Raises:
-        DataError: There is nothing at the path, or attnrx does not read its format; or a file is damaged, or lacks a
+        DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or it lacks a
             column that was named.
         NotSupported: The library that reads the format is not installed.
     """
@@ -173,9 +172,9 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
     names = _spellings()
-    # A Path names files, even if it is spelt like a dataset. Other spellings are usual names of folders.
+    # A Path always names files. Some spellings are also usual names of folders.
     known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
-    # The name of a dataset that cannot be fetched first stands for a folder of this name.
+    # If a dataset cannot be fetched, its name refers first to a folder of that name.
     fetched = requested in DATASETS and (DATASETS[requested].hub_id or DATASETS[requested].open) is not None
     if known is not None and (fetched or not os.path.lexists(requested)):
         return _locate_known(known, columns)
@@ -192,7 +191,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
             f"images (not a pattern), or {HUB}owner/name for a hub dataset."
         )
     name = path.name if path.is_dir() else path.stem
-    # A file of a known name is assumed to hold that dataset; the note lists the assumption.
+    # A file with a known name is assumed to contain that dataset. A note states this assumption.
     known, card, notes = names.get(name.lower()), None, ()
     if known is not None:
         card, notes = DATASETS[known], (f"size and normalization are those of {known}, by the name of the file",)
@@ -200,12 +199,12 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
 
 
 def _spellings() -> dict[str, str]:
-    """Returns the name in the catalogue for every way to spell it."""
+    """Returns the catalogue name for every spelling."""
     return {spelling.lower(): name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the known dataset that a name, or the name of a file or a folder, stands for; None for others."""
+    """Returns the known dataset for a name, or for the name of a file or a folder. Returns None if there is none."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
@@ -233,7 +232,7 @@ def _locate_known(name: str, columns: Columns) -> DatasetLocation:
 
 
 def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
-    """Returns a function that opens a parquet file, or a folder with its parquet files or images."""
+    """Returns a function that opens a parquet file, or a folder with parquet files or images."""
     files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*/*.parquet")])
     if not files and path.is_dir():
         return partial(open_published, path)
@@ -260,22 +259,22 @@ def load_data(
 ) -> Splits:
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
-    Small images are decoded at their first use and kept in memory; others stream. A folder of images has labels only if
-    every class has a folder. Pictures are fitted as the catalogue states, or as guessed from a few of them;
-    `adapt_preprocessing` changes this to what a model states. If an image cannot be decoded, the first pass that needs
-    it raises an error that names it.
+    Small images are decoded at their first use and kept in memory. Other images are decoded in every pass. A folder of
+    images has labels only if every class has a folder. Pictures are fitted as the catalogue states, or else as a few of
+    them suggest. `adapt_preprocessing` changes this to what a model states. If an image cannot be decoded, the first
+    pass that needs it raises an error that names it.
 
     Args:
-        name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
-            Face hub; `hf:owner/name` for any hub dataset; or a path. The path is a parquet file or a folder of them, a
-            folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the authors of CIFAR, MNIST,
-            Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
+        name_or_path: The name of a known dataset (`DATASETS`), `hf:owner/name` for any hub dataset, or a path. A known
+            name is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub. The path is a parquet
+            file or a folder of them, a folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the
+            authors of CIFAR, MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
-        validation_share: The share of each class that is held out of train if there is no validation split; with 0
+        validation_share: The share of each class that is held out of train if there is no validation split. With 0
             there are no validation images.
-        seed: Decides which images are held out; nothing else is random.
-        columns: The names of the columns of a table; by default the usual ones.
+        seed: Decides which images are held out. Nothing else is random.
+        columns: The names of a table's columns. By default, the usual names.
 
     Raises:
         InvalidInput: An argument is not of its kind.
@@ -307,7 +306,7 @@ def load_data(
         for split, (stored, rows) in parts.items()
     }
     flip, shift = (True, True) if card is None else (card.flip, card.shift)
-    # The window is usual for ImageNet.
+    # This crop window is usual for ImageNet.
     window = Augmentation(padding=0, area=(0.08, 1.0)) if photos else None
     return Splits(
         name=location.name,
@@ -326,8 +325,8 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
 
     Raises:
-        DataError: Two splits have one meaning, none has a known name, or one is empty; or labels are outside the
-            classes, or of a class that train does not have.
+        DataError: Two splits have the same meaning, none has a known name, one is empty, or labels are outside the
+            classes or belong to a class that train does not have.
     """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
@@ -345,7 +344,7 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
             "rename one."
         )
     for split, records in splits.items():
-        labels, classes = records.labels, len(opened.class_names) or 1  # without labels there are zeros
+        labels, classes = records.labels, len(opened.class_names) or 1  # without labels, all are zero
         if not len(labels):
             raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
         outside = ((labels < 0) | (labels >= classes)).nonzero().flatten()
@@ -357,7 +356,7 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
                 "split out if its labels are hidden."
             )
     for split, records in splits.items():
-        # Without a train split there is nothing to compare with.
+        # Without a train split, the split is compared with itself.
         trained = splits.get("train", records).labels
         strange = records.labels[~torch.isin(records.labels, trained)]
         if len(strange):
@@ -371,23 +370,23 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
 def assign(
     opened: Opened, source: str, share: float, seed: int
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-    """Assigns every image to train, validation or test; returns the stored split and the rows of each, and notes.
+    """Assigns every image to train, validation or test. Returns each part's stored split and rows, and notes.
 
-    Without a test split the validation images are the test. A split that is still missing is held out of train, the
-    same share of each class. Validation is held out by `share` and `seed`, a missing test always by one seed, so that
-    it never moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is
-    held out.
+    Without a test split, the validation images are the test. A split that is still missing is held out of train, with
+    the same share of each class. `share` and `seed` determine the validation images. A missing test always uses the
+    same seed, so it never changes. Images are held out by a hash of their `keys`, or else of their rows. Without a
+    train split, nothing is held out.
 
     Raises:
-        DataError: No class of train has two images, so that none can be held out.
+        DataError: No class in train has two images, so none can be held out.
     """
     parts = {name: (name, torch.arange(len(stored))) for name, stored in opened.splits.items()}
     notes = []
     if "test" not in parts and "validation" in parts:
-        # Where there are train images, another validation split can be held out of them.
+        # If there are train images, a new validation split can be held out of them.
         parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
         notes.append(VALIDATION_IS_TEST)
-    # The test is taken first, so that it does not depend on the share and the seed of the validation split.
+    # The test is held out first, so it does not depend on the validation split's share and seed.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts or "train" not in parts or not wanted:
             continue
@@ -404,16 +403,16 @@ def assign(
 
 
 def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[int] | None) -> ImageGeometry:
-    """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
+    """Returns the geometry of the catalogue, or guesses one from pictures. A requested size overrides its size."""
     requested = (size[0], size[1]) if isinstance(size, Sequence) else size
     if card is None:
         stored = opened.splits.get("train") or next(iter(opened.splits.values()))
-        # Spread over the split, because datasets are often sorted, by class or by size.
+        # The pictures are spread over the split, because datasets are often sorted, by class or by size.
         pictures = [stored.picture(at, None) for at in evenly_spaced(len(stored), GUESSED_FROM)]
         return guess_geometry(pictures, requested)
     if requested is None or requested == card.geometry.side:
         return card.geometry
-    # Black borders (`pad`) fit one size only; at another one pictures are resized.
+    # Black borders (`pad`) suit only one size. For another size, pictures are resized.
     return ImageGeometry.of_size(requested, card.geometry.channels, "photo" if _are_photos(card.geometry) else "fill")
 
 
@@ -427,5 +426,5 @@ def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple
 
 
 def _are_photos(geometry: ImageGeometry) -> bool:
-    """Whether a geometry of the catalogue, or a guessed one, is meant for photographs (`ImageGeometry.of_size`)."""
+    """Whether a geometry, from the catalogue or guessed, is meant for photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size

@@ -1,4 +1,4 @@
-"""Conversion of user data to the image set or the splits of a model."""
+"""Converts user data to a model's image set or splits."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +23,10 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
 @dataclass(frozen=True, eq=False)
 class ModelBatches:
-    """Batches of any form, and the function `inputs`, which makes of a batch what the forward of a module takes.
+    """Batches of any form, and the function `inputs`, which turns a batch into the arguments of a module's forward.
 
-    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS, unless
-    the forward takes it.
+    Labels are found as in `image_set`: the second entry of a pair, or an entry under one of LABEL_KEYS. If the forward
+    takes this entry, it is not a label.
     """
 
     data: Any
@@ -35,7 +35,7 @@ class ModelBatches:
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
-        """Returns the data with their function, split by split; without a function, the data themselves.
+        """Returns the data with their function, split by split. Without a function, returns the data themselves.
 
         Raises:
             InvalidInput: The data cannot be iterated, or only once.
@@ -51,7 +51,7 @@ class ModelBatches:
         return cls(data, inputs)
 
     def example(self) -> Any:
-        """Returns what the forward takes for the first batch.
+        """Returns the arguments of the forward for the first batch.
 
         Raises:
             DataError: The data are empty, or cannot be read.
@@ -62,7 +62,7 @@ class ModelBatches:
         raise DataError("data is empty; give at least one batch.")
 
     def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
-        """Returns the batches as pairs of images, into which the model's `inputs` are packed, and labels.
+        """Returns the batches as pairs of images and labels. The model's `inputs` are packed into the images.
 
         Raises:
             InvalidInput: The model takes images.
@@ -72,7 +72,7 @@ class ModelBatches:
         return replace(self, packing=inputs)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yields what `inputs` makes of every batch, with the labels."""
+        """Yields the result of `inputs` for every batch, with the labels."""
         for batch in self.data:
             labels = None
             if isinstance(batch, tuple | list):
@@ -90,18 +90,18 @@ class ModelBatches:
 
 
 def normalization_of(model: nn.Module) -> Normalization:
-    """Returns the scale on which the model reads images."""
+    """Returns the scale of the images that the model expects."""
     return Normalization(*family_of(model).normalization(model))
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
-    """Returns how the model takes pictures: as its own library states it, else resized to fill its input.
+    """Returns how pictures become the model's input, as its own library states it.
 
-    If a model states nothing, photographs are resized to 256/224 of its input before a central crop, smaller pictures
-    to its input.
+    If a model states nothing, pictures are resized to fill its input. Photographs are resized to 256/224 of the input,
+    then cropped at the center. Smaller pictures are resized to the input.
 
     Raises:
-        NotSupported: No family of models matches.
+        NotSupported: No model family matches.
     """
     family = family_of(model)
     return Preprocessing(family.geometry(model) or _own_geometry(family.input_shape(model)), normalization_of(model))
@@ -118,10 +118,10 @@ def images_for(
 ) -> ImageSet:
     """Returns the data as an image set for this model, read in one pass (see `data.image_set`).
 
-    PIL images are preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for it.
+    PIL images are preprocessed as the model states (`preprocessing_of`). Tensors must already be normalized for it.
 
     Raises:
-        InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
+        InvalidInput: The data has an unknown type, or its images are not float tensors. The message names `argument`.
         DataError: The data is empty, or reading it raised an error.
     """
     if isinstance(data, ImageSet):
@@ -140,7 +140,7 @@ def images_for(
 
 
 def _require_sizes(model: nn.Module, images: ImageSet, argument: str, inputs: ModuleInputs | None) -> None:
-    """Raises InvalidInput if the model cannot take images of several sizes, DataError for channels at the end."""
+    """Raises InvalidInput if the model does not accept images of several sizes, DataError for channels at the end."""
     if isinstance(images, FixedImages) and inputs is None:
         require_channels_first(images.store.values.shape[1:], family_of(model).input_shape(model), f"{argument} has")
     for others in images.others if isinstance(images, FixedImages) else ():
@@ -168,9 +168,9 @@ def splits_for(
 ) -> Splits:
     """Returns the data as splits.
 
-    `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
-    become the training images. A missing split raises an error only when it is used. Images are read once, at most
-    `limit` of a split. For `training`, rows of a dataset are read anew in every pass, in any order.
+    `Splits` are returned unchanged. In a mapping (such as a `datasets.DatasetDict`), the keys are the names of the
+    splits. Other data become the training images. A missing split raises an error only when it is used. Images are read
+    once, at most `limit` per split. For `training`, rows of a dataset are read again in every pass, in any order.
 
     Raises:
         InvalidInput: A split has an unknown name or occurs twice, or training data can only be iterated.
@@ -199,11 +199,11 @@ def splits_for(
         sets[split] = images_for(model, images, named, limit=limit, seed=seed) if lazy is None else lazy
     notes = ()
     if "test" not in sets and "validation" in sets:
-        # Datasets often publish no labels of a test split; the note records that both are the same images.
+        # Datasets often publish no labels for the test split. The note records that both splits are the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
     channels, *size = family.input_shape(model)
-    # A model without class names has their numbers; a model of embeddings has none. One logit distinguishes two
-    # classes, and a configuration may name only one of them.
+        # Without class names, the classes are called by their numbers. A model of embeddings has no classes. One logit
+        # distinguishes two classes, and a configuration may name only one of them.
     classes = tuple(map(str, range(num_classes(model))))
     of_data = dataset_classes(*by_split.values())
     names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())
@@ -220,12 +220,12 @@ def splits_for(
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:
-    """Returns the class names of a user's dataset, a part of it or a DataLoader over it; () if it states none.
+    """Returns the class names of a dataset, also if it is inside a Subset or a DataLoader, or () without names.
 
-    They are its attribute `classes`, as torchvision's datasets have it, or the names of a Hugging Face dataset's label.
+    The names are the dataset's attribute `classes`, as in torchvision, or the names of a Hugging Face dataset's label.
     """
     for each in data:
-        # A DataLoader and a Subset hold the dataset that they read from.
+        # A DataLoader and a Subset have the dataset that they read from as an attribute.
         for _ in range(8):
             if getattr(each, "classes", None) is None and hasattr(each, "dataset"):
                 each = each.dataset
@@ -239,23 +239,23 @@ def dataset_classes(*data: Any) -> tuple[str, ...]:
 
 @checked(label_map=optional(instance("a dictionary from class names to class numbers", Mapping)))
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the splits with the model's preprocessing and with labels as class indices of the model.
+    """Returns the splits with the model's preprocessing, and with labels as class indices of the model.
 
     Pictures that attnrx decodes are fitted as the model's own library does it, in size, crop, interpolation and
     channels. If the model states nothing, the dataset's own way is kept, at the model's size. `label_map` maps class
-    names of the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that
-    do not fit the head raise an error only when they are used.
+    names of the dataset to class indices of the model. ImageNet subsets need no map (see `data.fit_labels`). If labels
+    do not fit the head, an error is raised only when they are used.
 
     Args:
         splits: The dataset.
-        model: The model that is to take its images.
-        label_map: The model's class index of every class name of the dataset.
+        model: The model that will receive the images.
+        label_map: The model's class index for every class name in the dataset.
 
     Returns:
         The splits for this model.
 
     Raises:
-        DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
+        DataError: The images are pixels in another shape than the model's input, or the map does not fit.
         InvalidInput: `label_map` is given for a model without classes.
 
     Examples:
@@ -278,7 +278,7 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
         )
     fitted = splits.renormalized(normalization_of(model))
     if not family.knows_normalization(model):
-        # Pixels that attnrx normalizes fit any scale, so nothing else would show it.
+        # Pixels that attnrx normalizes fit any scale, so only this warning can show the problem.
         scale = fitted.normalization
         note = (
             f"the model has no image processor, so its normalization is unknown: pixels are normalized with mean "
@@ -302,7 +302,7 @@ def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits
         return splits
     photos = splits.augmentation is not None and splits.augmentation.area is not None
     wanted = stated or _own_geometry(shape, photos)
-    # A picture has one or three channels; other models need tensors.
+    # A picture has one or three channels. Other models need tensors.
     if wanted == geometry or wanted.channels not in (1, 3):
         return splits
     note = f"pictures are preprocessed as the model states: {wanted}"
@@ -310,6 +310,6 @@ def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits
 
 
 def num_classes(model: nn.Module) -> int:
-    """Returns the number of classes that a model distinguishes; 0 for a model of embeddings."""
+    """Returns the number of classes that a model distinguishes, or 0 for a model of embeddings."""
     heads, kind = family_of(model).heads(model), output_kind_of(model)
     return kind.num_classes(num_outputs(heads[0])) if heads and isinstance(kind, Logits) else 0

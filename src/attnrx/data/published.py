@@ -1,4 +1,4 @@
-"""Datasets as their authors publish them: arrays of pixels, lists of files, images beside a file of their labels."""
+"""Datasets as their authors publish them: arrays of pixels, lists of files, or images with a separate label file."""
 
 import csv
 import gzip
@@ -20,11 +20,11 @@ from attnrx.support.foreign_files import open_arrays, open_structures
 from attnrx.support.records import require_regular
 
 CIFAR_SIDE = 32
-# The file of the class names, by their number.
+# The file with the class names, by the number of classes.
 CIFAR_NAMES, CIFAR_NAMES_TEXT = {10: "batches.meta", 100: "meta"}, {10: "batches.meta.txt", 100: "fine_label_names.txt"}
 IDX_IMAGES, IDX_LABELS = 0x803, 0x801  # the first four bytes: unsigned bytes, and the number of dimensions
 IMAGENET_VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
-# A folder CORRUPTION/SEVERITY of ImageNet-C has images to test on.
+# In ImageNet-C, a folder CORRUPTION/SEVERITY contains images for testing.
 SEVERITIES = ("1", "2", "3", "4", "5")
 CORRUPTIONS = frozenset(
     (
@@ -33,7 +33,8 @@ CORRUPTIONS = frozenset(
         *("saturate", "elastic_transform", "pixelate", "jpeg_compression"),
     )
 )
-# Files that list the images of every split, below the folder "images": for Food-101 and for the first division of DTD.
+# Files that list every split's images, which are in the folder "images". Food-101 has the first layout, and DTD's first
+# division the second.
 LISTED_SPLITS = (
     {"train": "meta/train.txt", "test": "meta/test.txt"},
     {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},
@@ -41,15 +42,15 @@ LISTED_SPLITS = (
 
 Arrays = tuple[np.ndarray, np.ndarray]  # pixels [images, height, width] or [images, 3, height, width], and labels
 
-Reader = tuple[str, Callable[[], Opened]]  # the name of the dataset, and what opens it
+Reader = tuple[str, Callable[[], Opened]]  # the name of the dataset, and the function that opens it
 
 
 def open_published(root: Path) -> Opened:
-    """Opens a folder as the authors of a known dataset lay it out, else by its folders of classes (`open_folder`).
+    """Opens a folder in the layout of a known dataset's authors, or else by its class folders (`open_folder`).
 
-    Known are CIFAR-10 and CIFAR-100 (binary and Python), MNIST and FashionMNIST (idx), Food-101, DTD, Tiny ImageNet,
-    ImageNet with its validation images in one folder beside the devkit or Kaggle's solution, and the folders
-    CORRUPTION/SEVERITY of ImageNet-C.
+    The known layouts are CIFAR-10 and CIFAR-100 (binary and Python), MNIST and FashionMNIST (idx), Food-101, DTD, Tiny
+    ImageNet, ImageNet and the folders CORRUPTION/SEVERITY of ImageNet-C. ImageNet's validation images are in one
+    folder, next to the devkit or Kaggle's solution.
 
     Raises:
         DataError: A file is missing or damaged, the folder holds several datasets, or it has no images.
@@ -71,7 +72,7 @@ def open_published(root: Path) -> Opened:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Returns the folders in a folder, and the folder "raw" in each, where torchvision puts files."""
+    """Returns the folders in a folder, and in each of them the folder "raw", where torchvision puts files."""
     inner = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")][:100]
     return [each for entry in inner for each in (entry, entry / "raw") if each.is_dir()]
 
@@ -84,7 +85,7 @@ def _cifar(folder: Path) -> Reader | None:
         ten = {"train": [f"data_batch_{n}{ending}" for n in range(1, 6)], "test": [f"test_batch{ending}"]}
         hundred = {"train": [f"train{ending}"], "test": [f"test{ending}"]}
         for parts, (classes, names) in zip((ten, hundred), meta.items(), strict=True):
-            # The file of the names must be there too, because `train` and `test` are usual names.
+            # The file with the names must exist, too, because `train` and `test` are common names.
             if all((folder / file).is_file() for file in (parts["train"][0], names)):
                 files = {split: [folder / file for file in each] for split, each in parts.items()}
                 return f"{folder.name}, CIFAR-{classes}", partial(_cifar_batches, files, read, classes, folder / names)
@@ -99,7 +100,7 @@ def _cifar_batches(
 
 
 def _binary_batch(file: Path, classes: int) -> Arrays:
-    """Reads rows of label bytes (for CIFAR-100 the coarse and the fine one) and 3 x 32 x 32 bytes."""
+    """Reads rows of label bytes (for CIFAR-100 the coarse and the fine label) and 3 x 32 x 32 pixel bytes."""
     labels = 1 if classes == 10 else 2
     content = np.frombuffer(file.read_bytes(), dtype=np.uint8)
     row = labels + 3 * CIFAR_SIDE**2
@@ -141,7 +142,7 @@ def _cifar_names(meta: Path, classes: int) -> tuple[str, ...]:
 
 
 def _idx(folder: Path) -> Reader | None:
-    """Finds MNIST's files, which FashionMNIST and others have, too: packed or not, with a dash or a dot."""
+    """Finds idx files, as MNIST and FashionMNIST use them: compressed or not, with a dash or a dot in the name."""
     files = {}
     for split, name in (("train", "train"), ("test", "t10k")):
         pairs = [sorted(folder.glob(f"{name}-{kind}?idx*-ubyte*")) for kind in ("images", "labels")]
@@ -180,7 +181,7 @@ def _idx_array(file: Path, magic: int) -> np.ndarray:
 def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
     pixels, labels = (np.concatenate(each) for each in zip(*batches, strict=True))
     height, width = pixels.shape[-2:]
-    # PGM and PPM files, a header and then the pixels, so that these images are read like all others.
+    # The contents are PGM and PPM files, a header and then the pixels, so these images are read like all others.
     header = b"P%d %d %d 255\n" % (5 if pixels.ndim == 3 else 6, width, height)
 
     def content(position: int) -> bytes:
@@ -195,7 +196,7 @@ def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
 
 
 def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split by the lines `<class>/<file>` of the authors' files; {} if there are none."""
+    """Returns the images of every split, from lines `<class>/<file>` in the authors' files, or {} without them."""
     for layout in LISTED_SPLITS:
         if not all((root / file).is_file() for file in layout.values()):
             continue
@@ -224,7 +225,7 @@ def _tiny_imagenet(root: Path, notes: list[str]) -> dict[str, Listing]:
 
 
 def _imagenet(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns ImageNet's images, whose validation images are in one folder, with the labels of a file beside it."""
+    """Returns ImageNet's images. The validation images are in one folder, and a file next to it has their labels."""
     places = [root, root / "Data" / "CLS-LOC", root / "ILSVRC" / "Data" / "CLS-LOC"]  # Kaggle's archive has the last
     for place in places:
         folder = place / "val"
@@ -258,7 +259,7 @@ def _flat(folder: Path) -> list[Path]:
 
 
 def _solution(table: Path) -> Iterator[tuple[str, str]]:
-    """Yields image and class of Kaggle's rows `ILSVRC2012_val_00000001,n01751748 x y x y ...`."""
+    """Yields image and class from Kaggle's rows `ILSVRC2012_val_00000001,n01751748 x y x y ...`."""
     with _required(table).open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.reader(lines):
             if len(row) > 1 and row[1].strip() and row[0].startswith("ILSVRC"):
@@ -266,7 +267,7 @@ def _solution(table: Path) -> Iterator[tuple[str, str]]:
 
 
 def _ground_truth(kit: Path) -> dict[str, str]:
-    """Returns the class of every validation image: its number in the devkit, and the WordNet id of that number."""
+    """Returns every validation image's class as a WordNet id. The devkit maps its class numbers to these ids."""
     truth = _required(kit / "ILSVRC2012_validation_ground_truth.txt").read_text("utf-8", errors="replace").split()
     rows = open_structures(_required(kit / "meta.mat")).get("synsets", ())
     wordnet = {str(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows}

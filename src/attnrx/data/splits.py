@@ -1,7 +1,8 @@
-"""Train, validation and test images: their labels and their division.
+"""Train, validation and test images: their labels, and how they are divided.
 
-Labels are compared with the classes of a head: they are the same numbers, are mapped to it, or are refused with a
-reason. Images are divided into disjoint parts to plan and fit on, to measure predictions on, and to verify on.
+Labels may be the class numbers of a head already. Otherwise they are mapped to the head's classes, or an error says why
+they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure predictions on, and to verify
+on.
 """
 
 import re
@@ -20,7 +21,7 @@ from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 NAMES = ("train", "validation", "test")
-SPLITS = {  # the names of splits in datasets, in lower case
+SPLITS = {  # the names that datasets use for splits, in lower case
     "train": "train",
     "training": "train",
     "validation": "validation",
@@ -31,20 +32,20 @@ SPLITS = {  # the names of splits in datasets, in lower case
     "testing": "test",
 }
 IMAGENET_1K = 1000
-# How ImageNet's classes, and their folders, are named, e.g. n01440764.
+# ImageNet's classes and their folders have names like n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-MOST_COMPARED = 200_000  # the most stored images whose bytes a command reads to find repeated ones, in seconds
+MOST_COMPARED = 200_000  # the most stored images that a command compares by their bytes, which takes seconds
 BATCH = 64  # images that are decoded at once
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
 @dataclass(frozen=True, repr=False)
 class Splits(Displayed):
-    """A dataset ready for use.
+    """A dataset that is ready for use.
 
-    `augmentation` is the one to train with, or None if the dataset transforms its images itself. `notes` list the
+    `augmentation` is used for training. It is None if the dataset transforms its images itself. `notes` list the
     decisions made on loading. `image_size` is a side in pixels, or (height, width). `geometry` is how pictures get this
-    size, or None if the pixels are given.
+    size, or None if the images are already pixels.
     """
 
     example = "attnrx.load_data('cifar10')"
@@ -62,19 +63,19 @@ class Splits(Displayed):
     geometry: ImageGeometry | None = None
 
     def changed(self, change: Callable[[LoadedImages], ImageSet], **others: Any) -> "Splits":
-        """Returns the splits with `change` applied to images that attnrx decodes, and with other fields as given."""
+        """Returns the splits with `change` applied to images that attnrx decodes, and with `others` as new fields."""
         decoded = {name: images for name in NAMES if isinstance(images := getattr(self, name), LoadedImages)}
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
         """Returns the same images on another scale, for a model that was trained with other statistics.
 
-        Images of a user's dataset stay the same, because its own transforms decide the scale.
+        Images of a user's dataset stay the same, because the dataset's own transforms determine the scale.
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry) -> "Splits":
-        """Returns the same pictures with another size, fit or number of channels, whose scale has to be set then."""
+        """Returns the same pictures with another size, fit or number of channels. You must then set the scale."""
         augmentation = self.augmentation
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
@@ -85,12 +86,12 @@ class Splits(Displayed):
 
 
 def padding_for(geometry: ImageGeometry) -> int:
-    """Returns the padding of `Augmentation`: an eighth of the side, the usual 4 pixels at 32 x 32."""
+    """Returns the padding for `Augmentation`: an eighth of the side, which is the usual 4 pixels at 32 x 32."""
     return max(geometry.size) // 8
 
 
 class MissingImages(ImageSet):
-    """A split that the dataset lacks: every use of its images raises DataError."""
+    """A split that the dataset lacks. Every use of its images raises DataError."""
 
     def __init__(self, source: str, split: str, found: Iterable[str]):
         self._reason = (
@@ -108,31 +109,31 @@ class MissingImages(ImageSet):
 
 
 def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
-    """Returns all splits; in place of a missing one, a split that raises an error when it is used."""
+    """Returns all splits. In place of a missing one, returns a split that raises an error when it is used."""
     return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the dataset with its labels as numbers of a head.
+    """Returns the dataset with the class numbers of a head as labels.
 
-    Labels are unchanged if there are as many classes, or if they have no names and the head has their numbers. A
-    dataset whose classes are WordNet ids or names of ImageNet classes is mapped to a head with the 1,000 classes of
-    ImageNet-1k. Labels of other datasets cannot be compared with the answers: functions that need them raise DataError.
-    The images can be used.
+    Labels stay unchanged if the dataset and the head have equally many classes. They also stay unchanged if the
+    dataset's classes have no names and the head has their numbers. Datasets with WordNet ids or ImageNet names as
+    classes are mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with
+    the answers, and functions that need them raise DataError. The images of such datasets can be used.
 
     Args:
         splits: The dataset.
-        classes: The number of classes of the head.
-        label_map: The head's number of every class of the dataset, by name.
+        classes: The number of the head's classes.
+        label_map: The head's number for every class in the dataset, by name.
 
     Raises:
-        DataError: The map lacks a class, or names one that the head does not have.
+        DataError: The map lacks a class, or contains a number that the head does not have.
         UnknownName: The map names a class that the dataset does not have.
     """
     names = splits.class_names
     if label_map is not None:
         return _relabelled(splits, _numbers(splits, classes, label_map), "as given")
-    # The names of data without names are numbers: their labels may be the head's own numbers already.
+    # If classes have no names, their names are numbers, and labels may already be the head's own numbers.
     is_numbered = names == tuple(map(str, range(len(names))))
     if len(names) == classes or (is_numbered and len(names) < classes):
         return splits
@@ -148,10 +149,10 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the ImageNet-1k numbers of classes named by WordNet id or by a name that only one class has, else None.
+    """Returns the ImageNet-1k numbers of classes with WordNet ids or unambiguous names, or None if one has neither.
 
     Raises:
-        DataError: The classes are WordNet ids and timm, which has their order, is not installed.
+        DataError: The classes are WordNet ids, and timm, which knows their order, is not installed.
     """
     try:
         from timm.data import ImageNetInfo
@@ -160,13 +161,14 @@ def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
             raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
         return None
     info = ImageNetInfo("imagenet-1k")
-    # Lists, because a name can be ambiguous: two classes of ImageNet are called crane, a bird and a machine.
+    # A name may have several indices, because it can be ambiguous. Both a bird and a machine in ImageNet are called
+    # crane.
     indices_by_name: dict[str, list[int]] = {}
     for index in range(info.num_classes()):
         words = {word.strip().lower() for word in info.index_to_description(index).split(",")}
         for word in (*words, info.index_to_label_name(index)):
             indices_by_name.setdefault(word, []).append(index)
-    # Names of datasets often have underscores in place of spaces.
+    # Class names in datasets often have underscores in place of spaces.
     matches = [indices_by_name.get(name.lower().replace("_", " "), []) for name in names]
     if not all(len(indices) == 1 for indices in matches):
         return None
@@ -191,7 +193,7 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     if not all(isinstance(getattr(splits, name), LoadedImages | MissingImages) for name in NAMES):
         raise DataError("labels of a dataset of your own cannot be mapped here: let its items have the model's.")
     by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
-    # Messages and reports look names up by the head's numbers; classes without images are called by their number.
+    # Messages and reports look names up by the head's numbers. A class without images gets its number as its name.
     names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
     note = f"labels of its {len(numbers)} classes are mapped {how}"
     notes = (*splits.notes, note)
@@ -199,7 +201,7 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
 
 
 class ImageParts(NamedTuple):
-    """Images by their use; no two parts have images of the same pixels."""
+    """Images by their use. No two parts contain images with the same pixels."""
 
     planned: FixedImages
     predicted: FixedImages
@@ -212,7 +214,7 @@ class ImageParts(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The number of images of each part, with their shape, type and size."""
+        """The number of images in each part, with their shape, type and size."""
         counts = ", ".join(f"{len(part):,} {name}" for name, part in zip(self._fields, self, strict=True))
         return f"images: {counts} on; of the last {self.verified.summary}"
 
@@ -222,11 +224,12 @@ def three_parts(
 ) -> ImageParts:
     """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
 
-    Three splits are used as the three parts. Of two splits, the first is divided. A single split is divided into all
-    parts: at most a third of it to plan on, at most half of the rest to predict on, and the others to verify on.
-    `planned`, `predicted` and `verified` limit how many images a part uses. Images are compared by content: an image
-    that occurs several times is used once, to verify on rather than to predict on, and to predict on rather than to
-    plan on.
+    If there are three splits, they are the three parts. If there are two, the first is divided. A single split is
+    divided into all parts: at most a third of it to plan on, at most half of the rest to predict on, and the others to
+    verify on. `planned`, `predicted` and `verified` limit how many images a part uses.
+
+    Images are compared by content, and an image that occurs several times is used once. Verification has priority over
+    prediction, and prediction over planning.
 
     Raises:
         DataError: There are too few different images.
@@ -242,7 +245,7 @@ def three_parts(
         images if len(images) <= maximum else images.take(maximum)
         for images, maximum in zip(distinct, wanted.values(), strict=True)
     )
-    # A note states that an effort needs fewer images of the last set than it has.
+    # If an effort needs fewer images of the last set than it has, a note says so.
     name, images = next(reversed(sets.items()))
     if len(images) > len([first, *others][-1]) == wanted[name]:
         notes.append(f"{name}: {wanted[name]:,} of {len(images):,} images are used")
@@ -265,11 +268,11 @@ def three_parts(
 
 
 def distinct_splits(splits: Splits) -> Splits:
-    """Returns the splits without stored images that occur before in the same split, or in a later one; adds notes.
+    """Returns the splits without repeated stored images, and adds notes.
 
     As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
-    compared by the bytes of their files, or of their pixels if they are held decoded. Sets that cannot be read by row,
-    or with more than MOST_COMPARED images in all, are left as they are.
+    compared by the bytes of their files, or of their pixels if they are held decoded. Sets that cannot be read by row
+    stay unchanged. If there are more than MOST_COMPARED images in total, all splits stay unchanged.
 
     Raises:
         DataError: No split has images.
@@ -290,10 +293,10 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images that are not among the others, compared by content; the set itself if none of them is.
+    """Returns the images that are not among the others, compared by content, or the set itself if none of them is.
 
     Raises:
-        DataError: All are among the others.
+        DataError: All images are among the others.
     """
     known = set(read_images(others).hashes.tolist())
     fixed = read_images(images)
@@ -308,7 +311,7 @@ def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
 
 
 def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:
-    """Reads the images, or `maximum` of them, once; returns images that are already fixed unchanged.
+    """Reads the images, or `maximum` of them, once. Images that are already fixed are returned unchanged.
 
     Raises:
         DataError: There is no image, or one cannot be read.
@@ -322,7 +325,7 @@ def read_images(images: ImageSet, normalization: Normalization | None = None, ma
 
 
 def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
-    """Returns the splits that the data have; without a test split the validation images are both (`splits_for`)."""
+    """Returns the splits that the data have. Validation images that are also the test occur once (`splits_for`)."""
     sets: dict[str, ImageSet] = {}
     for name in NAMES:
         images = getattr(splits, name)
@@ -334,10 +337,10 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
 
 
 def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
-    """Returns for each set the positions of images that occur neither before in it nor in a later set; adds notes."""
+    """Returns for each set the positions of images that occur neither earlier in it nor in a later set. Adds notes."""
     seen = set[Hashable]()
     new: dict[str, list[int]] = {}
-    # From the last: an image of the test is not planned on.
+    # The last set comes first, so that an image of the test is not planned on.
     for name, own in reversed(list(hashes.items())):
         positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
         if len(positions) < len(own):
@@ -350,6 +353,6 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
 def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
     """Returns consecutive parts with these `counts` of images, ordered so that each part has all classes."""
     labels = images.store.labels
-    # A dataset may be sorted by class: without labels the hashes give the order, which is as good as random.
+    # A dataset may be sorted by class. Without labels, the hashes give the order, which is as good as random.
     order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])
     return [images.at(part) for part in order.split(list(counts))]

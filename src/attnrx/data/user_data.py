@@ -1,13 +1,13 @@
 """A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
 
-`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). From data with a length and an index
-(`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset) it reads each row once;
-a sampler states which rows there are. It iterates other iterables once. Training reads such rows anew in every epoch,
-in any order, so that a run can be resumed exactly (`training_set`).
+`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Data with a length and an index are
+read row by row: `torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset. A
+sampler determines which rows are read, each of them once. Other iterables are iterated once. For training, rows are
+read again in every epoch, in any order, so a run can be resumed exactly (`training_set`).
 
-An item, or a batch, is only an image, a pair (image, label), or a mapping with an image under one of IMAGE_KEYS and a
-label under one of LABEL_KEYS. Images are float tensors on the scale that the model reads. If the images of a dataset
-are PIL pictures, they are preprocessed as the model's library does it (`Family.preprocessing`).
+An item, or a batch, has one of three forms: only an image, a pair (image, label), or a mapping with an image under one
+of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors on the scale that the model expects. If the
+images of a dataset are PIL pictures, they are preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
 import reprlib
@@ -48,13 +48,13 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
 MASK_KEYS = ("mask", "masks", "annotation")  # keys of labels for TARGETS
-# Outputs without decisions are compared without labels; a metric gets the labels of any shape, as TARGETS.
+# If outputs have no decisions, they are compared without labels. For a metric, labels may have any shape (TARGETS).
 UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
 
-# What a label must be, by the output of the model; else a class number.
+# What a label must be, by the output of the model. For other outputs it must be a class number.
 NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
 SEVERAL_LABELS = ("multilabel", "label_probabilities")
 LABELS = {
@@ -72,12 +72,12 @@ FORMAT_OF_INPUTS = Kind(
     lambda value: value is None or (hasattr(value, "image_in") and not isinstance(value, type)),
 )
 
-# Images per batch, for data that have no batches.
+# Images per batch, for data without batches.
 BATCH = 32
-CANDIDATES = 1_000_000  # the most rows that a sampler is asked for
-MAX_LISTED = 2**24  # the most rows of a dataset whose labels are read to choose a few rows of all classes
-MAX_ROWS = 2**31  # the most rows of a dataset to train on
-# How many images are read twice, to find data that differ between readings.
+CANDIDATES = 1_000_000  # the most rows that are requested from a sampler
+MAX_LISTED = 2**24  # the most rows for which the dataset's labels are read to choose a few rows from all classes
+MAX_ROWS = 2**31  # the most rows of a dataset for training
+# How many images are read twice, to find out whether data differ between readings.
 READ_TWICE = 6
 # An iterable whose first batch is larger is not read again.
 MAX_READ_TWICE = 256
@@ -95,28 +95,28 @@ def image_set(
     outputs: str = "logits",
     inputs: Any = None,
 ) -> ImageSet:
-    """Returns the data as an ImageSet, read in one pass; an ImageSet is returned unchanged.
+    """Returns the data as an ImageSet, read in one pass. An ImageSet is returned unchanged.
 
-    Labels are integers; without any, the set has a `label_problem`, and functions that need labels raise DataError. If
-    random transforms or samplers of the data give other images in another reading, the set is one draw, and its `notes`
-    say so.
+    Labels are integers. Without labels, the set has a `label_problem`, and functions that need labels raise DataError.
+    If random transforms or samplers would return other images in another reading, the set contains one random draw, and
+    its `notes` say so.
 
     Args:
         data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
         preprocess: Turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
-        normalization: The scale of the model, by which images that were 8-bit pixels are stored in one byte per value.
-        limit: The most images to read. From more rows, evenly spread ones are chosen, or rows of all classes if the
-            dataset lists its labels.
-        seed: The seed of the random transforms and samplers of the data.
-        outputs: What the model returns, the name of an `OutputKind`. For "multilabel" a label is a vector of 0 and 1.
-            Labels of a "regression", a "map" or "several" are not read. For "targets" they are tensors of any
-            shape, e.g. masks, for a metric.
-        inputs: How inputs of the model's own library (videos, spectrograms, padded patches) become images
-            (`Family.inputs`); None for images of channels, height and width.
+        normalization: The scale of the model. With it, images from 8-bit pixels are stored in one byte per value.
+        limit: The most images to read. If there are more rows, evenly spread ones are chosen. If the dataset lists its
+            labels, the chosen rows are balanced over the classes.
+        seed: The seed for the random transforms and samplers of the data.
+        outputs: The kind of the model's outputs, the name of an `OutputKind`. For "multilabel" a label is a vector of 0
+            and 1. For a "regression", a "map" or "several", labels are not read. For "targets" labels are tensors of
+            any shape, e.g. masks, for a metric.
+        inputs: How inputs for the model's own library (videos, spectrograms, padded patches) become images
+            (`Family.inputs`). None means images with channels, height and width.
 
     Raises:
-        InvalidInput: The data is of another type, or an item has no image.
+        InvalidInput: The data has another type, or an item has no image.
         DataError: The data is empty, or the user's code raised an error, which is the cause of this one.
     """
     if isinstance(data, ImageSet):
@@ -134,12 +134,12 @@ def image_set(
 def training_set(
     data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
 ) -> ImageSet | None:
-    """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation.
+    """Returns the data as an ImageSet whose rows are read again in every pass, in any order, with fresh augmentation.
 
-    Returns None for data that can only be iterated, or whose sampler states other rows than the dataset.
+    Returns None if the data can only be iterated, or if a sampler selects other rows than the dataset has.
 
     Raises:
-        InvalidInput: The data is of another type.
+        InvalidInput: The data has another type.
         DataError: The data is empty or too long, or its length or sampler raised an error.
     """
     if isinstance(data, ImageSet):
@@ -161,14 +161,14 @@ def _generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "IndexedImages | _IterableData":
-    # A pair of tensors is (images, labels); a list of tensors is a list of batches.
+    # A pair of tensors is (images, labels), but a list of tensors is a list of batches.
     tensors: tuple[Any, ...] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
     if all(isinstance(tensor, Tensor) for tensor in tensors):
         return _of_tensors(tensors, reading)
     if isinstance(data, DataLoader):
         return _of_loader(data, reading, training)
     argument = reading.argument
-    # Texts and mappings can be iterated too, but their items are characters and keys.
+    # Texts and mappings can be iterated, too, but their items are characters and keys.
     if isinstance(data, str | bytes | Mapping | np.generic) or not (
         hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     ):
@@ -178,7 +178,8 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
-    # Lists come before the check for an index, which they have too: their items are batches, or single items in order.
+    # Lists are handled before the check for an index, which they also have. Their items are batches, or single items in
+    # order.
     if isinstance(data, list | tuple):
         return _IterableData("batches", data, reading, is_list=True)
     name, length = type(data).__name__, _length(data, argument) if hasattr(data, "__getitem__") else None
@@ -186,7 +187,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
 
 
 def _length(data: Any, argument: str) -> int | None:
-    """Returns the length of a user's data; None for data without one."""
+    """Returns the length of a user's data, or None for data without a length."""
     with user_code(f"the length of {argument} ({type(data).__name__})", DataError):
         try:
             return len(data)
@@ -195,7 +196,7 @@ def _length(data: Any, argument: str) -> int | None:
 
 
 def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "IndexedImages":
-    images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
+    images = reading.require_images(tensors[0], 4)  # required here, because a sparse tensor has no rows to read
     if any(tensor.shape[:1] != images.shape[:1] for tensor in tensors[1:]):
         raise InvalidInput(
             f"{reading.argument} has {len(images)} images and labels {list(tensors[1].shape)}: give one for each image."
@@ -204,7 +205,7 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "Indexed
         raise InvalidInput(
             f"{reading.argument} has labels on the meta device, which have no values: give them on a CPU."
         )
-    # Labels may be on another device, and are read by row.
+    # Labels may be on another device, but they are read by row.
     rows = TensorDataset(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
     return IndexedImages("tensor" if len(tensors) == 1 else "tensors", rows, reading, range(len(images)))
 
@@ -212,9 +213,9 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "Indexed
 def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "IndexedImages | _IterableData":
     argument, dataset = reading.argument, loader.dataset
     name = type(dataset).__name__
-    # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
+    # torch also defines __getitem__ for iterable datasets, where it raises an error. Such datasets have no length.
     length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
-    # A class of loaders with its own iteration may change its batches there, e.g. normalize them.
+    # A loader class with its own iteration may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
     if length is None or loader.batch_sampler is None or has_own_iteration:
         return _IterableData(name, loader, reading)
@@ -226,10 +227,10 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
-    # A sampler may draw anything that its dataset takes as an index.
+    # A sampler may return anything that its dataset accepts as an index.
     if not all(hasattr(row, "__index__") for row in found):
         return _IterableData(name, loader, reading)
-    # Each row once: with random transforms another reading of a row would be another image of the same picture.
+    # Each row is read once. With random transforms, a second reading would be another image of the same picture.
     rows = list(dict.fromkeys(int(row) for row in found))
     notes = ()
     if len(rows) < len(found):
@@ -240,16 +241,16 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
 
 @dataclass(frozen=True)
 class _ItemReader:
-    """The reader that turns the items of a user's data into batches; `argument` names the data in messages."""
+    """The reader that turns the items of a user's data into batches. `argument` names the data in messages."""
 
     argument: str
     preprocess: Preprocess | None = None
     outputs: str = "logits"
     inputs: Any = None
-    unread: dict[str, None] = field(default_factory=dict)  # keys of items that may be labels, as `fields` meets them
+    unread: dict[str, None] = field(default_factory=dict)  # keys of items that may be labels, collected by `fields`
 
     def fields(self, given: Any) -> tuple[Any, Any]:
-        """Returns the image of an item and its label, if it has one; for a batch, the images and the labels."""
+        """Returns an item's image and its label, if it has one. For a batch, returns the images and the labels."""
         if isinstance(given, Batch):
             return given.images, given.labels
         if isinstance(given, list | tuple) and given:
@@ -272,14 +273,14 @@ class _ItemReader:
         return image, label
 
     def batch(self, given: Any) -> Batch:
-        """Returns a batch from any of the accepted forms; its `index` counts from 0, and missing labels are -1."""
+        """Returns a batch from any of the accepted forms. Its `index` counts from 0, and missing labels are -1."""
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
-        # On the CPU, whatever device the user's loader puts the batch on; `_pass` moves it to the device of the pass.
+        # The batch is on the CPU, whatever device the user's loader uses. `_pass` moves it to the device of the pass.
         return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
 
     def _labels(self, labels: Any, count: int) -> Tensor:
-        """Returns the labels of `count` images as the outputs of the model need them; a list has one per image."""
+        """Returns the labels of `count` images in the form that the model's outputs need. A list has one per image."""
         given = labels if isinstance(labels, list) else [labels]
         if self.outputs in UNREAD or all(label is None for label in given):
             return torch.full((count,), UNLABELLED)
@@ -290,7 +291,7 @@ class _ItemReader:
             values = [np.array(label) if hasattr(label, "convert") else label for label in values]
             found = [torch.as_tensor(label).detach().cpu() for label in values]
             numbers = torch.stack(found) if isinstance(labels, list) else found[0]
-        except (TypeError, ValueError, RuntimeError):  # names of classes, or of several shapes
+        except (TypeError, ValueError, RuntimeError):  # class names, or labels of several shapes
             raise InvalidInput(f"the labels of {self.argument} are {reprlib.repr(labels)}; {needs}.") from None
         if self.outputs == TARGETS:
             is_valid = numbers.ndim > 0 and len(numbers) == count
@@ -302,8 +303,8 @@ class _ItemReader:
             # The targets of a binary cross-entropy are floats.
             if self.outputs == "binary_logit" and bool(((numbers == 0) | (numbers == 1)).all()):
                 numbers = numbers.long()
-            # Floats (soft labels, targets of a regression) would be cut to class numbers without an error, and numbers
-            # above 2**63 would be negative.
+            # Floats (soft labels, regression targets) would be truncated to class numbers without an error, and numbers
+            # above 2**63 would become negative.
             is_integer = not (numbers.is_floating_point() or numbers.is_complex())
             is_valid = numbers.shape == (count,) and is_integer
             is_valid = is_valid and (numbers.dtype != torch.uint64 or bool((numbers.long() >= 0).all()))
@@ -313,7 +314,7 @@ class _ItemReader:
         return numbers if self.outputs == TARGETS else numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
-        """Yields single items as one batch for every size of images, with the positions of its items."""
+        """Yields single items as one batch for every image size, with the positions of its items."""
         pairs = [self.fields(item) for item in items]
         images, labels = [self._image(image) for image, _ in pairs], [label for _, label in pairs]
         sizes: dict[torch.Size, list[int]] = {}
@@ -324,23 +325,23 @@ class _ItemReader:
             yield positions, self.batch((stacked, [labels[position] for position in positions]))
 
     def _image(self, image: Any) -> Tensor:
-        if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have
+        if isinstance(image, Tensor) or not hasattr(image, "convert"):  # PIL pictures have `convert`
             return self.require_images(image, 3)
         if self.preprocess is None:
             raise InvalidInput(
                 f"{self.argument} holds PIL pictures, and this model states no preprocessing: give the dataset a "
                 "transform that returns float tensors on the model's scale."
             )
-        with user_code(f"a picture of {self.argument}", DataError):  # it may be read from its file only here
+        with user_code(f"a picture of {self.argument}", DataError):  # only now may it be read from its file
             return self.preprocess(image)
 
     def is_batch(self, image: Any) -> bool:
-        """Returns whether this is a tensor of several images."""
+        """Returns whether this is a tensor with several images."""
         own = 3 if self.inputs is None else self.inputs.dimensions
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
-        """Returns a tensor with `dimensions` axes; raises InvalidInput unless it is a tensor of images, or of one."""
+        """Returns a tensor with `dimensions` axes. Raises InvalidInput unless it contains one image or several."""
         found = f"of type {type(images).__name__}"
         if isinstance(images, Tensor):
             if images.layout == torch.strided and not (images.is_meta or images.is_nested):
@@ -359,10 +360,10 @@ class _ItemReader:
 
 @dataclass(frozen=True, eq=False)
 class IndexedImages(ImageSet):
-    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset.
+    """Rows of a dataset with an index, which are read again in every pass with the dataset's transforms.
 
-    `loader` is the DataLoader that the dataset came with. `is_whole` states that the rows are all of the dataset's,
-    each once, and not what a sampler draws. Every image must have a label below `num_classes`, if that is given.
+    `loader` is the DataLoader that the dataset came with. `is_whole` states that the rows are all rows of the dataset,
+    each once, and not a sampler's selection. If `num_classes` is given, every image must have a label below it.
     """
 
     name: str
@@ -383,25 +384,25 @@ class IndexedImages(ImageSet):
 
     @property
     def has_labels(self) -> bool:
-        # The first image decides: the labels of all images are known only after all items are read.
+        # The first image decides, because the labels of all images are known only after all items are read.
         with seeded_draws(0):
             return int(self._read_rows(self.rows[:1])[0].labels[0]) != UNLABELLED
 
     @property
     def fingerprint(self) -> str:
-        """Hashes up to 64 images and their labels, spread over the rows."""
-        with seeded_draws(0):  # the same in every call, whatever random transforms there are
+        """A hash of up to 64 images and their labels, spread over the rows, with name and count."""
+        with seeded_draws(0):  # gives the same images in every call, whatever the random transforms are
             batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
-        # The rows stand for the labels, because only the labels of the sampled images are read.
+        # The rows replace the labels, because only the labels of the sampled images are read.
         return digest(self.name, torch.tensor(self.rows), contents)
 
     def at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
         return replace(self, rows=[self.rows[position] for position in positions.tolist()])
 
     def limited_to(self, num_classes: int) -> "IndexedImages":
-        """Returns the same images; images without a label below `num_classes` raise DataError when they are read."""
+        """Returns the same images. If an image has no label below `num_classes`, reading it raises DataError."""
         labels = self._labels()
         if labels is not None:  # known before the images are read
             require_labelled(labels, num_classes, self.reading.argument)
@@ -415,7 +416,7 @@ class IndexedImages(ImageSet):
             yield batch.to(order.device)
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the rows once, or `limit` of them."""
+        """Reads the rows, or `limit` of them, once."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
             chosen = self.at(self._spread(limit).sort().values)
@@ -424,7 +425,7 @@ class IndexedImages(ImageSet):
         total = -(-len(chosen) // size)
         images = read_once(chosen.batches(size), self.name, total=total, normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
-        # A collate function that drops items leaves no way to compare rows; tensors are the same in every reading.
+        # If a collate function drops items, rows cannot be compared. Tensors are the same in every reading.
         if len(images) == len(chosen) and (self.loader is not None or type(self.dataset) is not TensorDataset):
             (batch,) = self._read_rows([chosen.rows[position] for position in again])
             if not torch.equal(content_hashes(batch.images), images.hashes[again]):
@@ -432,7 +433,7 @@ class IndexedImages(ImageSet):
         return replace(images, notes=(*notes, *images.notes))
 
     def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
-        """Reads some rows in this process: as one batch with a loader, else as one for every size of images."""
+        """Reads some rows in this process, with a loader as one batch, else as one batch for every image size."""
         argument, items = self.reading.argument, []
         for row in rows:
             with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):
@@ -452,8 +453,8 @@ class IndexedImages(ImageSet):
         if loader is None or not loader.num_workers:
             yield from chain.from_iterable(map(self._read_rows, rows))
             return
-        # The user's loader iterates in the order of its own sampler; this one reads the given rows with the same
-        # workers.
+        # The user's loader iterates in the order of its own sampler. This loader reads the given rows with the same
+        # worker settings.
         row_loader = DataLoader(
             loader.dataset,
             batch_sampler=[list(indices) for indices in rows],
@@ -472,11 +473,11 @@ class IndexedImages(ImageSet):
             yield _with_rows(self.reading.batch(batch), batch_rows)
 
     def _labels(self) -> Int[Tensor, "rows"] | None:
-        """Returns the labels of the rows, if there are few and the dataset lists them, as torchvision's datasets do."""
+        """Returns the labels of the rows, if there are few rows and the dataset lists labels, as torchvision's do."""
         if len(self) > MAX_LISTED:  # need not fit into memory
             return None
-        # They only balance the classes in `take`; a batch has the labels of its items. The names: most
-        # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
+        # The labels only balance the classes in `take`, because a batch has the labels of its items. Most datasets in
+        # torchvision have the attribute `targets`, SVHN has `labels`, and Food101 has `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()
         listed = [*tensors, *(getattr(dataset, name, None) for name in ("targets", "labels", "_labels"))]
@@ -487,13 +488,13 @@ class IndexedImages(ImageSet):
         column = next((key for key in LABEL_KEYS if key in names), None)
         if column is None:
             return None
-        # The user's transform is left out, because it may not accept a single column.
+        # The user's transform is removed, because it may not accept a single column.
         plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
         return _as_labels(list(plain[column]), self.rows)
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Adds the row of every image to a batch, unless the collate function dropped items: then rows are unknown."""
+    """Adds every image's row to a batch. If the collate function dropped items, rows are unknown and not added."""
     return replace(batch, index=torch.tensor(rows)) if len(batch) == len(rows) else batch
 
 
@@ -516,7 +517,7 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
 
 @dataclass(frozen=True, eq=False)
 class _IterableData:
-    """An iterable of batches or single items. A list has its items in memory and yields each once."""
+    """An iterable of batches or single items. A list has its items in memory, and yields each item once."""
 
     name: str
     source: Iterable[Any]
@@ -531,7 +532,7 @@ class _IterableData:
             )
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the images once, at most `limit`, each image once."""
+        """Reads the images once, at most `limit` images. If the data is not a list, repeated images are left out."""
         batches = self._batches()
         first = [*islice(batches, 1)]
         # The length may count batches or items, so it only shows that the data ends.
@@ -541,7 +542,7 @@ class _IterableData:
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
-            # A sampler, or workers with the same items, may yield an image twice. A list has what its user put in.
+            # A sampler, or workers with the same items, may yield an image twice. In a list, repetitions are intended.
             distinct=not self.is_list,
         )
         if not self.is_list and len(first[0]) <= MAX_READ_TWICE:
@@ -557,7 +558,7 @@ class _IterableData:
         first = next(parts, None)
         if first is None:
             return
-        # The first item shows whether these are batches or single items. It is then put back.
+        # The first item shows whether these are batches or single items. It is put back afterwards.
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))

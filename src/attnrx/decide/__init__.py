@@ -1,1 +1,1 @@
-"""What a model can do without: readings of its attention, rules, and plans for a budget."""
+"""Decides what a model can do without: diagnoses of its attention, pruning rules, and plans for a budget."""

@@ -1,4 +1,4 @@
-"""Diagnosis of a model: passes over images in which diagnostics observe every layer."""
+"""Diagnoses a model: runs it on images while diagnostics observe every layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,17 +41,18 @@ def diagnose(
 ) -> Diagnosis:
     """Measures diagnostics of a model in one pass over the images.
 
-    By default these are the `suited_diagnostics` of the model. With `Moments` among them, the MLP maps are observed
-    too. Your model's weights, mode and backends are restored. Memory does not grow with the number of images.
+    By default the diagnostics are the `suited_diagnostics` of the model. If `Moments` is among them, the MLP maps are
+    observed, too. Afterwards your model has the same weights, mode and backends as before. Memory does not grow with
+    the number of images.
 
     Args:
         model: The model, without token pruning or merging.
         data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
             ScaleWarning, which is recorded in `about["notes"]`.
-        diagnostics: The diagnostics.
+        diagnostics: The diagnostics to measure.
         moments: Whether to measure the moments of values and MLP for models with norms, too. Rules for vo, fc1 and fc2
-            need them, unless their metric is weights. For models without norms they are always measured.
-        images: The largest number of images.
+            need them, unless their metric is weights. Models without norms always get these moments.
+        images: The largest number of images to use.
         batch_size: Images per forward pass.
         seed: Seeds every random draw.
 
@@ -70,8 +71,8 @@ def diagnose(
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
-    # Checked before the pass over the images, where a NaN in the weights would only show as a reading that is not
-    # finite.
+    # The weights are checked before the pass over the images. Afterwards, a NaN would only show as a reading that is
+    # not finite.
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
@@ -91,7 +92,7 @@ def diagnose(
             panel.observe(index, observation, **rotation)
 
         notes = [*shown.notes, *observe_images(model, shown, observe, "diagnose", "diagnosing", batch_size)]
-    readings = panel.readings()  # first: it raises for readings that are not finite
+    readings = panel.readings()  # first, because it raises for readings that are not finite
     layers = []
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
         diagnosed = LayerDiagnosis(spectrum, measured | layer.value_factors(), *mlp.diagnosed(index))
@@ -110,10 +111,10 @@ def diagnose(
 
 @contextmanager
 def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, Positions]]:
-    """Collects the positions of the last call of every layer of rotary attention inside the context."""
+    """Collects the positions that every layer with rotary attention receives in its last call inside the context."""
     positions: dict[int, Positions] = {}
 
-    # An observation has rotated rows; the rotation itself is an argument of the layer.
+    # The rows of an observation are rotated already. Only the layer's arguments contain the rotation.
     def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
         positions[index] = args[2]
 
@@ -127,26 +128,26 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     """Adds effective_rank_mix [heads] to the readings of a layer whose directions can be rewritten.
 
-    It is the effective rank of the scores in the metric of plans.
+    The reading is the effective rank of the scores in the metric that plans use.
     """
     if layer.spectrum.heads:
         with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
-            # A removed head has no rows, and must have no strength in any metric.
+            # A removed head has no rows, so its strength must be zero in every metric.
             strength = directions_in("mix", layer).strength * layer.spectrum.used.any(-1, keepdim=True)
             return replace(layer, readings={**layer.readings, "effective_rank_mix": effective_rank(strength)})
     return layer
 
 
 class _MlpWatch:
-    """The moments of every MLP's two maps and of its hidden units, if they are `observed`, and their diagnoses.
+    """Moments of every MLP's two maps and hidden units, if they are `observed`, and the diagnoses made from them.
 
-    For a map, the moments of its inputs or of its outputs are kept, whichever have fewer features. So only one square
-    matrix is in memory.
+    For a map, either its inputs or its outputs are observed, whichever have fewer features. So only one square matrix
+    is in memory.
     """
 
     def __init__(self, model: nn.Module, observed: bool):
         family = family_of(model)
-        # Always one entry per layer: () if its MLP is not a pair of linear maps.
+        # One entry per layer. The entry is () if the layer's MLP is not a pair of linear maps.
         self.pairs = family.mlp(model) or [()] * len(family.attention(model))
         self.has_units = family.has_plain_units(model)
         self.weights = {
@@ -159,7 +160,7 @@ class _MlpWatch:
         self.hidden = {layer: CentredMoment() for layer, which in self.weights if which == 1}  # inputs of fc2
 
     def observe(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
-        """Accumulates inputs and outputs of one map."""
+        """Adds the inputs and outputs of one map to the moments."""
         if (layer, which) in self.moments:
             side = outputs if _is_narrowing(self.weights[layer, which]) else inputs
             self.moments[layer, which].add(side.flatten(0, -2))
@@ -167,19 +168,19 @@ class _MlpWatch:
                 self.hidden[layer].add(inputs.flatten(0, -2))
 
     def diagnosed(self, layer: int) -> tuple[tuple[MapDiagnosis | None, ...], HiddenDiagnosis | None]:
-        """Returns the diagnoses of the maps of a layer and of its hidden units; None for what is not one matrix."""
+        """Returns the diagnoses of a layer's maps and of its hidden units, or None where a map is not one matrix."""
         pair, hidden = self.pairs[layer], None
         matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
         if self.has_units and len(matrices) == 2:
-            # Its moment is removed here, because it is as large as the covariance of the diagnosis: 134 MB for 4,096
-            # units.
+            # The moment is removed from `self.hidden`, because it is as large as the covariance in the diagnosis: 134
+            # MB for 4,096 units.
             hidden = _hidden_diagnosis(matrices[0], matrices[1], self.hidden.pop(layer, None))
         return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
-        # The weights are copied: directions are computed when they are read, and the model may be trained by then.
+        # The weights are copied, because the directions are computed on first use, and you may train the model before.
         weight = linear.weight.detach().cpu().clone()
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.
@@ -194,7 +195,7 @@ def _singular_directions(
 ) -> MapDirections:
     """Returns the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
 
-    The center is the bias, so that the bias is unchanged.
+    The center is the bias, so a decomposition does not change the bias.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     strength, directions = plain_svd(weight)
@@ -205,10 +206,10 @@ def _singular_directions(
 def _measured_directions(
     moment: CentredMoment, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> MapDirections:
-    """Returns the directions of the outputs by descending strength, from the moment of one side (`_is_narrowing`).
+    """Returns the output directions by descending strength, from the moment of the narrower side (`_is_narrowing`).
 
-    The first directions are the best map of every rank. The strength of a direction is the root mean square of the
-    outputs along it, about their mean over all tokens.
+    The first r directions give the best map of rank r. The strength of a direction is the root mean square of the
+    outputs along it, after their mean over all tokens is subtracted.
     """
     weight, mean = weight.double(), moment.mean.cpu().double()
     if _is_narrowing(weight):
@@ -220,13 +221,14 @@ def _measured_directions(
 
 
 def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether a map has fewer outputs than inputs, so that the moment of the outputs is the smaller one."""
+    """Whether a map has fewer outputs than inputs, so that its outputs have the smaller moment."""
     return weight.shape[0] < weight.shape[1]
 
 
 def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
-    """Returns the diagnosis of the hidden units between two linear maps; `moment` is the moment of the second map's
-    inputs, if it was measured.
+    """Returns the diagnosis of the hidden units between two linear maps.
+
+    `moment` is the moment of the second map's inputs, or None if it was not measured.
     """
     weight = second.weight.detach().cpu().clone()  # not the model's own memory
     wide = weight.double()
@@ -236,7 +238,7 @@ def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment
     if moment is None or not moment.rows:
         return HiddenDiagnosis(strength, weight, bias)
     covariance = moment.covariance()
-    # The root mean square of what a unit adds to the outputs, without its mean, which the bias can take over.
+    # The root mean square of a unit's contribution to the outputs, without its mean, because the bias can replace that.
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, wide).sqrt()
     return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())

@@ -1,11 +1,11 @@
-"""Diagnostics: readings of spectra, of intermediate results and of the outputs of heads.
+"""Diagnostics: readings from spectra, from intermediate results and from the outputs of heads.
 
 A `Panel` observes the layers of a model with several diagnostics. `Geometry` and `Moments` measure the moments that
 metrics need, and the selectivity of heads.
 
-Moments of queries and keys are computed from the rows as they enter the scores: divided by their norms if the form has
-norms, before the strength. Keys are centred over the tokens of their own image, because a component common to all keys
-of an image adds a constant to a row of scores, which softmax ignores.
+Moments of queries and keys are computed from the rows that enter the scores. If the attention form has norms, the rows
+are divided by their norms. They are not yet multiplied by the strength. Keys are centred over the tokens of their own
+image. A component that all keys of an image share adds a constant to a row of scores, and softmax ignores constants.
 
 In a spectrum, `used` is True for existing directions and False for padding, which is ignored. A head without energy
 (all strengths zero, or no directions) has entropy and effective rank 0.
@@ -29,18 +29,19 @@ from attnrx.vit.spec import Spectrum
 class CentredMoment:
     """The sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
-    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64.
-    The sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
+    Every batch is first centred on its own mean, and multiplied in its own precision. The batches are merged in
+    float64. The simpler formula, the sum of x x^T minus the mean's share, would round away small variations of large
+    rows.
     """
 
     def __init__(self):
         self.rows = 0
-        # Scalars, which broadcast: the first rows set device and width.
+        # Scalars broadcast, so the first rows determine device and width.
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
     def covariance(self) -> Float[Tensor, "features features"]:
-        """Returns the moment per row, symmetric, in float64 on the CPU; zero without rows."""
+        """Returns the moment divided by the number of rows, symmetric, in float64 on the CPU. Without rows it is 0."""
         covariance = self.value.cpu().double() / max(self.rows, 1)
         return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
 
@@ -50,7 +51,7 @@ class CentredMoment:
         mean = rows.mean(0)
         centred = rows - mean
         step = mean.double() - self.mean.to(mean.device)
-        # The pairwise update of a centred second moment: the spread between the means of both parts.
+        # The pairwise update of a centred second moment. `between` is the spread between the means of both parts.
         between = self.rows * count / (self.rows + count) * torch.outer(step, step)
         self.value = self.value.to(mean.device) + gram(centred).double() + between
         self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
@@ -58,37 +59,37 @@ class CentredMoment:
 
 
 class Diagnostic:
-    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
+    """A family of readings. Every diagnostic is a final frozen dataclass whose fields are its options.
 
-    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
-    readings, and observing images in any batches equals observing them at once. The first axis of every reading is the
-    head.
+    Diagnostics receive spectra and observations, never a model. Two laws hold for all of them. If the heads are
+    permuted, the readings are permuted in the same way. Images give the same readings in any division into batches. The
+    first axis of every reading is the head.
     """
 
     reads_outputs: ClassVar[bool] = False
-    """Whether it has readings `of_outputs`."""
+    """Whether this diagnostic has readings `of_outputs`."""
 
     def __post_init__(self):
         require_fields(self)
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings that do not depend on images, by default none."""
+        """Returns the readings that do not depend on images. By default there are none."""
         return {}
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
+        """Returns the readings of one layer for one batch, as means over its images. By default there are none."""
         return {}
 
     def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
-        """Returns the readings of one layer's outputs for all images, by default none.
+        """Returns the readings from one layer's outputs for all images. By default there are none.
 
-        `moment` is the moment of the outputs with all heads side by side, and `readout` the output projection.
+        `moment` is computed from the outputs with all heads side by side. `readout` is the output projection.
         """
         return {}
 
 
 class Panel:
-    """The readings of all diagnostics for layers with these spectra; its size does not depend on the images."""
+    """The readings of all diagnostics for layers with these spectra. Its size does not depend on the images."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -104,18 +105,18 @@ class Panel:
         self._readouts: dict[int, Tensor] = {}
         for layer, spectrum in enumerate(spectra):
             if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
-                # The observation of one image of one token.
+                # An observation of one image with one token.
                 rows, maps = torch.zeros(1, 1, 0, spectrum.strength.shape[1]), torch.zeros(1, 0, 1, 1)
                 factors = rows, rows, rows[0, 0], spectrum.scale
                 self.observe(layer, Observation(*factors, maps, maps, maps, maps, maps[0]))
 
     def observe(self, layer: int, observation: Observation, **others: Tensor) -> None:
-        """Adds the intermediate results of one layer for one batch, and the means of other readings over its images.
+        """Adds one layer's results for one batch. `others` are further readings, as means over the batch's images.
 
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        # This sum is not finite if any output of the attention is not, at a tenth of the cost of isfinite.
+        # The sum is not finite if any output is not finite. It takes a tenth of isfinite's time.
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(
@@ -126,16 +127,16 @@ class Panel:
         self._images[layer] += images
         for means in (*(each.measure(observation) for each in self.diagnostics), others):
             for name, mean in means.items():
-                # Sums are collected: the mean of the means of batches of unequal sizes is not the mean over the images.
+                # Sums are collected, because batches have unequal sizes, and the mean of their means would be wrong.
                 total = mean.to(torch.float64) * images
                 sums[name] = sums[name] + total if name in sums else total
         if self._reads_outputs:
-            # [batch, heads, tokens, dims] to one row per token with all heads side by side.
+            # [batch, heads, tokens, dims] becomes one row per token, with all heads side by side.
             self._outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
             self._readouts[layer] = observation.readout
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the readings of every layer by name, averages in float64 and on the CPU.
+        """Returns the readings of every layer by name, averaged in float64 and on the CPU.
 
         Raises:
             InvalidInput: A reading overflowed.
@@ -146,7 +147,7 @@ class Panel:
                 found |= each.of_spectrum(spectrum)
                 if each.reads_outputs:
                     found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
-            # Copied to the CPU only here: a copy in every batch would wait for the GPU.
+            # The sums stay on the device until here, because a copy to the CPU in every batch would wait for the GPU.
             found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
             for name, value in found.items():
                 if not bool(torch.isfinite(value).all()):
@@ -160,13 +161,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Geometry(Diagnostic):
-    """Returns selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
+    """Measures selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
 
-    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments.
+    The matrices are query_gram and key_covariance [heads, directions, directions]. Their diagonals are the moments.
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        # Queries are not centred: softmax ignores a component that all keys share, but not one that all queries share.
+        # Queries are not centred. Softmax ignores a component that all keys share, but not one that all queries share.
         query, key = query_grams(observation.query).mean(0), key_covariances(observation.key).mean(0)
         return {
             "selectivity": selectivity(observation.attention),
@@ -178,14 +179,14 @@ class Geometry(Diagnostic):
 
 
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
-    """Returns one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
+    """Returns one minus the mean entropy of the attention rows, divided by log(keys).
 
-    With a single key the selectivity is 0.
+    The selectivity is 0 for uniform attention, and also for a single key. For one-hot attention it is 1.
     """
     attention, keys = widened(attention), attention.shape[-1]
     if keys == 1:
         return attention.new_zeros(attention.shape[1])
-    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
+    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0, three times as fast as xlogy
     entropy = -(attention * logs).sum(-1).mean((0, 2))
     return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can exceed the interval
 
@@ -193,7 +194,7 @@ def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[T
 def query_grams(
     query: Float[Tensor, "batch queries heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
-    """Returns the second moment of every image's query rows, mean over tokens of q q^T."""
+    """Returns the second moment of every image's query rows: the mean of q q^T over the tokens."""
     rows = widened(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
     return (rows.mT @ rows).div_(rows.shape[-2])
 
@@ -213,13 +214,13 @@ def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 @dataclass(frozen=True)
 class Moments(Diagnostic):
-    """Returns the moments of the metrics that `Geometry` does not measure.
+    """Measures the moments that some metrics need and `Geometry` does not measure.
 
-    key_gram [heads, directions, directions] is the second moment of the keys. key_softmax is their covariance under the
-    attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T. This is the curvature of the
-    softmax in the directions of the keys. output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim,
-    heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images. readout_gram
-    [heads, v_head_dim, v_head_dim] describes the output projection.
+    key_gram [heads, directions, directions] is the second moment of the keys. key_softmax is the covariance of the keys
+    under the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T. It describes the
+    curvature of the softmax in the key directions. output_mean [heads, v_head_dim] and output_covariance [heads,
+    v_head_dim, heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images.
+    readout_gram [heads, v_head_dim, v_head_dim] describes the output projection.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -243,25 +244,25 @@ class Moments(Diagnostic):
 def softmax_covariance(
     key: Float[Tensor, "batch keys heads directions"], attention: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "heads directions directions"]:
-    """Returns the covariance of the keys under each query's own attention, mean over queries and images.
+    """Returns the covariance of the keys under each query's own attention, averaged over queries and images.
 
-    A change d of the scores of one query changes its attention by a divergence of about d^T (diag p - p p^T) d / 2.
+    If the scores of one query change by d, its attention diverges by about d^T (diag p - p p^T) d / 2.
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
-    # Subtracting a point does not change a covariance. Without it, equal large keys would lose all digits.
+    # A covariance does not depend on the origin. Without this shift, large and nearly equal keys would lose all digits.
     keys = keys - keys.mean(-2, keepdim=True)
-    # [batch, heads, queries, directions]: the mean of the keys under the attention of every query.
+    # [batch, heads, queries, directions]: the mean key under every query's attention.
     means = weights @ keys
     queries = weights.shape[-2]
-    # The sum over the queries is inside the products, so no matrix [directions, directions] per query is formed.
+    # The products sum over the queries, so no matrix [directions, directions] per query is formed.
     spread = keys.mT @ (keys * weights.sum(-2)[..., None]) - means.mT @ means
     return (spread / queries).mean(0)
 
 
 @dataclass(frozen=True)
 class SpectralShape(Diagnostic):
-    """Returns energy [heads, directions], and entropy and effective_rank [heads]."""
+    """Measures energy [heads, directions], and entropy and effective_rank [heads]."""
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         strength, used = spectrum.strength, spectrum.used
@@ -275,10 +276,10 @@ class SpectralShape(Diagnostic):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22); zeros without energy."""
+    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros if all are zero."""
     magnitude = magnitude_of(strength, used)
     largest = largest_of(magnitude)[..., None]
-    # Divided by the largest one first, so that squares neither overflow nor vanish.
+    # Magnitudes are first divided by the largest one, because squares might overflow or vanish.
     square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
     total = square.sum(-1, keepdim=True)
     return square / torch.where(total > 0, total, torch.ones_like(total))
@@ -289,32 +290,32 @@ def entropy(
 ) -> Float[Tensor, "*heads"]:
     """Returns the spectral entropy H in nats (SVDA, Eq. 23): 0 for one direction, log(directions) for equal strengths.
 
-    Differentiable everywhere; a direction of strength zero receives no gradient.
+    The entropy is differentiable everywhere. A direction of strength zero receives no gradient.
     """
     share = energy(strength, used)
-    # log(1) where the share is zero: 0 log 0 = 0, and autograd finds no infinite slope to multiply with zero.
+    # Where the share is zero, the logarithm is log(1), so 0 log 0 = 0, and autograd multiplies no infinite slope by 0.
     return 0 - (share * torch.where(share > 0, share, torch.ones_like(share)).log()).sum(-1)  # 0 -, or zero reads -0.0
 
 
 def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25): 1 to the number of directions; 0 without energy."""
+    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25), at most the number of directions. No energy gives 0."""
     active = (magnitude_of(strength, used) != 0).sum(-1)
-    # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
+    # By rounding, exp(log(n)) may exceed n. The smallest integer above it would then be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
 
 
 def magnitude_of(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns |strength|, zero on padding."""
+    """Returns |strength|, and zero for padding."""
     return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
 
 
 def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "*heads"]:
-    """Returns the largest entry of every head, zero without directions."""
-    # amax refuses an axis without directions.
+    """Returns the largest entry of every head, or zero for a head without directions."""
+    # amax raises for an axis of length 0.
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
@@ -323,10 +324,10 @@ DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, 
 
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
-    """Returns the standard diagnostics, and `Moments` for layers that need them, with their default options.
+    """Returns the standard diagnostics, and `Moments` if the layers need it, with their default options.
 
-    Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments`, it is included for
-    forms with norms, too: their values and MLPs have no other metric of the data.
+    Attention without norms can be rewritten in the metrics that `Moments` measures. With `moments=True`, attention with
+    norms gets `Moments`, too, because the values and MLPs have no other metric of the data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)

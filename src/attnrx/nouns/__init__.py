@@ -1,1 +1,1 @@
-"""What travels between the verbs, each with its file format: diagnosis, prescription, plan, evidence."""
+"""The objects that the main functions exchange, with their files: diagnosis, prescription, plan and evidence."""

@@ -36,8 +36,8 @@ LAYER = kinds.record(
         "scale": kinds.finite(0.0),
         "norms": kinds.one_of(*NORMS),
         "shared": kinds.FLAG,
-        "readings": kinds.JSON_OBJECT,  # for human readers; `load` reads the tensors
-        # Both maps, or no map if the MLP is not read; null for a map that is not one matrix.
+        "readings": kinds.JSON_OBJECT,  # for human readers, because `load` reads the tensors
+        # The list has both maps, or none if the MLP is not read. A map that is not one matrix is null.
         "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
     {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
@@ -56,8 +56,8 @@ RECORD = kinds.record(
 class MapDirections(Displayed):
     """Orthonormal output directions of a linear map in one metric, by decreasing strength.
 
-    Projecting the outputs minus `center` onto the first r directions is the optimal rank-r map in the metric; its
-    squared error is the sum of the squared strengths beyond r.
+    The optimal rank-r map in the metric projects the outputs minus `center` onto the first r directions. Its squared
+    error is the sum of all later squared strengths.
     """
 
     strength: Float[Tensor, "directions"]
@@ -66,7 +66,7 @@ class MapDirections(Displayed):
 
 
 class Computed(Mapping[str, MapDirections]):
-    """Directions by metric, computed when they are first read: a plan of hidden units needs none of them."""
+    """Directions by metric, computed on first use, because e.g. a plan for hidden units needs none of them."""
 
     def __init__(self, functions: Mapping[str, Callable[[], MapDirections]]):
         self.functions, self.values_read = functions, dict[str, MapDirections]()
@@ -87,8 +87,8 @@ class Computed(Mapping[str, MapDirections]):
 class MapDiagnosis(Displayed):
     """One linear map of the MLP: the number of its inputs, and its directions by metric.
 
-    "weights" are the singular directions of the weight, with the bias as center; "centered" are the principal
-    directions of the outputs on the data, about their mean (only with the diagnostic `Moments`).
+    "weights" are the singular directions of the weight, with the bias as center. "centered" are the principal
+    directions of the outputs on the data, about their mean. They are measured only with the diagnostic `Moments`.
     """
 
     inputs: int
@@ -99,9 +99,10 @@ class MapDiagnosis(Displayed):
 class HiddenDiagnosis(Displayed):
     """The hidden units of an MLP: their strengths by metric, their moments, and the map that reads them.
 
-    "weights" is the product of the norms of the weights before and after a unit. "activation" is the standard deviation
-    of a unit times the norm of the weights after it. The square of "centered" is the increase of the error in backward
-    elimination (`unit_losses`). Without the diagnostic `Moments` there is only "weights", and no covariance or mean.
+    "weights" is the product of two norms: the norm of the weights before a unit, and of the weights after it.
+    "activation" is the unit's standard deviation times the norm of the weights after it. The square of "centered" is
+    how much the error grows in backward elimination (`unit_losses`). Without the diagnostic `Moments`, only "weights"
+    is present, and there is no covariance or mean.
     """
 
     strength: Mapping[str, Float[Tensor, "units"]]
@@ -115,7 +116,7 @@ class HiddenDiagnosis(Displayed):
 class LayerDiagnosis(Displayed):
     """One layer: its spectrum, and its readings, whose first axis is the heads.
 
-    If the MLP is read, `mlp` has the diagnoses of its two maps, and `hidden` the diagnosis of its hidden units.
+    If the MLP is read, `mlp` contains the diagnoses of its two maps, and `hidden` the diagnosis of its hidden units.
     """
 
     spectrum: Spectrum
@@ -153,7 +154,7 @@ class Diagnosis(Displayed):
 
     @checked()
     def save(self, path: Path | str) -> Path:
-        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`); returns the path."""
+        """Writes a JSON file and its tensors in the same folder (`storage.write_with_tensors`). Returns the path."""
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -169,12 +170,12 @@ class Diagnosis(Displayed):
     @classmethod
     @checked()
     def load(cls, path: Path | str) -> "Diagnosis":
-        """Reads a JSON file written by `save`, and the tensors beside it.
+        """Reads a JSON file written by `save`, and the tensors in the same folder.
 
         Raises:
             CheckpointError: A file is missing, damaged or of another kind, or a tensor is not finite.
         """
-        # Rules sort and sum strengths and readings, which NaN would make undefined without an error.
+        # Rules sort and sum strengths and readings, and NaN would make their results undefined without an error.
         return read_with_tensors(path, KIND, SCHEMA, RECORD, Diagnosis._of_file, Diagnosis._tensors)
 
     @classmethod
@@ -183,11 +184,11 @@ class Diagnosis(Displayed):
         return cls(tuple(map(_layer, record["layers"], parts)), record["fingerprint"], record["about"])
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returned for this key the first time.
+        """Returns the first result of `compute` for this key, and keeps it.
 
-        A plan prescribes every candidate from one diagnosis, and would otherwise compute it again.
+        A plan prescribes every candidate from one diagnosis, and would otherwise repeat the computation.
         """
-        # This is not a field, so it is not compared, and a copy made by `replace` begins without it.
+        # The results are not a field. So they are not compared, and a copy made by `replace` starts without them.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
         if key not in known:
             known[key] = compute()
@@ -202,14 +203,14 @@ class Diagnosis(Displayed):
             what: What the model is, in the words of the caller.
 
         Raises:
-            FingerprintMismatch: It belongs to another model.
+            FingerprintMismatch: The diagnosis belongs to another model.
         """
         require_fingerprint(self.fingerprint, fingerprint, "the diagnosis was made for", what, "diagnose that model")
 
 
 def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
     """Returns the tensors of a layer by their names in the file."""
-    # Names are paths, which `_layer` reads.
+    # The names are paths, which `_layer` parses.
     tensors: dict[str, Tensor | None] = {
         f"spectrum.{field}": getattr(layer.spectrum, field) for field in ("query", "key", "strength", "used", "pairs")
     }
@@ -225,7 +226,7 @@ def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
-    # Only short readings, because people read the JSON file; the tensors have all readings.
+    # The summary has only short readings, because people read the JSON file. The tensors contain all readings.
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     return {
         "heads": list(spectrum.heads),
@@ -243,7 +244,7 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
 
 
 def _layer(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
-    # Names are paths, e.g. mlp.0.centered.strength: a part of a layer is all tensors below a prefix.
+    # Names are paths, e.g. mlp.0.centered.strength. All tensors below a prefix form a part of the layer.
     parts = tensors_below("spectrum.", tensors)
     spectrum = Spectrum(
         parts["query"],

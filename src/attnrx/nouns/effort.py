@@ -1,6 +1,6 @@
 """What "quick", "normal" and "thorough" mean: how much one call measures and fits, by the model and its outputs.
 
-`Effort.of` decides it. For three models, at 224 pixels (`tests/unit/test_effort.py` has more):
+`Effort.of` decides this. Here are three models at 224 pixels (`tests/unit/test_effort.py` has more):
 
     effort    model             diagnose   plan    fit  predict  verify  sensitivities  trials  repair  distill
     quick     ViT-Tiny               128    192    256       96   4,762             32      10     100
@@ -13,10 +13,10 @@
     thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
     thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
 
-The first six columns are the most images that are used; data with fewer images give fewer. The images to plan on are
-among the images to fit on. Trials are whole plans that a search measures. Repair is in steps of Adam for each block,
-distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and steps for
-large models.
+The first six columns are the largest numbers of images. Datasets with fewer images use fewer. The images for planning
+are among the images for fitting. Trials are whole plans that a search measures. Repair is in steps of Adam for each
+block, and distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and
+steps for large models.
 """
 
 from dataclasses import dataclass, field, replace
@@ -52,38 +52,38 @@ from attnrx.vit.tokens import parse_reducer
 RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOKENS: "tokens"}
-# Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
+# Eighths of the full rank. For 64 directions they are multiples of 8, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
-# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images. It
-# measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model of more than
-# HUGE (a ViT-L has 6e10) it plans on half of the images, measures sensitivities in half of the layers, and diagnoses on
-# a quarter. Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
+# For a model with more than LARGE multiply-accumulates per image, a quick call diagnoses on half of the images. It
+# measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model with more than
+# HUGE (a ViT-L has 6e10), it plans on half of the images, measures sensitivities in half of the layers, and diagnoses
+# on a quarter. In both cases, plans are compared and repaired in bfloat16 where it is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
-# A quick call verifies on as many images as take VERIFICATION_MACS multiply-accumulates in the original, but on at
-# least MIN_VERIFICATION_IMAGES: for example on 4,800 with a ViT-Tiny, and on 340 with a ViT-B.
+# A quick call verifies on as many images as VERIFICATION_MACS multiply-accumulates of the original allow, but on at
+# least MIN_VERIFICATION_IMAGES. That is 4,800 images for a ViT-Tiny, and 340 for a ViT-B.
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 6e12, 256
-# Outputs with a number per position vary less between images, so both limits are smaller for maps: the mean error of a
+# Outputs with a number per position vary less between images, so both limits are smaller for maps. The mean error of a
 # saliency map has an interval of +- 20 % on 128 images, and of +- 13 % on 324 (docs/results/dense.md).
 MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS = 7.5e11, 64
-# The MACs per image of a ViT-S with a decoder at 224 pixels. A model of maps with more MACs is planned on fewer images,
-# and its decoder is fitted in fewer steps, in proportion (`map_share`).
+# The MACs per image of a ViT-S with a decoder, at 224 pixels. If a map model has more MACs, proportionally fewer images
+# are used for its plan, and fewer steps to fit its decoder (`map_share`).
 FULL_MAP_MACS = 8e9
-# A repair within a budget takes at least this many images. A smaller budget leaves fewer steps, but at least half.
+# A repair within a budget uses at least this many images. A smaller budget leaves fewer steps, but at least half.
 MIN_REPAIR_IMAGES = 128
 
-# A pass of a model with this many multiply-accumulates takes about a second, and its time varies less.
+# A pass with this many multiply-accumulates takes about a second, and its time varies less.
 LONG_PASS = 4e10
-# The rounds of a final measurement. A batch smaller than MIN_TIMED_IMAGES gets proportionally more of them. A pass of
-# LONG_PASS multiply-accumulates gets fewer, and a pass of LONGER_PASS fewer still.
+# The rounds of a final measurement. A batch with fewer than MIN_TIMED_IMAGES images gets proportionally more rounds. A
+# pass with LONG_PASS multiply-accumulates gets fewer, and a pass with LONGER_PASS fewer still.
 FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 # Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds. The part
-# has at least MIN_TIMED_IMAGES images (FEWEST_TIMED_IMAGES of large models), and as many as take TIMED_MACS
-# multiply-accumulates, because below that calls of operations dominate. Files do not run in chunks, so their part has
-# as many images as take TIMED_FILE_MACS.
+# has at least MIN_TIMED_IMAGES images (FEWEST_TIMED_IMAGES for large models). It is large enough for TIMED_MACS
+# multiply-accumulates, because calling the operations dominates a smaller pass. Files do not run in chunks, so their
+# part is large enough for TIMED_FILE_MACS.
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# Rounds before the ones that are counted.
+# Rounds before the counted rounds.
 WARMUP = 2
 # Files are timed until their speeds are known to this share, but at most for the rounds of the settings.
 PRECISE = 0.015
@@ -91,33 +91,33 @@ PRECISE = 0.015
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned, and how much is measured for it; the defaults are the effort "normal".
+    """What is planned, and how much is measured for it. The defaults are the effort "normal".
 
-    What is planned. `axes` are by default all that the model has; axes that are left out are logged with the reason.
-    The token `reducer` is by default `ward`, with a relevance if a class token gives the outputs. `to` is the text of a
-    format of `attnrx.export`: a target of latency then applies to the file in this format, and blocks and whole plans
-    are timed in its runtime. A `portable` plan has only what the library's own class can hold. All MLPs get one width,
-    a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All layers get the same number of heads,
-    if the class states it. Its latency is measured in the library's own code.
+    What is planned. By default, `axes` are all axes that the model has. If an axis is left out, the reason is logged.
+    The default token `reducer` is `ward`, with a relevance if the outputs come from a class token. `to` is the text of
+    a format for `attnrx.export`. A target of latency then applies to the file in this format, and blocks and whole
+    plans are timed in its runtime. A `portable` plan uses only what the library's own class can hold. All its MLPs get
+    one width, a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All its layers get the same
+    number of heads, if the class has an argument for it. The plan's latency is measured in the library's own code.
 
     How latency is measured (`protocol`). Forward passes of `batch` images are timed under the `conditions`, by `clock`
-    (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`); between
-    these levels the times are interpolated. Whole models are timed for `whole_rounds` rounds. With `in_subprocess`, a
-    new process that keeps freed memory measures the times (`subprocess_runner`), because the speed of memory allocation
+    (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
+    these levels, times are interpolated. Whole models are timed for `whole_rounds` rounds. With `in_subprocess`, the
+    timings run in a new process that keeps freed memory (`subprocess_runner`), because the speed of memory allocation
     depends on the history of the process.
 
     How divergence is measured. Sensitivities of single choices are measured on `sensitivity_images`, at `probed_levels`
-    and at `pruned_shares` of the patches, in every `layer_stride`-th layer, and interpolated in between. The search
-    measures `trials` plans on `trial_images`; each of them is the best predicted of some `variations`. A plan that is
-    far worse than the best one on the first batch is measured on that batch only. The best `finalists` are measured on
-    all images; `shrink` takes `num_images` for this. With `bfloat16` these plans have products in bfloat16 if the
-    device is faster with them. Sensitivities and predictions use the model's own precision.
+    and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are interpolated. The
+    search measures `trials` plans on `trial_images`. Each of them is the best of some `variations` by prediction. If a
+    plan is far worse than the best one on the first batch, it is measured only on that batch. The best `finalists` are
+    measured on all images. `shrink` uses `num_images` for this. With `bfloat16`, these plans are computed with bfloat16
+    products if the device is faster with them. Sensitivities and predictions use the model's own precision.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
-    `max_ratio` times the target. The first attempt is not searched. With `adjusts`, attempts after the second correct
+    `max_ratio` times the target. The first attempt makes no search. With `adjusts`, attempts after the second correct
     the cost without a new search.
 
-    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs. `log` is called with
+    `seed` determines every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with
     progress messages.
     """
 
@@ -170,7 +170,7 @@ class PlanSettings:
             multiple=optional(COUNT),
             **dict.fromkeys((*counts, "attempts"), COUNT),
         )
-        # These raise before the work.
+        # These checks raise before any work is done.
         reducer = None if self.reducer is None else parse_reducer(self.reducer)
         if reducer is not None and reducer.untrained_reason is not None:
             raise NotSupported(
@@ -199,14 +199,14 @@ class PlanSettings:
         return replace(EFFORTS[effort].settings, **changes)
 
     def for_outputs(self, kind: OutputKind) -> "PlanSettings":
-        """Returns the settings with as many images as outputs of this kind need, in batches that are no larger."""
+        """Returns the settings with as many images as outputs of this kind need, and batches that are no larger."""
         if kind.needed_images == 1:
             return self
         fewer = self.on_share(kind.needed_images)
         return replace(fewer, batch_size=min(self.batch_size, fewer.sensitivity_images))
 
     def on_share(self, share: float) -> "PlanSettings":
-        """Returns the settings with this share of the images, at least one."""
+        """Returns the settings with this share of the images, but with at least one."""
         names = ("num_images", "sensitivity_images", "trial_images")
         return replace(self, **{name: max(round(share * getattr(self, name)), 1) for name in names})
 
@@ -216,19 +216,19 @@ class PlanSettings:
         return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=PRECISE if self.to else None)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
-        """Returns a batch of noise to time, [batch, *input shape]: latency depends only on the number of images."""
+        """Returns a batch of noise for timings, [batch, *input shape]. Latency depends only on the number of images."""
         shape = family_of(model).input_shape(model)
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def while_planning(self, macs: float) -> "PlanSettings":
         """Returns the settings for timing plans of a model with `macs` MACs per image.
 
-        They are these settings, unless plans are adjusted on a CPU.
+        They differ from these settings only if plans are adjusted on a CPU.
         """
         if not self.adjusts or self.conditions.on_cuda:
             return self
-        # A large batch runs in chunks of a few images. Timing a few images gives the same ratios, to a hundredth, in
-        # less time. On one thread, CPU time is the latency without the load of other processes.
+        # A large batch runs in chunks of a few images. Timing only a few images is faster, and its ratios agree to a
+        # hundredth. On one thread, CPU time is the latency without the load of other processes.
         enough = ceil((TIMED_MACS if self.to is None else TIMED_FILE_MACS) / macs)
         fewest = FEWEST_TIMED_IMAGES if enough <= FEWEST_TIMED_IMAGES else MIN_TIMED_IMAGES
         batch, is_serial = min(self.batch, max(fewest, enough)), self.conditions.threads == 1
@@ -239,9 +239,9 @@ class PlanSettings:
 
 
 def final_rounds(batch: int, macs: float) -> int:
-    """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
+    """Returns how many rounds a final latency measurement takes, for a batch and a model with `macs` MACs per image.
 
-    Few images get more rounds, and a large model gets fewer.
+    Small batches get more rounds, and large models get fewer.
     """
     if batch * macs >= LONG_PASS:
         return LONGER_ROUNDS if batch * macs >= LONGER_PASS else LONG_ROUNDS
@@ -249,12 +249,12 @@ def final_rounds(batch: int, macs: float) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of images and steps used to plan and fit a model of maps with `macs` MACs per image."""
+    """Returns the share of images and steps for planning and fitting a map model with `macs` MACs per image."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 
 class RepairBudget(NamedTuple):
-    """The steps of a repair, the images of a step, and the multiply-accumulates of the whole repair."""
+    """The steps of a repair, the images per step, and the multiply-accumulates of the whole repair."""
 
     steps: int
     images: int
@@ -262,7 +262,7 @@ class RepairBudget(NamedTuple):
 
 
 class DecoderFit(NamedTuple):
-    """The images and steps of a fit of a smaller decoder."""
+    """The images and steps for fitting a smaller decoder."""
 
     images: int
     steps: int
@@ -275,15 +275,15 @@ class Effort:
     Attributes:
         name: "quick", "normal" or "thorough".
         settings: How plans are searched and timed.
-        fitted_images: The images that weights are fitted to; they include the images that the plan is chosen on.
-        repair: The repair of a realized plan; None for no repair.
-        distill_epochs: The epochs of the distillation that follows; 0 for no distillation.
-        most_distilled: The most MACs per image of a model that is distilled.
-        diagnosed_images: The images that the diagnosis is made on.
-        predicted_images: The images that the predictions of a plan are measured on.
-        verified_images: The most images that a result is verified on. An accuracy on 10,000 has a standard error of at
+        fitted_images: The images for fitting weights, which include the images for choosing the plan.
+        repair: The repair of a realized plan, or None for no repair.
+        distill_epochs: The epochs of the distillation that follows, or 0 for no distillation.
+        most_distilled: The most MACs per image that a distilled model may have.
+        diagnosed_images: The images for the diagnosis.
+        predicted_images: The images for measuring the predictions of a plan.
+        verified_images: The most images for verifying a result. An accuracy on 10,000 images has a standard error of at
             most 0.5 points.
-        image_share: The share of the images read that a quick call plans, fits and predicts maps on; None for all.
+        image_share: The share of the images read on which a quick call plans, fits and predicts maps. None means all.
         decoder_fits: The fits of a smaller decoder, before the plan and after it.
         keep_index: Whether the distillation is for search in an index of the original's embeddings.
     """
@@ -315,9 +315,9 @@ class Effort:
         Args:
             name: The effort.
             kind: The kind of the model's outputs.
-            macs: The model's MACs per image, at the size of the images; None before the images are read. How many
-                images to read does not depend on it.
-            settings: The settings of the call's plans, with the effort's numbers of images; by default the effort's.
+            macs: The model's MACs per image, at the size of the images, or None before the images are read. They do not
+                affect how many images are read.
+            settings: The settings of the call's plans, with the effort's numbers of images. By default, the effort's.
             keep_index: Whether the model is for search in an index of the original's embeddings.
 
         Raises:
@@ -327,13 +327,13 @@ class Effort:
             raise UnknownName("effort", name, EFFORTS)
         effort = EFFORTS[name]._for_index() if keep_index else EFFORTS[name]
         settings = (settings or effort.settings).for_outputs(kind)
-        # These outputs need fewer images for a mean as precise as with logits. A fit and a diagnosis take a larger
-        # share.
+        # For means of the same precision, these outputs need fewer images than logits do. A fit and a diagnosis use a
+        # larger share.
         precision = kind.needed_images**0.5
         effort = replace(
             effort,
             settings=settings,
-            # A fit determines many more numbers than a plan chooses.
+            # A fit determines many more numbers than a plan does.
             fitted_images=max(round(precision * effort.fitted_images), settings.num_images),
             diagnosed_images=round(precision * effort.diagnosed_images),
             predicted_images=round(precision * effort.predicted_images),
@@ -346,12 +346,12 @@ class Effort:
         return effort._in_minutes(kind, macs) if name == "quick" else effort
 
     def _in_minutes(self, kind: OutputKind, macs: float) -> "Effort":
-        """Returns the quick effort for a model with `macs` MACs per image: large models have fewer images."""
+        """Returns the quick effort for a model with `macs` MACs per image. Large models use fewer images."""
         is_large, is_huge, is_map = macs > LARGE, macs > HUGE, kind.needed_images < 1
         budget, least = VERIFICATION_MACS, MIN_VERIFICATION_IMAGES
         if is_map:
             budget, least = MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS
-        # The more positions an image has, the less the images vary.
+        # The more positions an image has, the less results vary between images.
         share = map_share(macs) if is_map else 1.0
         settings = replace(self.settings.on_share(share), bfloat16=is_large)
         if is_huge:
@@ -369,7 +369,7 @@ class Effort:
         )
 
     def _for_index(self) -> "Effort":
-        """Returns the effort for a model that has to find the same neighbours, with a distillation at every effort."""
+        """Returns the effort for a model that must find the same neighbours. It always includes a distillation."""
         return replace(
             self,
             keep_index=True,
@@ -380,16 +380,16 @@ class Effort:
         )
 
     def with_smaller_decoder(self) -> "Effort":
-        """Returns the effort for a plan with a smaller decoder, whose fits take part of the time."""
-        # A search of ten plans gained 5 % in 53 CPU seconds. The fit of the decoder takes less than that. It also gains
-        # more than a quick repair, in a quarter of the time.
+        """Returns the effort for a plan with a smaller decoder, because fitting the decoder takes part of the time."""
+        # A search of ten plans gained 5 % in 53 CPU seconds. Fitting the decoder takes less time than that. It also
+        # gains more than a quick repair, in a quarter of the time.
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
 
-# For a model that is searched in an old index: the least images it is fitted to, the queries that the recall of a plan
-# is measured with, and the epochs of its distillation. On 512 queries a share of 0.98 of 10 neighbours has a standard
-# error of 0.3 points.
+# For a model that searches in an old index: the fewest images for fitting it, the queries for measuring a plan's
+# recall, and the epochs of its distillation. On 512 queries, a share of 0.98 of 10 neighbours has a standard error of
+# 0.3 points.
 INDEX_IMAGES, INDEX_QUERIES = 1024, 512
 INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
 MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
@@ -407,20 +407,20 @@ EFFORTS: dict[str, Effort] = {
             layer_stride=2,
             trials=10,
             variations=3,
-            # With 32 images (96 for the better half) the search for a ViT-Tiny at 60 % of the MACs found a plan of
+            # With 32 images (96 for the better half), the search for a ViT-Tiny at 60 % of the MACs found a plan with
             # 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
             trial_images=96,
             finalists=3,
             attempts=4,
-            # Only a plan that is faster than this is adjusted, because an attempt takes a tenth of a call's time.
+            # Only faster plans are adjusted, because an attempt takes a tenth of a call's time.
             min_ratio=0.945,
             max_ratio=0.99,
-            # Every search measures many plans; an adjustment of the cost measures a few.
+            # Every search measures many plans, but an adjustment of the cost measures only a few.
             adjusts=True,
         ),
         fitted_images=256,
-        # A ViT-Tiny needs 2e12 for all images; larger models have MIN_REPAIR_IMAGES and half of the steps. 512 images
-        # with steps on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
+        # A ViT-Tiny needs 2e12 for all images. Larger models get MIN_REPAIR_IMAGES and half of the steps. 512 images,
+        # with steps on four of them, take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
         repair=RepairBudget(100, images=2, macs=3.5e12),
     ),
     "normal": Effort(
@@ -428,8 +428,8 @@ EFFORTS: dict[str, Effort] = {
         PlanSettings(),
         fitted_images=1024,
         repair=RepairBudget(300, images=4, macs=1e14),
-        # The distillation removes 14 % of the divergence of a plan for single images in eager PyTorch, in 131 s on two
-        # threads.
+        # For a plan for single images in eager PyTorch, the distillation removes 14 % of the divergence, in 131 s on
+        # two threads.
         distill_epochs=2,
         most_distilled=MOST_QUICKLY_DISTILLED,
     ),
@@ -443,13 +443,13 @@ EFFORTS: dict[str, Effort] = {
             sensitivity_images=96,
             pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
             trials=48,
-            # The best of many plans is selected by chance on few images (docs/results/plan.md, "How many trials?").
+            # On few images, the best of many plans is selected by chance (docs/results/plan.md, "How many trials?").
             trial_images=128,
             finalists=6,
             attempts=4,
         ),
-        # At 60 % of the parameters this gives 0.376 nats; 1,024 images and 300 steps give 0.420 (docs/results/plan.md).
-        # For a ViT-L, the tokens of the images within the budget are in memory seven times, in 12 GB.
+        # At 60 % of the parameters this gives 0.376 nats. 1,024 images and 300 steps give 0.420 (docs/results/plan.md).
+        # For a ViT-L, seven copies of the tokens are in memory for the images within the budget, in 12 GB.
         fitted_images=3072,
         repair=RepairBudget(500, images=4, macs=4e14),
         distill_epochs=2,

@@ -1,4 +1,4 @@
-"""An elastic model: a folder with several sizes of one model. `load` chooses one of them for a budget."""
+"""An elastic model: a folder with several sizes of one model. For a budget, `load` chooses one of the sizes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ KIND, SCHEMA = "attnrx elastic model", 1
 INDEX = "elastic.json"
 ORIGINAL = "original"
 MOST_SIZES = 1000
-# The name is joined to the folder: a separator or ".." would be a path out of it.
+# The name is joined to the folder. A separator or ".." would lead out of the folder.
 NAME = kinds.matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
 SIZE = kinds.record(
     {
@@ -42,7 +42,7 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model; None if it was not measured. `fingerprint` identifies the size's weights.
+    model. It is None if it was not measured. `fingerprint` identifies the size's weights.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Size:
 class Elastic:
     """Several sizes of one model in a folder, each an ordinary saved model with its evidence, and the original.
 
-    Of the sizes within a budget, `load` returns the one that diverges least (`best`).
+    Of all sizes within a budget, `load` returns the size that diverges least (`best`).
     """
 
     folder: Path
@@ -77,12 +77,12 @@ class Elastic:
     @classmethod
     @kinds.checked()
     def read(cls, folder: Path | str) -> "Elastic":
-        """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
+        """Reads the index of the folder. Raises CheckpointError if the index is missing or damaged."""
         record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
         return cls(Path(folder), tuple(Size(**size) for size in record["sizes"]), record["about"])
 
     def write(self) -> Path:
-        """Writes the index; the sizes are in the folder already."""
+        """Writes the index. The sizes are in the folder already."""
         return write_json(self.folder / INDEX, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class Elastic:
 
     @kinds.checked(quantity=kinds.one_of("macs", "params", "latency"), limit=kinds.POSITIVE)
     def best(self, quantity: str, limit: float) -> Size:
-        """Returns the size with the least divergence, of those that cost at most a share of the original.
+        """Returns the size with the least divergence, among sizes that cost at most a share of the original.
 
-        `quantity` is the cost (macs, params or latency), and `limit` the share. Sizes whose divergence was not measured
-        are compared by their MACs: the one with the most MACs is returned.
+        `quantity` is the cost (macs, params or latency), and `limit` is the share. If divergences were not measured,
+        the size with the most MACs is returned.
 
         Raises:
             NotSupported: No size is small enough, or the latency was not measured.
@@ -116,7 +116,7 @@ class Elastic:
         return min(fitting, key=lambda size: (size.name != ORIGINAL and divergences[size], -size.macs))
 
     def require(self, size: Size, fingerprint: str, macs: int) -> None:
-        """Checks that the model in the folder of a size is the one that the index describes.
+        """Checks that a size's folder contains the model that the index describes.
 
         Args:
             size: The size.
@@ -124,9 +124,9 @@ class Elastic:
             macs: The MACs of the model.
 
         Raises:
-            CheckpointError: The folder of the size has another model, because it was swapped or replaced.
+            CheckpointError: The folder contains another model, because it was swapped or replaced.
         """
-        # A token policy is not a weight, but it changes the MACs.
+        # A token policy changes the MACs, but not the weights.
         expected_macs = round(size.macs * self.about["macs"])
         for name, found, expected in (("fingerprint", fingerprint, size.fingerprint), ("MACs", macs, expected_macs)):
             if found != expected:

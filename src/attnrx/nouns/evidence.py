@@ -25,7 +25,7 @@ FINDING = kinds.record(
     {
         "check": kinds.ANY_TEXT,
         "claim": kinds.ANY_TEXT,
-        "value": kinds.optional(kinds.finite()),  # JSON has no NaN: null is a value that could not be measured
+        "value": kinds.optional(kinds.finite()),  # JSON has no NaN, so null means that the value could not be measured
         "unit": kinds.ANY_TEXT,
         "limit": kinds.optional(kinds.finite()),
         "outcome": kinds.one_of(*OUTCOMES),
@@ -51,10 +51,10 @@ RECORD = kinds.record(
 class Finding(Displayed):
     """One measured claim.
 
-    A claim has a `limit` and an `outcome`. It holds if the whole interval satisfies the limit, fails if no part of the
-    interval does, and is undecided otherwise. About `deciding_n` samples would decide it at the same value and spread.
-    A quantity without a limit is reported. `low` and `high` are the 95 % interval, and `n` is the sample size (images,
-    rounds or runs). `details` contains further measurements (draws, kernels).
+    A claim has a `limit` and an `outcome`. It holds if the whole interval satisfies the limit, and fails if no part of
+    the interval does. Otherwise it is undecided, and about `deciding_n` samples with the same value and spread would
+    decide it. A quantity without a limit is reported. `low` and `high` are the 95 % interval, and `n` is the sample
+    size (images, rounds or runs). `details` contains further measurements (draws, kernels).
     """
 
     check: str
@@ -88,7 +88,7 @@ class Finding(Displayed):
 
     @property
     def outcome_text(self) -> str:
-        """The outcome; an undecided claim also states its limit, the reason, and what would decide it."""
+        """The outcome. For an undecided claim, also its limit, the reason, and how many samples would decide it."""
         if self.outcome != UNDECIDED:
             return self.outcome
         limit = f"{self.limit:.4g} {self.unit}".strip() if self.limit is not None else "its limit"
@@ -115,43 +115,43 @@ def against_limit(
     at_least: bool,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Judges a value by a limit: the claim holds if the whole interval satisfies it, fails if no part of it does.
+    """Judges a value by a limit. The claim holds if the whole interval satisfies it, and fails if no part does.
 
     Args:
-        value: The measured value; NaN fails.
-        limit: The limit; without one the value is reported.
-        interval: The ends of the value's interval; a value without an interval is exact.
+        value: The measured value. NaN fails.
+        limit: The limit. Without a limit, the value is reported.
+        interval: The ends of the value's interval. A value without an interval is exact.
         n: The number of samples.
-        at_least: Whether the limit is a lower bound, else it is an upper bound.
+        at_least: Whether the limit is a lower bound. Otherwise it is an upper bound.
         strict: Whether a value equal to the limit fails to satisfy it.
 
     Returns:
-        Limit, outcome, interval, n and deciding n as arguments of `Finding`. The half interval towards the limit
-        shrinks as 1 / sqrt(n). The deciding n is the sample size at which it equals the distance of the value from the
-        limit.
+        Limit, outcome, interval, n and deciding n, as arguments of `Finding`. The half of the interval towards the
+        limit shrinks as 1 / sqrt(n). The deciding n is the sample size at which this half equals the distance between
+        the value and the limit.
     """
     low, high = interval
     judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
     if limit is None:
         return judgement
     sign = 1 if at_least else -1
-    # The sign turns an upper limit into a lower one, so that only one case is written.
+    # The sign turns an upper limit into a lower limit, so the code handles only one case.
     middle, bound = sign * value, sign * limit
-    # With the sign, a larger value is better in both cases. Without an interval both ends are the value.
+    # With the sign, a larger value is better in both cases. Without an interval, both ends are the value.
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
         return {**judgement, "outcome": HOLDS}
-    # Comparisons with NaN are false, so it cannot hold above; it must not be undecided either.
+    # Comparisons with NaN are false, so NaN cannot hold above. It must not be undecided either.
     if math.isnan(value) or best < bound or (best == bound and strict):
         return {**judgement, "outcome": FAILS}
-    # The half of the interval on the side of the limit: bootstrap intervals are not symmetric.
+    # The half of the interval towards the limit. Bootstrap intervals are not symmetric.
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
-    if n is None or distance == 0:  # then no number of samples decides
+    if n is None or distance == 0:  # no number of samples would decide
         return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
-    # At least n: the interval of an undecided claim contains the limit, so its half is at least the distance. Rounded
-    # up to two significant digits, the precision of such an estimate.
+    # The count is at least n, because an undecided claim's interval contains the limit: half >= distance.
+    # It is rounded up to two significant digits, the precision of such an estimate.
     count = n * (half / distance) ** 2
-    if count >= kinds.LARGEST / 10:  # a value that differs from the limit by rounding
+    if count >= kinds.LARGEST / 10:  # the value differs from the limit only by rounding
         return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
     return {**judgement, "outcome": UNDECIDED, "deciding_n": unit * math.ceil(count / unit)}
@@ -162,7 +162,7 @@ def estimate_against_limit(
 ) -> dict[str, Any]:
     """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
     value, ends = estimate.value, (estimate.low, estimate.high)
-    # A resample of one image is always that image, so the interval has no width and decides no claim.
+    # Every resample of one image is that image, so the interval has no width and decides no claim.
     if n == 1 and math.isclose(*ends, rel_tol=1e-9):
         undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
         return {"value": value, "limit": limit, "n": n, **undecided}
@@ -171,12 +171,12 @@ def estimate_against_limit(
 
 @dataclass(frozen=True, repr=False)
 class Evidence(Displayed):
-    """All findings about one candidate; `about` records the models, the data, the settings and the versions.
+    """All findings about one candidate. `about` records the models, the data, the settings and the versions.
 
-    Printed, it is a table of the findings.
+    Printing the evidence shows a table of the findings.
 
-    In `about`, "notes" are remarks, and "warnings" are texts without which the numbers mislead. The warnings come first
-    in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
+    In `about`, "notes" are remarks. "warnings" are texts that you must know, or the numbers would mislead you. The
+    warnings come first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
     example = "attnrx.verify(model, reference, images)"
@@ -189,7 +189,7 @@ class Evidence(Displayed):
 
     @property
     def outcome(self) -> str:
-        """The overall outcome: the worst outcome of the claims, or reported without claims."""
+        """The overall outcome: the worst outcome of all claims, or "reported" if there are no claims."""
         outcomes = {finding.outcome for finding in self.findings}
         return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in outcomes), REPORTED)
 
@@ -215,7 +215,7 @@ class Evidence(Displayed):
 
     @property
     def counted(self) -> str:
-        """How many claims have each outcome, and how many other quantities there are: "of 2 claims 1 holds, 1 ..."."""
+        """The number of claims with each outcome, and of other quantities: "of 2 claims 1 holds, 1 ..."."""
         number, reported = len(self.claims), len(self.findings) - len(self.claims)
         words = {HOLDS: ("holds", "hold"), FAILS: ("fails", "fail"), UNDECIDED: ("is undecided", "are undecided")}
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in words}
@@ -225,7 +225,7 @@ class Evidence(Displayed):
         return f"{text}; {reported} more {quantities} reported without a limit" if reported else text
 
     def __str__(self) -> str:
-        """Returns the table of the findings, claims first."""
+        """Returns the table of the findings, with claims first."""
         reported = [finding for finding in self.findings if not finding.is_claim]
         columns = ("claim", "value", "unit", "95 % interval", "limit", "outcome", "n")
         rows = [
@@ -244,7 +244,7 @@ class Evidence(Displayed):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What you have to know before you read the numbers, e.g. that the accuracy is at chance level."""
+        """What you must know before you read the numbers, e.g. that the accuracy is at chance level."""
         return tuple(map(str, self.about.get("warnings", ())))
 
     @kinds.checked()
@@ -261,7 +261,7 @@ class Evidence(Displayed):
             what: What the model is, in the words of the caller.
 
         Raises:
-            FingerprintMismatch: It was measured on another model.
+            FingerprintMismatch: The evidence was measured on another model.
         """
         # Evidence that does not record its candidate is accepted.
         measured = self.about.get("candidate", fingerprint)
@@ -290,16 +290,16 @@ class Evidence(Displayed):
         record = read_record(path, KIND, SCHEMA, RECORD)
         written = deepcopy(record)
         for finding in record["findings"]:
-            if finding["value"] is None:  # JSON has no NaN, and null in its place
+            if finding["value"] is None:  # JSON has no NaN, so the file has null in its place
                 finding["value"] = math.nan
         try:
             evidence = cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
         except InvalidInput as error:
             raise CheckpointError(f"{path}: {error}") from error
-        # The numbers are checked before the hash, so that the message names the field that was edited.
+        # The numbers are checked before the hash, so the message can name the field that was edited.
         if problems := _contradictions(evidence):
             raise CheckpointError(f"{path}: {'; '.join(problems[:3])}. The file was edited; verify again.")
-        # The outcome is stored for readers of the file. It is computed again, so that an edit is found.
+        # The file stores the outcome for its readers. Computing it again reveals an edit.
         if evidence.outcome != record["outcome"]:
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
@@ -308,16 +308,16 @@ class Evidence(Displayed):
         return evidence
 
 
-# Some numbers of a file determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
+# Some numbers in a file determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
 ROUNDED = 0.01
 # Quantities that must be at least, or at most, their limit. Other checks have their own rules.
 AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}
 AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
-CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # candidate minus reference of these
+CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # of these, candidate minus reference
 
 
 def _contradictions(evidence: Evidence) -> list[str]:
-    """Returns which numbers of the evidence contradict others, each with the name of its field."""
+    """Returns a text for every number in the evidence that contradicts another one, with the name of its field."""
     found = []
     for index, finding in enumerate(evidence.findings):
         where = f"findings[{index}]"
@@ -334,7 +334,7 @@ def _of_interval(finding: Finding) -> Iterator[str]:
     if (low is None) != (high is None):
         yield f"{'low' if low is None else 'high'} is missing, and the other end of the interval is not"
     elif low is not None and high is not None:
-        # Value and ends may have been computed in different precisions.
+        # The value and the ends may have been computed in different precisions.
         slack = 1e-6 * max(abs(low), abs(high), abs(value)) if math.isfinite(value) else math.inf
         if not low - slack <= value <= high + slack and not math.isnan(value):
             yield f"value is {value:.6g}, outside of its interval [{low:.6g}, {high:.6g}]"
@@ -343,7 +343,7 @@ def _of_interval(finding: Finding) -> Iterator[str]:
 
 
 def _of_counts(finding: Finding) -> Iterator[str]:
-    """Yields the contradictions between a share of images, or its change, and the counts in the details."""
+    """Yields a text if a share of images, or its change, contradicts the counts in the details."""
     n, details = finding.n, finding.details
     right, lost, gained = (details.get(name) for name in ("correct", "lost", "gained"))
     if type(n) is not int or n < 1 or finding.unit not in ("%", "points"):
@@ -363,7 +363,7 @@ def _of_counts(finding: Finding) -> Iterator[str]:
 
 def _of_outcome(finding: Finding) -> Iterator[str]:
     quantity, limit = finding.details.get("quantity"), finding.limit
-    # One image decides nothing, and an interval of one image is not stored.
+    # One image decides nothing, and its interval is not stored.
     if limit is None or quantity not in AT_LEAST | AT_MOST or (finding.n == 1 and finding.outcome == UNDECIDED):
         return
     if finding.check not in ("accuracy", "fidelity", "index", "features", "calibration", "costs", "latency"):
@@ -376,7 +376,7 @@ def _of_outcome(finding: Finding) -> Iterator[str]:
 
 
 def _of_change(finding: Finding, evidence: Evidence) -> Iterator[str]:
-    """Yields a contradiction if a change is not candidate minus reference, where the same check has both values."""
+    """Yields a text if a change is not candidate minus reference, and the same check has both values."""
     kind = CHANGES.get(finding.details.get("quantity", ""))
     if kind is None or finding.check != kind:
         return

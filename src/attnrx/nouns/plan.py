@@ -34,7 +34,7 @@ RECORD = kinds.record(
 class PredictedQuantity:
     """The prediction of one quantity: mean and standard deviation over images, and the number of images.
 
-    The plan was not made on these images. `limits` is the range of the quantity (`limits_of`).
+    The plan was not chosen on these images. `limits` is the range of the quantity (`limits_of`).
     """
 
     value: float
@@ -43,20 +43,20 @@ class PredictedQuantity:
     limits: tuple[float, float] = (-inf, inf)
 
     def interval(self, images: int) -> tuple[float, float]:
-        """Returns the 95 % prediction interval of the mean over this many other images, within the limits."""
-        # The variance of the difference of two means: over the images of the prediction, and over the other images.
+        """Returns the 95 % prediction interval of the mean over `images` other images, within the limits."""
+        # The variance of the difference between two means: over the images of the prediction, and over the others.
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
-        # The normal distribution continues beyond the range of the quantity, e.g. beyond an agreement of 100 %.
+        # The normal distribution extends beyond the range of the quantity, e.g. beyond an agreement of 100 %.
         low, high = self.limits
         return max(self.value - half, low), min(self.value + half, high)
 
     def to_record(self) -> dict[str, float]:
-        """Returns the prediction as JSON-ready values; the limits follow from the name of the quantity."""
+        """Returns the prediction as JSON-ready values. The quantity's name determines the limits."""
         return {"value": self.value, "spread": self.spread, "images": self.images}
 
 
 def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
-    """Returns the smallest and largest possible value of a quantity; agreement and change are shares."""
+    """Returns the smallest and largest possible value of a quantity. Agreement and change are shares."""
     if quantity == "divergence":
         return 0.0, 2.0 if isinstance(outputs, Embeddings) else inf  # the cosine distance is at most 2
     return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
@@ -64,7 +64,7 @@ def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TargetMet:
-    """What the planner returns in place of a plan if the unchanged model meets the target; `reason` says why."""
+    """What the planner returns instead of a plan if the unchanged model meets the target. `reason` says why."""
 
     reason: str
 
@@ -81,10 +81,11 @@ class TargetMet:
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
-    `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is its predicted share of the
-    original's, `measured` the latency measured while planning (for latency). `expected` has the divergence in nats, and
-    the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice. `about` records the
-    settings, what the model returns ("outputs") and the number of "images" that the plan was made on.
+    `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is the predicted cost as a
+    share of the original's. For latency, `measured` is the latency that was measured while planning. `expected`
+    contains the divergence in nats, and the agreement and the change of top-1 accuracy as shares. `explained` has one
+    line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and the number of
+    "images" that the plan was chosen on.
     """
 
     prescription: Prescription
@@ -98,12 +99,12 @@ class Plan(Displayed):
 
     @property
     def outputs(self) -> OutputKind:
-        """What the model returns; logits for a plan that does not record it."""
+        """The kind of the model's outputs, or logits if the plan does not record it."""
         return KINDS[self.about.get("outputs", "logits")]
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """What the check `promises` verifies, as JSON-ready values; the prescription records them."""
+        """What the check `promises` verifies, as JSON-ready values. The prescription records them."""
         return {
             "target": self.target,
             "spend": self.minimized,  # the name in the file format, schema 2
@@ -129,17 +130,17 @@ class Plan(Displayed):
 
     @checked()
     def save(self, folder: Path | str) -> Path:
-        """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically.
+        """Writes plan.json and prescription.json. An earlier plan in the folder is replaced atomically.
 
         Returns the path of plan.json.
 
         Raises:
-            InvalidInput: The prescription has a record that could not be read again.
+            InvalidInput: The prescription has a record that `load` would refuse.
         """
 
-        # plan.json is moved last: a folder that has it is complete.
+        # plan.json is moved last, so a folder that contains it is complete.
         def is_part(path: Path) -> bool:
-            # By name and content: a user's file of the same name is not replaced.
+            # Both name and content are compared, so a user's file of the same name is not replaced.
             kind = KIND if path.name == "plan.json" else PRESCRIPTION
             kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
             return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind
@@ -152,7 +153,7 @@ class Plan(Displayed):
     @classmethod
     @checked()
     def load(cls, path: Path | str) -> "Plan":
-        """Reads plan.json, and the prescription.json beside it.
+        """Reads plan.json, and prescription.json in the same folder.
 
         Raises:
             CheckpointError: One of the files is missing, damaged or of another kind.

@@ -1,4 +1,4 @@
-"""Prescriptions: the pruning plan of a model with its reasons, as plain data that can be reviewed and stored."""
+"""Prescriptions: the pruning plan for a model with its reasons, as plain data that you can review and store."""
 
 import json
 import re
@@ -28,19 +28,19 @@ from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
-# The fields in the safetensors file; keeps, ranks, strengths and reasons are in the JSON file, which people read.
+# The fields in the safetensors file. Keeps, ranks, strengths and reasons are in the JSON file, because people read it.
 MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "bias")
 
 
 def _require(part: Displayed, fits: bool, rule: str) -> None:
-    """Raises InvalidInput, with the shapes of all fields, unless the part fits a rule about them."""
+    """Raises InvalidInput, with the shapes of all fields, if the part does not fit a rule about them."""
     if not fits:
         raise InvalidInput(f"{part!r}: {rule}. Prescribe again, or correct the fields.")
 
 
 def _lay_out(part: Any, *names: str) -> None:
-    """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
-    for name in names:  # the dataclass is frozen, so its own `__setattr__` refuses
+    """Converts the tensors to contiguous float64, like saved and loaded ones, so that products round identically."""
+    for name in names:  # the dataclass is frozen, so its own `__setattr__` raises an error
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
 
@@ -49,12 +49,13 @@ class Basis(Displayed):
     """New directions of a decision, as linear combinations of the model's rows.
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
-    owns its directions, the rows belong to head h; shared directions (one owner) combine the rows of all heads,
-    concatenated. `blocks` are the sizes of the blocks that neighbouring shared directions form; a head has the same
-    strength for all directions of a block. Without pruning the scores equal the model's, unless `about` of the
-    prescription records an approximation error. For rotary attention, `pairs` are the frequencies that rotate the
-    directions, -1 for directions that are not rotated. The latter come first, then the real and then the imaginary
-    parts of the pairs.
+    owns its directions, the rows belong to head h. Shared directions have one owner, and combine the concatenated rows
+    of all heads. Neighbouring shared directions may form blocks, and `blocks` are their sizes. A head has the same
+    strength for all directions in a block.
+
+    Without pruning, the scores equal the model's, unless the prescription's `about` records an approximation error. For
+    rotary attention, `pairs` are the frequencies that rotate the directions, or -1 for directions that are not rotated.
+    These come first, then the real parts of the pairs, then their imaginary parts.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -66,7 +67,7 @@ class Basis(Displayed):
     def __post_init__(self):
         divided = self.blocks is None or (self.shared and sum(self.blocks) == self.left.shape[1])
         _require(self, divided, "blocks must divide the shared directions among them")
-        # Rows of query and key are paired: direction r is the product of row r of either table.
+        # Rows of query and key are paired, and direction r is the product of row r in both tables.
         paired = (
             self.left.ndim == 3 and self.left.shape == self.right.shape and (not self.shared or len(self.left) == 1)
         )
@@ -77,12 +78,12 @@ class Basis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class OutputDecision(Displayed):
-    """The decision about one of OUTPUT_MAPS: its outputs y become decode @ encode @ (y - center) + center.
+    """The decision about one of OUTPUT_MAPS. Its outputs y become decode @ encode @ (y - center) + center.
 
-    For "vo", y is the concatenation of the value outputs of the heads, one unit per head; for a map of the MLP it is
-    the output of the map, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` rows each,
-    concatenated; each row is nonzero on its own unit only, while `decode` may combine all. `strength` are the strengths
-    of all directions, kept or pruned, for plots of the spectrum.
+    For "vo", y concatenates the value outputs of the heads, with one unit per head. For a map of the MLP, y is the
+    output of the map, a single unit. `encode` contains the kept directions of all units, concatenated, with
+    `ranks[unit]` rows for each unit. Each of its rows is nonzero only on its own unit, but `decode` may combine all
+    units. `strength` contains the strengths of all directions, kept or pruned, for plots of the spectrum.
     """
 
     ranks: tuple[int, ...]
@@ -103,7 +104,7 @@ class OutputDecision(Displayed):
 class ScoreDecision(Displayed):
     """The decision about "qk": the kept directions, their strengths, and a reason per head.
 
-    `strength` is the new strength of the kept directions (unchanged for most rules). A head without directions has
+    `strength` is the new strength of the kept directions, which most rules do not change. A head without directions has
     uniform attention. The directions are the model's own, or the rows of `basis`.
     """
 
@@ -117,11 +118,11 @@ class ScoreDecision(Displayed):
         _require(self, fits, "keep and strength must have the same shape, and every head one reason")
         if self.basis is None:
             return
-        # `keep` always has a row per head, because heads may use different ones of the shared directions.
+        # `keep` always has a row per head, because heads may use different shared directions.
         owners = 1 if self.basis.shared else len(self.keep)
         fits = self.basis.left.shape[:2] == (owners, self.keep.shape[1])
         _require(self, fits, "the basis must have the directions of keep")
-        # A block is one score map with one factor per head (mixed attention): a part of it cannot be kept.
+        # A block is one score map with one factor per head (mixed attention), so a part of it cannot be kept.
         if self.basis.blocks is not None:
             tables = self.keep, self.strength
             parts = [part for table in tables for part in table.split(self.basis.blocks, 1) if part.shape[1]]
@@ -140,7 +141,7 @@ class ScoreDecision(Displayed):
 
     @property
     def directions(self) -> int:
-        """The number of directions of the layer before pruning, including the padding of ragged heads.
+        """The number of the layer's directions before pruning, including the padding of ragged heads.
 
         Shared directions count once.
         """
@@ -150,7 +151,7 @@ class ScoreDecision(Displayed):
 
     @property
     def kept(self) -> int:
-        """The number of kept directions; a shared direction counts once."""
+        """The number of kept directions. A shared direction counts once."""
         return int(self.keep.any(0).sum() if self.is_shared else self.keep.sum())
 
 
@@ -202,8 +203,7 @@ class LayerPrescription(Displayed):
     def __post_init__(self):
         known = {"qk"} <= self.decisions.keys() <= {*LAYER_MAPS}
         _require(self, known, f"there must be a decision about qk, and others only about {', '.join(LAYER_MAPS)}")
-        # Removed heads are stated twice, by `heads` and by empty rows of qk. If the two differ, the layer has no
-        # meaning.
+        # Both `heads` and empty rows of qk state which heads are removed. If they differ, the layer has no meaning.
         fits = self.heads.shape == self.qk.keep.shape[:1] and not bool(self.qk.keep[~self.heads].any())
         _require(self, fits, "the heads must be those of qk, and a removed head keeps no direction")
 
@@ -247,7 +247,7 @@ class LayerPrescription(Displayed):
 class TokenPrescription(Displayed):
     """The token policy, and the weights of trained predictors.
 
-    `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them a learned token
+    `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them, a learned token
     reducer is initialized from `seed` and must be trained.
 
     Raises:
@@ -259,7 +259,7 @@ class TokenPrescription(Displayed):
     seed: int = 0
 
     def __post_init__(self):
-        # Policies with the same text compare equal, even if one was fitted to a model.
+        # Policies with the same text compare equal, even if one of them was fitted to a model.
         object.__setattr__(self, "policy", self.policy.written)
         if self.predictors is not None and not self.policy.reducer.learned:
             raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
@@ -268,7 +268,7 @@ class TokenPrescription(Displayed):
     def reasons(self) -> tuple[str, ...]:
         """What every stage does, and whether its selection must be trained."""
         state = "trained" if self.predictors is not None else f"fresh (seed {self.seed}), must be trained"
-        # The reason states it, because an untrained predictor selects tokens at random.
+        # The reason says so, because an untrained predictor selects tokens at random.
         untrained = self.policy.reducer.untrained_reason
         more = "" if untrained is None else f"; must be trained: {untrained}"
         if self.policy.reducer.learned:
@@ -277,18 +277,19 @@ class TokenPrescription(Displayed):
 
     @property
     def must_be_trained(self) -> bool:
-        """Whether the selection means nothing until the model is trained with it: fresh predictors, halting scores."""
+        """Whether the selection means nothing before training: fresh predictors or halting scores."""
         return self.policy.reducer.untrained_reason is not None and self.predictors is None
 
 
 @dataclass(frozen=True, repr=False)
 class DepthPrescription(Displayed):
-    """The blocks that are removed whole: the stream of tokens passes them unchanged.
+    """The blocks that are removed whole. The tokens pass through them unchanged.
 
-    `removed` are their numbers in the original, counted from 1 as in a token policy, in their order. Each has a reason.
+    `removed` are the blocks' numbers in the original, in ascending order, counted from 1 as in a token policy. Each
+    block has a reason.
 
     Raises:
-        InvalidInput: There are no numbers, they are not in their order, or one is below 1.
+        InvalidInput: There are no numbers, they are not in ascending order, or one is below 1.
     """
 
     removed: tuple[int, ...]
@@ -322,9 +323,9 @@ def parse_depth(text: str) -> DepthPrescription:
 class Prescription(Displayed):
     """The decisions about all layers of the model with this fingerprint, the rules, and the data (in `about`).
 
-    `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
-    prescribed token policy, or None. `depth` are the blocks that are removed whole, or None: decisions about the layers
-    of these blocks have no effect.
+    `rules` contains the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
+    prescribed token policy, or None. `depth` are the blocks that are removed whole, or None. Decisions about the layers
+    of removed blocks have no effect.
     """
 
     example = "attnrx.prescribe(diagnosis, rules)"
@@ -337,8 +338,8 @@ class Prescription(Displayed):
     depth: DepthPrescription | None = None
 
     def __post_init__(self):
-        # Only these fields state the rules of tokens and depth: `replace(prescription, tokens=...)` changes the rule
-        # too.
+        # The rules for tokens and depth come only from these fields, so `replace(prescription, tokens=...)` changes the
+        # rule, too.
         rules = {name: rule for name, rule in self.rules.items() if name not in (DEPTH, TOKENS)}
         if self.depth is not None:
             most = len(self.layers)
@@ -373,16 +374,16 @@ class Prescription(Displayed):
     def removed_share(self) -> float:
         """The share of pruned score directions ("Dir. pruned" in the paper's tables).
 
-        It measures the reduction of the query and key projections. A shared direction counts once although every head
-        computes scores with it, so the query-key products may cost more than before: compare forms by their MACs
-        (`Family.costs`).
+        The share measures how much smaller the query and key projections become. A shared direction counts once
+        although every head computes scores with it. So the query-key products may cost more than before. Compare forms
+        by their MACs (`Family.costs`).
         """
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
     @checked()
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file whose floats round-trip exactly.
+        """Writes one JSON file whose floats are read back exactly.
 
         Bases, output decisions and predictor weights are written to a safetensors file in the same folder
         (`storage.write_with_tensors`). Returns the path of the JSON file.
@@ -400,7 +401,7 @@ class Prescription(Displayed):
             "fingerprint": self.fingerprint,
             "rules": dict(self.rules),
             "about": dict(self.about),
-            "removed_share": self.removed_share,  # for readers, and as a check of the layers in `load`
+            "removed_share": self.removed_share,  # for readers, and so that `load` can check the layers
             "layers": [_to_record(layer) for layer in self.layers],
         }
         if self.tokens is not None:
@@ -414,7 +415,7 @@ class Prescription(Displayed):
         """Returns the tensors of the file by their names in it."""
         tensors = layer_tensors(layer.tensors for layer in self.layers)
         if self.tokens is not None:
-            # safetensors stores contiguous tensors only.
+            # safetensors stores only contiguous tensors.
             learned = self.tokens.predictors or {}
             tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
         return tensors
@@ -422,7 +423,7 @@ class Prescription(Displayed):
     @classmethod
     @checked()
     def load(cls, path: Path | str) -> "Prescription":
-        """Reads a JSON file written by `save`, and its tensors, if any, beside it.
+        """Reads a JSON file written by `save`, and its tensors, if any, from the same folder.
 
         Raises:
             CheckpointError: A file is missing, damaged, edited or of another kind.
@@ -458,7 +459,7 @@ class Prescription(Displayed):
             what: What the model is, in the words of the caller.
 
         Raises:
-            FingerprintMismatch: It belongs to another model.
+            FingerprintMismatch: The prescription belongs to another model.
         """
         advice = "diagnose and prescribe that model, or realize the prescription on its own"
         require_fingerprint(self.fingerprint, fingerprint, "the prescription was made for", what, advice)
@@ -467,7 +468,7 @@ class Prescription(Displayed):
 # The file: its fields, which values of them are valid, and layers to and from them ------------------------------------
 
 
-# A file may come from anywhere: these relations of fields are checked before a tensor of their size is allocated.
+# A file may come from anywhere. These relations of fields are checked before a tensor of their size is allocated.
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
     """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]
@@ -483,7 +484,7 @@ def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
     """Checks that all units of a map have the same number of directions, and ranks up to that number."""
-    # The units become a table [units, directions], so all rows need one length.
+    # The units become a table [units, directions], so all rows need the same length.
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
         path = f"{below(where, 'units')}[{index}]"
@@ -497,7 +498,7 @@ def _require_kept(units: Mapping[str, Any], where: str) -> None:
     kinds.each(kinds.whole(0, most - 1), most=most, unique=True).check(units["keep"], below(where, "keep"))
 
 
-# `then` checks the lengths and ranges of these lists, which depend on the number of directions.
+# `then` checks the lengths and ranges of these lists, because they depend on the number of directions.
 RANK, LATER = kinds.whole(0, MAX_DIRECTIONS), kinds.each(kinds.ANY, most=MAX_DIRECTIONS)
 HEAD = kinds.record({"rank": RANK, "keep": LATER, "strength": LATER, "why": kinds.ANY_TEXT})
 UNIT = kinds.record({"rank": RANK, "strength": LATER, "why": kinds.ANY_TEXT})
@@ -520,7 +521,7 @@ POLICY = kinds.record(
 )
 
 
-# `rules` has the text of the policy or of the removed blocks. These fields have what the text does not state.
+# `rules` contains the text of the policy or of the removed blocks. These fields contain what the text leaves out.
 def _require_both(record: Mapping[str, Any], where: str) -> None:
     """Checks that tokens and depth each have both a rule and a field, or neither."""
     for name in (TOKENS, DEPTH):
@@ -540,7 +541,7 @@ LATENCY = kinds.record(
         "clock": kinds.ANY_TEXT,
     },
     {"in_subprocess": kinds.FLAG},
-    open=True,  # fields that the check does not use are for readers
+    open=True,  # other fields are for readers, and the check does not use them
 )
 # The predictions of a plan (`Plan.predictions`), which the check `promises` of `verify` compares with measurements.
 PREDICTIONS = {
@@ -551,8 +552,8 @@ PLAN = kinds.record(PREDICTIONS, open=True)
 # The settings of fits, in addition to their steps (`realization.realizing.fits_record`). The fits validate their
 # settings themselves (`Repair`, `Distill`).
 FIT_SETTINGS = kinds.record(more=dict.fromkeys(FITS, kinds.JSON_OBJECT))
-# The options of `attnrx realize`, which the matched controls use too. `classes` are the classes into which the original
-# puts the images of the repair, for the check `shift`.
+# The options of `attnrx realize`, which the matched controls use, too. For the check `shift`, `classes` are the classes
+# that the original predicts for the repair's images.
 REALIZED = kinds.record(
     {"by": kinds.parsed(compression_of), "calibration_images": kinds.whole(1, kinds.LARGEST)},
     {
@@ -563,7 +564,7 @@ REALIZED = kinds.record(
     },
 )
 
-# ABOUT is open: it has whatever the diagnosis and the plan recorded. Only these two fields of it are read again.
+# ABOUT is open, so it may contain all that the diagnosis and the plan recorded. Only two of its fields are read again.
 RULE_TEXTS = dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT)
 RULE_TEXTS |= {TOKENS: kinds.parsed(parse_policy), DEPTH: kinds.parsed(parse_depth)}
 ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)
@@ -583,7 +584,7 @@ RECORD = kinds.record(
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
     qk = layer.qk
     rows = zip(qk.ranks, qk.keep, qk.strength, qk.reasons, strict=True)
-    # Kept directions and units are stored by index, which is shorter than a mask and can be read.
+    # Kept directions and units are stored by index, which is shorter than a mask, and people can read it.
     heads = [
         {"rank": rank, "keep": torch.nonzero(keep).flatten().tolist(), "strength": strength.tolist(), "why": why}
         for rank, keep, strength, why in rows
@@ -632,11 +633,11 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
     keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
-    # float64: JSON has the shortest text of a float64, which is read back exactly.
+    # JSON has the shortest text of a float64, which is read back exactly.
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     facts, basis = record.get("basis"), None
     if facts is not None:
         blocks = tuple(facts["blocks"]) if "blocks" in facts else None
         basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, tensors.get("qk.pairs"))
-    # The list of a layer without heads or directions is empty, and has lost the shape.
+    # If a layer has no heads or directions, its list is empty and has lost the shape.
     return ScoreDecision(keep, strength.reshape(keep.shape), tuple(head["why"] for head in heads), basis)

@@ -1,4 +1,4 @@
-"""The target of a plan: an upper limit of a cost, of the size of the file, or of what the answers may lose."""
+"""The target of a plan: an upper limit for a cost, for the file size, or for a loss in the model's answers."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DROP, DIVERGENCE, RECALL, SIZE = "max-drop", "max-kl", "recall", "size"
 LOSSES = (DROP, DIVERGENCE, RECALL)
 EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x, size=4MB, max-kl=0.05, recall=98% or max-drop=1pt"
 FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%|MB)?(\s+faster)?\s*")
-# The units that each quantity may be written with, and the one that it is printed with.
+# The units in which each quantity may be written, and the unit in which it is printed.
 UNITS = {DROP: ("", "pt"), DIVERGENCE: ("",), RECALL: ("", "%"), SIZE: ("", "MB"), "faster": ("", "x")}
 PRINTED = {DROP: "pt", DIVERGENCE: "", RECALL: "", SIZE: "MB"}
 MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", RECALL: "macs", SIZE: "params"}
@@ -23,10 +23,10 @@ MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", RECALL: "macs", SIZE: "params"}
 class Target:
     """A limit for one quantity.
 
-    "latency", "macs" and "params" have an upper limit as a share of the original's. "size" has one in megabytes of the
-    file. "max-kl" limits the mean divergence of the outputs from the original's (in nats for classes), and "max-drop"
-    the drop of top-1 accuracy in points. "recall" has a lower limit: the share of the nearest neighbours of a new query
-    that are found in an index of the original's embeddings.
+    "latency", "macs" and "params" have an upper limit, as a share of the original's. "size" has an upper limit for the
+    file, in megabytes. "max-kl" limits the mean divergence of the outputs from the original's (in nats for classes).
+    "max-drop" limits how many points of top-1 accuracy are lost. "recall" has a lower limit: the share of a new query's
+    nearest neighbours that a search finds in an index of the original's embeddings.
     """
 
     quantity: str
@@ -56,7 +56,7 @@ class Target:
     @classmethod
     @checked(text=ANY_TEXT)
     def parse(cls, text: str) -> "Target":
-        """Parses `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
+        """Parses `quantity=number unit`. `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
 
         Raises:
             InvalidInput: The text has another form, an unknown quantity or a number outside its range.
@@ -82,10 +82,10 @@ def target_of(
     size: float | None = None,
     recall: float | str | None = None,
 ) -> Target:
-    """Returns the target that the only given argument states.
+    """Returns the target for the only argument that is not None.
 
     Raises:
-        InvalidInput: None or several are given, or the one is not a number in its range.
+        InvalidInput: No argument or several are given, or the value is not a number in its range.
     """
     arguments = {"faster": faster, "macs": macs, "params": params}
     arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size, "recall": recall}

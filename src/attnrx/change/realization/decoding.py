@@ -1,10 +1,10 @@
-"""A smaller decoder: fewer channels in the parts around a Vision Transformer, fitted to the maps of the original.
+"""A smaller decoder: fewer channels in the parts around a Vision Transformer, fitted to the original's output maps.
 
 Decoders of maps are sequences of convolutions, which cost a fifth or more of the whole model. Their units are removed
-like hidden units of an MLP: by greedy elimination in the metric of their inputs, with a least-squares compensation in
-the next map. Then all weights around the Vision Transformer are fitted together to the outputs of the original. The
-Vision Transformer's own outputs are computed once, so a step costs only a pass of the small decoder. The fit also
-corrects a part of the changes from merged tokens and smaller layers.
+like hidden units of an MLP. Greedy elimination in the metric of the units' inputs chooses them, and a least-squares fit
+of the next map compensates for them. Then all weights around the Vision Transformer are fitted together to the
+original's outputs. The Vision Transformer runs only once for this fit, so a step costs only a pass of the small
+decoder. The fit also corrects some of the changes by merged tokens and smaller layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,23 +32,23 @@ from attnrx.vit.models.users.units import input_weight, units_last
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import Map, output_kind_of
 
-# The share of the units to keep. From MANY units on, it is rounded to a multiple of STEP, like the vectors of
-# convolutions. A decoder of transposed convolutions then needs 28 % of the time (docs/results/dense.md).
+# The share of the units to keep. With at least MANY units, the kept number is a multiple of STEP, which fills the
+# vectors of convolutions. A decoder of transposed convolutions then needs 28 % of the time (docs/results/dense.md).
 KEPT, STEP, MANY = 0.375, 16, 64
-# A decoder that would save a smaller share of the model is left as it is, and so is one that loses more after its fit.
+# The decoder stays unchanged if a smaller share of the model would be saved, or if its fit leaves a larger divergence.
 LEAST_SAVED, TOLERATED = 0.05, 0.02
 # Images per step, and rows of a moment matrix per batch.
 BATCH, ROWS = 8, 4096
-# Relative to the root mean square of a tensor; it was better than 1e-3 for a saliency model.
+# The learning rate is relative to the root mean square of a tensor. For a saliency model, it was better than 1e-3.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
-# The methods by which other code calls a Vision Transformer.
+# The methods through which other code calls a Vision Transformer.
 METHODS = ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers")
 
 
 @dataclass
 class _Batch:
-    """Images, what a model's Vision Transformer returns for them, and the original's outputs in rows."""
+    """Images, the output of a model's Vision Transformer for them, and the original's outputs in rows."""
 
     images: Tensor
     features: Any
@@ -58,10 +58,10 @@ class _Batch:
 def smaller_decoder(
     model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[Adopted, float] | None:
-    """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence.
+    """Returns a copy of a map model with fewer units around its Vision Transformer, and the copy's mean divergence.
 
-    The divergence is measured on images that the copy was not fitted to. Returns None if there are no such units, if
-    removing them saves little, or if the copy loses too much.
+    The divergence is measured on images that the copy was not fitted to. The function returns None if there are no such
+    units, if removing them saves little, or if the copy loses too much.
     """
     images = images.take(min(budget.images, len(images)))
     if not isinstance(model, Adopted) or not isinstance(output_kind_of(model), Map):
@@ -86,9 +86,9 @@ def smaller_decoder(
 def fit_decoder(
     model: nn.Module, original: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[nn.Module, str]:
-    """Returns a copy of a model, fitted to the original's outputs by the weights around the Vision Transformer.
+    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the original's outputs.
 
-    It also returns a line about the fit.
+    The second result is a line of text about the fit.
     """
     assert isinstance(model, Adopted)
     fitted, images = copy_module(model), images.take(min(budget.images, len(images)))
@@ -102,9 +102,9 @@ def fit_decoder(
 
 
 def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
-    """Returns batches with the Vision Transformer's outputs, and the targets or by default the model's own outputs.
+    """Returns batches with the Vision Transformer's outputs, and with the targets or else the model's own outputs.
 
-    Returns [] if the Vision Transformer is not called as a whole.
+    Returns [] unless the Vision Transformer is called exactly once per batch.
     """
     weight, found, done = next(model.parameters()), [], 0
     outputs: list[Any] = []
@@ -116,7 +116,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs.clear()
-        # Calls `source`, because the model itself computes a large batch in chunks, with a call for each.
+        # The model itself would compute a large batch in chunks, with one call for each, so this calls `source`.
         with model.forward_pass(), _calls_replaced(model, keep):
             rows = rows_of(model.source(pixels))
         if len(outputs) != 1:
@@ -130,7 +130,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
 
 @contextmanager
 def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Makes the Vision Transformer inside return `function(call)` for every call by the code around it."""
+    """Makes the Vision Transformer inside return `function(call)` whenever the code around it calls it."""
     trunk, depth = model.trunk, 0
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -154,13 +154,13 @@ def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]
 
 
 def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
-    """Returns the outputs of the model if its Vision Transformer returns what was recorded."""
+    """Returns the model's outputs when its Vision Transformer returns the recorded features."""
     with _calls_replaced(model, lambda _: batch.features):
         return rows_of(model.source(batch.images))
 
 
 def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
-    """Removes units between two maps, and compensates for them by the remaining units, on the given images."""
+    """Removes units between two maps, and compensates for them by the remaining units, on the images of the batches."""
     second = model.source.get_submodule(pair.second)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
@@ -173,7 +173,8 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
     with observing_calls((second,), add):
         for batch in batches:
             _outputs(model, batch)
-    # Moments about zero: at the border of a map, a constant has another effect than inside, so no bias can replace it.
+    # The moments are about zero. At the border of a map, a constant has a different effect than inside, so no bias can
+    # replace it.
     weight, moment = weight.double().cpu(), moment / len(batches)
     losses = unit_losses(moment, weight, RIDGE)
     keep, step = torch.zeros(len(losses), dtype=torch.bool), STEP if len(losses) >= MANY else 1
@@ -187,7 +188,8 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
 def _fit_(model: Adopted, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
     """Fits all weights around the Vision Transformer in place, and returns the mean divergence before and after.
 
-    The divergence is measured on one batch in eight, which is not fitted to. A fit that is not better there is undone.
+    The divergence is measured on one batch in eight, which is held out from the fit. A fit that does not lower this
+    divergence is undone.
     """
     kind = output_kind_of(model)
     held_out = batches[::HELD_OUT]

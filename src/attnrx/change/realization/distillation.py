@@ -1,6 +1,6 @@
-"""Distillation: fits all weights of a compressed model together to the outputs of the original, without labels.
+"""Distillation: fits all weights of a compressed model together to the original's outputs, without labels.
 
-Adam's learning rates are relative to the size of each tensor, and a fit returns a `Fitted`, both as in `repair`.
+As in `repair`, Adam's learning rates are relative to the size of each tensor, and a fit returns a `Fitted`.
 """
 
 import copy
@@ -26,21 +26,22 @@ from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Embeddings, output_kind_of
 
-# One in this many images is not fitted to; these images decide whether a fit is kept.
+# One image in this many is held out from the fit. The held-out images decide whether the fit is kept.
 HELD_OUT = 8
-# The ranges of activations come from this many images, as many as 8-bit files are calibrated on.
+# How many images determine the ranges of activations. The calibration of 8-bit files uses as many.
 RANGE_IMAGES = 256
 
 
 @dataclass
 class Fitted:
-    """A fitted model, the errors that the fit minimizes, before and after, and notes on the images.
+    """A fitted model, the errors before and after the fit, and notes on the images.
 
     `repair` stores one error per block: the relative squared error of its output on held-out images, after the earlier
-    blocks were repaired. `distill` stores one divergence of the outputs on held-out images (`OutputKind.softened`). For
-    logits it is half the variance of their difference, and for logits of labels an eighth of their squared differences.
-    For a regression it is the squared error relative to the variance, and for embeddings half the squared distance
-    relative to their squared norm. `learning_rate` is the one that `distill` chose; None if no fit was an improvement.
+    blocks were repaired. `distill` stores one number, the divergence of the outputs on held-out images
+    (`OutputKind.softened`). For logits it is half the variance of their difference. For logits of several labels it is
+    an eighth of their squared differences. For a regression it is the squared error relative to the variance. For
+    embeddings it is half the squared distance relative to their squared norm. `learning_rate` is the rate that
+    `distill` chose, or None if no fit was an improvement.
     """
 
     model: nn.Module
@@ -51,7 +52,7 @@ class Fitted:
 
 
 def improve_(module: nn.Module, before: float, error: Callable[[], float], fit_: Callable[[], None]) -> float:
-    """Fits a module in place, restores it if its error is not below `before`, and returns the lower error."""
+    """Fits a module in place and returns its error. If the error is not below `before`, restores the module."""
     state = copy.deepcopy(module.state_dict())
     fit_()
     after = error()
@@ -68,20 +69,20 @@ def descend_(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Minimizes the error, on images or tokens that it draws, by steps of Adam on all parameters of a module.
+    """Minimizes an error by steps of Adam on all parameters of a module. `error` draws images or tokens for each step.
 
     `learning_rate` is relative to the root mean square of each tensor, and decays to zero by a cosine. Frozen
-    parameters are fitted as well, and are frozen again afterwards.
+    parameters are fitted, too, and are frozen again afterwards.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
-    # A step of Adam is as large as its learning rate, whatever the scale of the gradient. So the learning rate of a
-    # tensor is relative to its entries.
+    # A step of Adam is as large as its learning rate, whatever the scale of the gradient. So the learning rate for a
+    # tensor is relative to the size of its entries.
     sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
     generator = torch.Generator().manual_seed(seed)
     with trainable(module), torch.enable_grad():
         pairs = zip(parameters, sizes, strict=True)
         optimizer = torch.optim.Adam([{"params": [row], "lr": learning_rate * size} for row, size in pairs], fused=True)
-        # Decays from 1 to 0 by half a cosine.
+        # The factor falls from 1 to 0 by half a cosine.
         cosine = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
         )
@@ -94,19 +95,19 @@ def descend_(
 
 @dataclass(frozen=True)
 class Distill:
-    """The settings of a distillation: how often it passes over the images, the learning rates of Adam that it tries
-    (relative to the root mean square of each tensor), and the images of a step.
+    """The settings of a distillation.
 
-    Every learning rate decays to zero by a cosine. With `directions` the loss is the cosine distance of the embeddings.
-    A search in an index of the reference's vectors compares them in the same way, so their lengths do not matter. With
-    `bits=8` the linear maps of the candidate are computed as an 8-bit file computes them (`EightBits`). Use it for a
-    model that you will export to 8 bits.
+    It passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of Adam, which
+    are relative to the root mean square of each tensor and decay to zero by a cosine. With `directions`, the loss is
+    the cosine distance of the embeddings. A search in an index of the reference's vectors compares embeddings in the
+    same way, so their lengths do not matter. With `bits=8`, the linear maps of the candidate are computed as an 8-bit
+    file computes them (`EightBits`). Use it for a model that you will export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
 
     epochs: int = 2
-    # The first rate is better for a model that lost little, the second for a model that lost much
+    # The first rate is better for a model that lost little, and the second for a model that lost much
     # (docs/results/plan.md, "What does the last fit add?").
     learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     batch: int = 64
@@ -127,17 +128,17 @@ def distill(
 ) -> Fitted:
     """Returns a copy of the candidate whose outputs are fitted to the reference's, without labels.
 
-    All weights are fitted together by Adam, with tokens pruned and merged as in use. This corrects what `repair` cannot
-    correct, because it works block by block and on all tokens. The loss is the Kullback-Leibler divergence of outputs
-    softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start.
-    One image in eight is not fitted to. You get the weights with the least divergence on these images, which may be the
-    candidate's own.
+    Adam fits all weights together, with tokens pruned and merged as in use. `repair` works block by block and on all
+    tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of outputs that a
+    high temperature softens (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One
+    image in eight is held out from the fit. You get the weights with the least divergence on these images, which may be
+    the candidate's own.
 
     Args:
         candidate: The compressed model.
         reference: The original.
         calibration: Images, normalized for the model.
-        settings: The passes and learning rates of the fit.
+        settings: The epochs and learning rates of the fit.
 
     Returns:
         The distilled copy with the divergence before and after.
@@ -165,7 +166,7 @@ def distill(
             'the model with outputs="embedding".'
         )
     weight = next(candidate.parameters())
-    # In float32, because steps are smaller than the rounding of half precision.
+    # The fit runs in float32, because its steps are smaller than rounding in half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     validation, other = (InputValidation(reference, family_of(reference), "distill") for _ in range(2))
@@ -187,7 +188,7 @@ def distill(
 
 
 class _OutputFit:
-    """The error of a model's outputs, on the next batch of the images or on the held-out images."""
+    """The error of a model's outputs, on the next batch of images or on the held-out images."""
 
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
         self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
@@ -196,13 +197,13 @@ class _OutputFit:
         self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
-        # In the order of the set, which alternates between the classes, so that images are decoded once per epoch and
-        # never all in memory. A fit ends with a pass, so the next fit begins with the first images again.
+        # Images come in the order of the set, which alternates between the classes. So they are decoded once per epoch
+        # and are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
         rounds = chain.from_iterable(self._batches() for _ in repeat(None))
         self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """Makes later passes compute the model as a file of `bits` bits does, with ranges from the first images."""
+        """Makes later passes compute the model like a file of `bits` bits. The first images determine the ranges."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 
@@ -212,11 +213,11 @@ class _OutputFit:
         return self.distance(*self._outputs(pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
-        """Returns the mean divergence on the held-out images; with `validation`, all images are validated."""
+        """Returns the mean divergence on the held-out images. With `validation`, all images are validated, too."""
         with torch.no_grad():
             held_out = (pixels[_held_out(pixels)] for pixels in self._batches(validation))
             parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
-        # Computed on all images together, because the scale of a divergence may depend on all outputs.
+        # The distance is computed on all images together, because its scale may depend on all outputs.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.distance(target, outputs).mean())
 
@@ -239,5 +240,5 @@ class _OutputFit:
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
-    # The last image of every group: a short last batch then has images to fit to, but perhaps none that are held out.
+    # The last image of every group. A short last batch then has images to fit, but perhaps no held-out image.
     return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1

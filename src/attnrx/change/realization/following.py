@@ -1,7 +1,7 @@
 """MLPs outside the blocks that are as wide as the MLPs in the blocks, for example in SigLIP's pooling head.
 
-A portable model of another width needs these to be narrower, too. As in the blocks (`decide_hidden`), the units that
-add least to the output on some images are removed, and the second map is fitted to the remaining units.
+A portable model with another width needs these MLPs to be narrower, too. As in the blocks (`decide_hidden`), the units
+that contribute least to the output on some images are removed. The second map is fitted to the remaining units.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from attnrx.vit.models import observing_calls
 from attnrx.vit.models.parts.mlp import write_linear_
 
 IMAGES = 128
-"""The most images on which the moments are measured."""
+"""The most images that are used to measure the moments."""
 
 
 def narrow_(model: nn.Module, pairs: Sequence[tuple[str, str]], hidden: int, images: ImageSet) -> None:

@@ -1,11 +1,11 @@
-"""Realizes a prescription: ranks layer by layer, then the token policy with its predictors; and fits the result.
+"""Realizes a prescription: makes its ranks layer by layer, attaches its token policy, and fits the weights.
 
-A layer stores its kept heads by descending rank (`head_order`); decisions have the heads in their original order. The
-rows of query and key are the directions of a head. They are the model's own rows, copied, or combinations of the
+A layer stores its kept heads by descending rank (`head_order`), but decisions list the heads in their original order.
+The rows of query and key are the directions of a head. They are copies of the model's own rows, or combinations of the
 layer's rows (a basis). Values and output projection are copied, or reduced to the kept dimensions.
 
-The fits come in a fixed order: repair, then the tokens, then distill. A prescription records the settings of every fit,
-including seeds. So `realize_and_fit` can make a model and its matched controls again from the record.
+The order of the fits is fixed: repair comes first, then the tokens, then distill. A prescription records the settings
+of every fit, including seeds. From this record, `realize_and_fit` can make a model and its matched controls again.
 """
 
 import copy
@@ -60,10 +60,10 @@ from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import BIASES, COMPRESSIONS, AttentionSpec, Compression, compression_of
 
 Fit = Repair | Distill
-# The settings class of every fit, and the field that counts its steps; the record has the count under the fit's name.
+# The settings class of every fit, and the field that counts its steps. A record stores the count under the fit's name.
 KINDS: Mapping[str, tuple[type[Any], str]] = dict(zip(FITS, ((Repair, "steps"), (Distill, "epochs")), strict=True))
 
-NO_INDICES = torch.zeros(0, dtype=torch.long)  # before a concatenation, for layers without any head
+NO_INDICES = torch.zeros(0, dtype=torch.long)  # starts a concatenation, for layers without any head
 
 
 @checked(calibration=optional(IMAGES))
@@ -71,29 +71,29 @@ NO_INDICES = torch.zeros(0, dtype=torch.long)  # before a concatenation, for lay
 def realize(
     model: nn.Module, prescription: Prescription, by: str = "compress", calibration: ImageData | None = None
 ) -> nn.Module:
-    """Returns a copy of the model with the prescription applied; your model is not changed.
+    """Returns a copy of the model with the prescription applied. Your model is not changed.
 
-    If whole blocks are removed, your library creates the model at a smaller depth. It has the modes of the original,
-    but not its hooks. In a mask, the weights of such blocks are zero.
+    If whole blocks are removed, your library creates the model at a smaller depth. The new model has the modes of the
+    original, but not its hooks. In a mask, the weights of such blocks are zero.
 
-    A mask keeps every shape and writes zeros: removed directions get strength zero (the original norms remain), removed
-    heads a zero output projection. Compression deletes the zeros and equals the mask. If a layer divides the rows of
-    query and key by their norms, "compress" keeps the rows that only the norms need, so such a layer saves only MACs of
-    the scores.
+    A mask keeps every shape and writes zeros. Removed directions get strength zero (the original norms remain), and
+    removed heads get a zero output projection. Compression deletes these zeros, and its outputs equal the mask's. If a
+    layer divides the rows of query and key by their norms, "compress" keeps the rows that only the norms need. So in
+    such a layer, only the scores need fewer MACs.
 
-    A form of attention may bring further compressions, which you request by name. They delete these rows as well, so
-    the layer is smaller and only approximates the mask. Some also fit the kept strengths to calibration images. If the
-    fitted logits have the larger KL divergence from the original's, the strengths stay as prescribed. docs/exact.md
-    compares them.
+    A form of attention may bring further compressions, which you request by name. They delete the rows for the norms as
+    well, so the layer is smaller and only approximates the mask. Some also fit the kept strengths to calibration
+    images. If the fitted logits diverge more from the original's (in KL divergence), the strengths stay as prescribed.
+    docs/exact.md compares them.
 
     A prescription that keeps everything gives identical logits. Tokens are pruned or merged last. If a reducer uses
-    statistics of the attention, they are equal in the mask and the compressed model. Its keys (`tome`) are not equal,
-    because the mask retains keys that the compressed model has lost.
+    statistics of the attention, it sees the same statistics in the mask and in the compressed model. If it uses keys
+    (`tome`), it does not, because the mask still has keys that the compressed model has lost.
 
     Args:
         model: The model for which the prescription was made.
         prescription: Decisions about the maps, the heads and the tokens.
-        by: "compress" deletes what is pruned, "mask" sets it to zero; or the name of another compression.
+        by: "compress" deletes what is pruned, and "mask" sets it to zero. The name of another compression also works.
         calibration: Images for a compression that fits strengths.
 
     Returns:
@@ -101,7 +101,7 @@ def realize(
 
     Raises:
         FingerprintMismatch: The prescription is for another model.
-        InvalidInput: The layers do not fit, `by` is unknown, or a compression that fits strengths has no images.
+        InvalidInput: The layers do not match, `by` is unknown, or a compression that fits strengths has no images.
         NotSupported: A decision cannot be realized, or the model is compressed already.
 
     Examples:
@@ -121,20 +121,20 @@ def realize(
     if calibration is None:
         raise InvalidInput(f"by={by!r} fits strengths to data: pass calibration images, e.g. splits.train.take(512).")
     images = images_for(model, calibration, "calibration")
-    # The order decides between equal candidates, so the fitted strengths come first.
+    # Of equal candidates, the first one is returned, so the fitted strengths come first.
     fits = (compression.fit(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, compression) for layers in fits]
     return nearest_candidate(candidates, model, images)
 
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first if equal."""
-    # Outputs are compared rather than layers: a fit that is better in every layer may be worse in the model.
+    """Returns the candidate whose outputs diverge least from the model's on average, or the first of equal ones."""
+    # Outputs are compared, not layers, because a fit that is better in every layer may be worse in the model.
     names = [f"candidate {index}" for index in range(len(candidates))]
     models = {"original": model, **dict(zip(names, candidates, strict=True))}
     found = predict(models, images, task="comparing candidates")
     divergences = torch.stack([found.divergence("original", name).mean() for name in names])
-    # If a candidate returns NaN, its divergence is NaN, which argmin would take.
+    # If a candidate returns NaN, its divergence is NaN, and argmin would choose it.
     return candidates[int(divergences.nan_to_num(nan=math.inf).argmin())]
 
 
@@ -144,7 +144,7 @@ def _realized(
     family, by = family_of(model), "mask" if compression is None else "compress"
     changed, attentions, kept = copy_module(model), family.attention(model), prescription.kept_blocks
     if prescription.depth is not None:
-        shallower = working_copy(shallower_form(model, kept))  # also for a mask: it proves that tokens pass the blocks
+        shallower = working_copy(shallower_form(model, kept))  # also for a mask, to prove that tokens pass the blocks
         if compression is not None:
             changed, attentions, layers = shallower, [attentions[at] for at in kept], [layers[at] for at in kept]
     with torch.no_grad():
@@ -155,18 +155,18 @@ def _realized(
                 family.set_attention_(changed, index, masked)  # this also describes the layers
             else:
                 family.set_attention_(changed, index, compressed_attention(attention, layer, compression.keeps_norms))
-            # Either hidden units or ranks of the MLP maps: a prescription has only one of them (`prescribe_maps`).
+            # A layer has either hidden units or ranks of MLP maps, because `prescribe_maps` refuses both together.
             if layer.hidden is not None:
                 _realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_linear_maps_(family, changed, index, layer, by)
         if compression is None:
             for index in {*range(len(layers))} - {*kept}:
-                # Zeros for everything that a block adds to the stream, even after its own norm.
+                # Zeros remove everything that a block adds to the stream, even after its own norm.
                 for weight in blocks_of(changed, family)[index].parameters():
                     weight.zero_()
         if prescription.tokens is not None:
             heads = family.token_shape(model).heads
-            # Last, on the realized model, but with the original number of heads.
+            # Tokens come last, on the realized model, but with the original number of heads.
             realize_tokens_(changed, family, prescription.tokens, by, heads)
     return changed
 
@@ -175,14 +175,14 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     """Raises InvalidInput if the prescription has layers, heads or directions that the model does not have."""
     expected = [(len(spec.heads), max((*spec.ranks, 1))) for spec in family_of(model).specs(model)]
     shapes = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
-    own = [layer.qk.basis is None for layer in prescription.layers]  # the others combine the model's rows
+    own = [layer.qk.basis is None for layer in prescription.layers]  # other layers combine the model's rows
     pairs = zip(own, shapes, expected, strict=False)
     if len(shapes) != len(expected) or any(is_own and shape != other for is_own, shape, other in pairs):
         raise InvalidInput(f"the prescription has (heads, directions) {shapes} by layer, and the model {expected}.")
 
 
 def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
-    """Reduces the maps of one MLP: y = W x + b becomes decode @ (encode @ W x) + a constant; in a mask, as one map."""
+    """Reduces the maps of one MLP: y = W x + b becomes decode @ (encode @ W x) + a constant. A mask keeps one map."""
     for which, name in enumerate(LINEAR_MAPS):
         output = layer.outputs.get(name)
         if output is None:
@@ -195,10 +195,10 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         weight = linear.weight.detach().cpu().double()
         bias = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
         encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()
-        # decode @ encode @ (y - center) + center, with the constants collected in one bias.
+        # The output is decode @ encode @ (y - center) + center. All constants are collected in one bias.
         first, constant = encode @ weight, center + decode @ (encode @ (bias - center))
         if by == "mask":
-            # Rounded once, so a mask in the model's precision differs from the two factors by rounding.
+            # The product is rounded once, so in the model's precision a mask differs from the two factors by rounding.
             linear.weight.copy_(decode @ first)
             _required_bias(linear).copy_(constant)
             continue
@@ -211,19 +211,19 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
-    """Removes hidden units of one MLP, and refits its second linear map; a mask has zeros in their place."""
+    """Removes hidden units of one MLP, and refits its second linear map. A mask has zeros in their place."""
     first, second = family.mlp(model)[index]
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
         raise NotSupported(f"the MLP of layer {index + 1} has factored maps; prescribe hidden on the original model.")
     keep = hidden.keep.to(first.weight.device)
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
-    # In a mask, removed units are still computed, but multiplied by zero columns, so their activations do not matter.
+    # In a mask, removed units are still computed, but their columns are zero, so their activations do not matter.
     if by == "mask":
         second.weight.zero_()
         second.weight[:, keep] = weight
         _required_bias(second).copy_(bias)
         return
-    # The first map loses rows; the second one is replaced by the refitted weight, which has only the kept columns.
+    # The first map loses rows. The refitted weight, which has only the kept columns, replaces the second map.
     num_kept = int(keep.sum())
     small = (
         NativeLinear(first.in_features, num_kept, bias=first.bias is not None),
@@ -241,7 +241,7 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
 
 
 def _required_bias(linear: nn.Module) -> Tensor:
-    """Returns the bias of a map; in a mask, it holds the mean of what is removed before the map or from its outputs."""
+    """Returns the bias of a map. In a mask, the bias holds the mean of what is removed before the map or after it."""
     if not isinstance(linear.bias, Tensor):
         raise InvalidInput("a map without a bias cannot hold the mean of what a mask removes; use by='compress'.")
     return linear.bias
@@ -250,7 +250,7 @@ def _required_bias(linear: nn.Module) -> Tensor:
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     """Returns the policy attached to a model as a prescription, with copies of its predictors if they are learned.
 
-    Predictors trained in one model can thus be realized together with other ranks.
+    So you can train predictors in one model, and realize them together with other ranks.
 
     Raises:
         InvalidInput: The model does not prune or merge tokens.
@@ -269,7 +269,7 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
         InvalidInput: The predictors were made for another model.
         NotSupported: The code of a user's module needs all tokens between its blocks.
     """
-    # Fresh predictors depend only on the seed of the prescription, and the caller's random numbers do not change.
+    # Fresh predictors depend only on the prescription's seed, and the caller's random state does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tokens.seed)
         reduction = attach_tokens_(model, family, tokens.policy, by, heads)
@@ -285,8 +285,8 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
 
 
 def require_fewer_tokens(model: nn.Module) -> None:
-    """Raises NotSupported if a user's module has a token policy, and its code needs all tokens between its blocks."""
-    if not isinstance(model, Adopted) or model.around is None:  # libraries' blocks take any number
+    """Raises NotSupported if a user's module needs all tokens between its blocks, but has a token policy."""
+    if not isinstance(model, Adopted) or model.around is None:  # libraries' blocks accept any number of tokens
         return
     try:
         with evaluating((model,)):
@@ -302,7 +302,7 @@ def require_fewer_tokens(model: nn.Module) -> None:
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
-    """Returns the fits with these numbers of steps, by name (0: no fit), with their usual settings and one seed."""
+    """Returns the fits with these numbers of steps by name, and one seed. A fit with 0 steps is left out."""
     return tuple(kind(**{count: steps[name], "seed": seed}) for name, (kind, count) in KINDS.items() if steps.get(name))
 
 
@@ -311,7 +311,7 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)
-        # In the form in which JSON returns them, so that a prescription equals its saved copy.
+        # The record has the form that JSON returns, so that a prescription equals its saved copy.
         record["settings"][name] = to_dict(settings, typed=False)
         record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
@@ -328,16 +328,16 @@ def realize_and_fit(
 ) -> nn.Module:
     """Realizes a prescription like `realize`, and fits the weights of the result to the model, without labels.
 
-    Repair compares tokens one by one with the model's, so it comes before tokens are pruned or merged. Distillation
-    accepts such a model, and comes last.
+    Repair compares each token with the model's token, so it precedes the pruning or merging of tokens. Distillation
+    accepts a model with fewer tokens, and comes last.
 
     Args:
         model: The original.
         prescription: The prescription of the original.
         images: The images for calibrating and fitting.
         fits: The settings of the fits.
-        by: As in `realize`; the weights of a mask are not fitted.
-        log: Receives the result of the distillation, and what the budget leaves of a repair.
+        by: As in `realize`. The weights of a mask are not fitted.
+        log: Receives the result of the distillation, and whether the budget reduces the images or steps of a repair.
 
     Raises:
         InvalidInput: Fits are requested for a mask, or without images.
@@ -354,7 +354,7 @@ def realize_and_fit(
     images, ranks, tokens = images_for(model, images, "images"), replace(prescription, tokens=None), prescription.tokens
     if ranks.rules or tokens is None:
         realized = realize(model, ranks, by=by, calibration=images)
-    else:  # no ranks to realize, only a copy to make
+    else:  # no ranks to realize, so a copy is enough
         prescription.require(model_fingerprint(model), "this model")
         realized = copy_module(model)
     removed = () if ranks.depth is None else ranks.depth.removed
@@ -384,19 +384,19 @@ def realize_with_effort(
     log: Log = no_log,
     bits: int | None = None,
 ) -> tuple[nn.Module, tuple[Fit, ...]]:
-    """Realizes a prescription with the possible fits of an effort, and returns the model and these fits.
+    """Realizes a prescription with those fits of an effort that are possible. Returns the model and these fits.
 
     Args:
         model: The original.
         prescription: The prescription of the original.
         images: The images to fit to.
         effort: The fits.
-        bfloat16: Whether a repair uses products of bfloat16 if the device is faster with them.
+        bfloat16: Whether a repair may compute products in bfloat16 if the device is faster with them.
         log: Receives a line if the model cannot be repaired, and what the fits report.
         bits: 8 for a model that will become an 8-bit file.
     """
     fits, seed = list[Fit](), effort.settings.seed
-    # Without its tokens, the prescription has only rules for ranks and units. Without such rules, no map needs repair.
+    # Without its tokens, the prescription has rules only for ranks and units. Without these rules, no map needs repair.
     if effort.repair is not None and replace(prescription, tokens=None).rules:
         steps, at_once, macs = effort.repair
         fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16, bits=bits))
@@ -420,7 +420,7 @@ def _name_of(settings: Fit) -> str:
 
 
 def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_norms: bool) -> Attention:
-    """Returns the smaller attention of a layer; its heads are stored by descending rank.
+    """Returns the smaller attention of a layer, which stores its heads by descending rank.
 
     Raises:
         NotSupported: The original norms are requested (`keeps_norms`), but the layer has lost directions before.
@@ -444,14 +444,14 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_n
         value, output, bias = _reduced_values(attention, values)
         features = _in_order(values.ranks, order)
         _write_values_(result, value[features], output[:, features], bias)
-    # These are the library's modules, with their own weights; a spec has only their names.
+    # These are the library's modules with their own weights. A spec has only their names.
     result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
     result.kept_patches = attention.kept_patches
     return _frozen_as(result, attention).train(attention.training)
 
 
 def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
-    """Freezes the weights of a smaller part if their counterparts are frozen; returns the part."""
+    """Freezes the weights of a smaller part if their counterparts are frozen, and returns the part."""
     own = dict(original.named_parameters())
     for name, parameter in small.named_parameters():
         owner = name.rpartition(".")[0]
@@ -465,7 +465,7 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
     """Writes zeros in place of what a layer loses, and keeps every shape.
 
     Raises:
-        NotSupported: In the decision, all heads share directions, and the layer has no rows for these.
+        NotSupported: All heads share the directions of the decision, and the layer has no rows for them.
         InvalidInput: A decision does not fit the form of the attention, or values are reduced although the output
             projection has no bias.
     """
@@ -481,10 +481,10 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
     else:
         _mask_combined_directions_(attention, layer.qk, layer.qk.basis)
     _follow_queries_(attention.scores, before)
-    # The columns of removed heads in the output projection, as a mask [sum of value dimensions].
+    # The output projection's columns for removed heads, as a mask [sum of value dimensions].
     removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
     attention.output.weight[:, removed] = 0
-    # The values of a removed head do not affect the output. Zeros give them norm 0, for reducers that use value norms.
+    # The values of a removed head do not affect the output. They are set to zero for reducers that use value norms.
     attention.value.weight[removed] = 0
     if attention.value.bias is not None:
         attention.value.bias[removed] = 0
@@ -495,7 +495,7 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
 
 def head_order(layer: LayerPrescription) -> list[int]:
     """Returns the kept heads in the order in which the compressed layer stores them, by descending rank."""
-    # Heads of equal rank become neighbours, which a backend computes as one bucket.
+    # Heads of equal rank become neighbours, and a backend can compute them as one bucket.
     heads, ranks = torch.nonzero(layer.heads).flatten().tolist(), layer.qk.ranks
     return sorted(heads, key=lambda head: -ranks[head])
 
@@ -521,7 +521,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
         ranks = large.ranks[: len(order)]
         biases.discard("key")
     elif spec.traits.shares_directions and not (order and bool(scores.keep[order].all())):
-        # Directions are no longer shared: each head stores its own rows.
+        # Directions are no longer shared, and each head stores its own rows.
         large, kept_norms = replace(spec, form="dense", blocks=None), "none"
     elif spec.traits.rotates:
         # The bias of a rotated key depends on the position, so the softmax does not cancel it.
@@ -530,22 +530,22 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
         biases.discard("key")
     elif keeps_norms and _needs_original_norms(spec, scores, order):
         kept_norms = "original"
-    # `heads` are numbered as in the original model; ranks and value ranks refer to the heads of `spec`.
+    # `heads` keep their numbers in the original model. Ranks and value ranks refer to the heads of `spec`.
     small = large.with_ranks(ranks, tuple(spec.heads[head] for head in order), kept_norms, pairs)
     if values is not None:
         kept_dims = tuple(values.ranks[head] for head in order)
         biases.add("output")
-        # If heads are whole, they keep their biases, which are then zero: the library's own attention has them.
+        # Whole heads keep their value biases, which are then zero, because the library's own attention has biases.
         if kept_dims != tuple(spec.value_dims[head] for head in order):
             biases.discard("value")
         small = replace(small, value_ranks=kept_dims)
-    # In the order of BIASES, so that equal layers compare equal.
+    # The biases are in the order of BIASES, so that equal layers compare equal.
     return replace(small, biases=tuple(name for name in BIASES if name in biases))
 
 
 def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> bool:
-    """Whether removed rows are still needed for the norms; raises NotSupported if these rows are gone."""
-    # If no head loses only some of its directions, the norms are the same, and no row is stored only for them.
+    """Whether removed rows are still needed for the norms. Raises NotSupported if these rows are gone already."""
+    # If no head loses only a part of its directions, the norms are the same, and no row is stored only for them.
     loses = any(0 < scores.ranks[head] < spec.ranks[head] for head in order)
     if not spec.has_norms or spec.keeps_original_norms or not loses:
         return False
@@ -561,7 +561,7 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
 
 
 def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the frequencies of the kept pairs of these heads; real parts come before imaginary parts.
+    """Returns the frequencies of these heads' kept pairs. Real parts come before imaginary parts.
 
     Raises:
         InvalidInput: The decision is for another form, or keeps only one row of a pair.
@@ -569,7 +569,7 @@ def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]
     table = None if scores.basis is None else scores.basis.pairs
     if table is None and scores.basis is not None:
         raise InvalidInput("directions of a rotary layer need the frequencies of their pairs; prescribe again.")
-    # [heads, directions] frequencies, -1 for rows that are not rotated.
+    # [heads, directions]: frequencies, and -1 for rows that are not rotated.
     rows = row_pairs(spec) if table is None else table
     chosen = [rows[head, : scores.keep.shape[1]][scores.keep[head, : rows.shape[1]]] for head in order]
     pairs = [row[row >= 0].tolist() for row in chosen]
@@ -579,7 +579,7 @@ def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]
 
 
 def _in_order(sizes: Sequence[int], order: Sequence[int]) -> Int[Tensor, "indices"]:
-    """Returns the row indices of these heads, in this order; head h has `sizes[h]` rows."""
+    """Returns the row indices of these heads, in this order. Head h has `sizes[h]` rows."""
     rows = torch.arange(sum(sizes)).split(list(sizes))
     return torch.cat([NO_INDICES, *(rows[head] for head in order)])
 
@@ -599,8 +599,8 @@ def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecisio
         for head in order:
             kept = torch.zeros(spec.rows[head], dtype=torch.bool)
             kept[: spec.ranks[head]] = scores.keep[head, : spec.ranks[head]]
-            # If the small layer divides by the norms over all rows, the removed rows follow the kept ones. A head
-            # without directions attends uniformly, and needs no norm.
+            # If the small layer divides by norms over all rows, the removed rows follow the kept ones. A head without
+            # directions attends uniformly and needs no norm.
             stores_all = small.keeps_original_norms and bool(kept.any())
             chosen = torch.cat([torch.nonzero(kept), torch.nonzero(~kept)[: None if stores_all else 0]])
             parts.append(starts[head] + chosen.flatten())
@@ -623,14 +623,14 @@ def _combine_directions_(
         rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
         _write_rows_(getattr(target.scores, name), rows[0, kept] if basis.shared else _scaled(rows, scores, order))
     if basis.shared:
-        # A direction that any head keeps is stored once; for the other heads, its strength is zero.
+        # A direction is stored once if any head keeps it. For the other heads, its strength is zero.
         target.scores.set_strengths_(list(torch.where(scores.keep, scores.strength, 0.0)[order][:, kept]))
 
 
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
     """Writes relative positions for the changed rows of the query.
 
-    Their products stay the same, as far as the earlier rows are combinations of the present rows.
+    Their products stay the same, as far as the earlier rows are combinations of the new rows.
     """
     if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
         return
@@ -649,7 +649,7 @@ def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
 
 
 def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basis: Basis) -> None:
-    """Writes the kept directions of a basis into their head's rows, and zeros into the rest; keeps every shape."""
+    """Writes the kept directions of a basis into their head's rows, and zeros into the rest. Every shape stays."""
     spec = attention.spec
     if basis.shared:
         raise NotSupported(
@@ -657,14 +657,14 @@ def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basi
             "Realize the prescription by='compress'."
         )
     pairs = None if basis.pairs is None else _kept_pairs(spec, scores, range(len(spec.heads)))
-    # [heads, directions, 1]. In a form without strengths, the rows of each side contain the root of the strength.
+    # [heads, directions, 1]. If the form has no strengths, the rows of each side contain the root of the strength.
     root = torch.where(scores.keep, scores.strength, 0.0).sqrt()[..., None]
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
         rows = _combined(side, spec, table, shared=False)
         if pairs is None:
             parts = [head_rows[:rank] for head_rows, rank in zip(root * rows, spec.rows, strict=True)]
         else:
-            # At any rank, pairs are the last rows of a head (`row_pairs`), so zeros go between them and the others.
+            # Pairs are always the last rows of a head (`row_pairs`), so zeros go between them and the other rows.
             parts = []
             for head, frequencies in enumerate(pairs):
                 kept = _scaled(rows, scores, [head])
@@ -680,7 +680,7 @@ def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
     """Returns the rows of a basis with their bias, in float64 on the CPU."""
-    # In float64, because a basis may be ill-conditioned. The bias is combined like every other column.
+    # The rows are combined in float64, because a basis may be ill-conditioned. The bias is just another column.
     stored, owners = side.augmented(), (sum(spec.rows),) if spec.traits.shares_directions else spec.rows
     num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]
     padded = stored.new_zeros(len(owners), num_rows, stored.shape[1])
@@ -693,7 +693,7 @@ def _scaled(rows: Tensor, scores: ScoreDecision, order: Sequence[int]) -> Float[
     """Returns the kept rows of these heads, times the roots of their strengths."""
     roots = [scores.strength[head, scores.keep[head]].sqrt()[:, None] for head in order]
     parts = [root * rows[head, scores.keep[head]] for root, head in zip(roots, order, strict=True)]
-    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])  # works without any head, too
+    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])  # also works without any head
 
 
 def _copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"]) -> None:
@@ -712,11 +712,11 @@ def _write_rows_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -
 
 
 def _mask_values_(attention: Attention, values: OutputDecision) -> None:
-    """Writes the reduced values into the first features of every head, and zeros into the rest; keeps every shape."""
+    """Writes the reduced values into the first features of every head, and zeros into the rest. Every shape stays."""
     value, output, bias = _reduced_values(attention, values)
     spec = attention.spec
     _required_bias(attention.output)
-    # Into the first features of every head: reduced directions combine all features, and belong to none of them.
+    # The first features are used, because a reduced direction combines all features and belongs to none of them.
     starts = torch.tensor([0, *spec.value_dims]).cumsum(0).tolist()
     indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
     rows = value.new_zeros(sum(spec.value_dims), value.shape[1])
@@ -728,17 +728,17 @@ def _mask_values_(attention: Attention, values: OutputDecision) -> None:
 def _reduced_values(
     attention: Attention, values: OutputDecision
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
-    """Returns the reduced value rows, output columns and output bias, in float64; heads as in `attention`.
+    """Returns the reduced value rows, output columns and output bias, in float64. Heads are ordered as in `attention`.
 
-    The rows of the softmax sum to one, so a constant in the values adds a constant to the output. With o = attention @
-    x + value bias, the bias of the output projection therefore absorbs all constants of decode @ encode @ (o - center)
-    + center.
+    The rows of the softmax sum to one, so a constant in the values adds a constant to the output. Let o = attention @ x
+    + value bias. Then the bias of the output projection absorbs all constants in decode @ encode @ (o - center) +
+    center.
     """
     dims = attention.spec.value_dims
-    # In float64 like the factors, so that rounding to the weights' precision happens only once, when they are written.
+    # Everything is in float64, like the factors, so values are rounded to the weights' precision only when written.
     stored = attention.value.augmented()
     encodes = values.encode.double().split(values.ranks)
-    # `encode` rows are padded to the largest head. Each part is [ranks[head], width + 1]; the last column is the bias.
+    # `encode` rows are padded to the largest head. Each part is [ranks[head], width + 1], with the bias as last column.
     parts = zip(encodes, stored.split(list(dims)), strict=True)
     rows = [encode[:, : block.shape[0]] @ block for encode, block in parts]
     augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
@@ -750,7 +750,7 @@ def _reduced_values(
     output = weight @ decode
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
-    # encode @ center, head by head: a row of `encode` is nonzero only for its own head.
+    # encode @ center, head by head, because a row of `encode` is nonzero only for its own head.
     by_head = zip(encodes, center.split(dims), strict=True)
     encoded_centers = torch.cat([encode[:, : len(mean)] @ mean for encode, mean in by_head])
     bias = bias + weight @ center + output @ (augmented[:, -1] - encoded_centers)

@@ -1,4 +1,4 @@
-"""Repair: fits the remaining weights of a compressed model, block by block, to the original's block outputs."""
+"""Repair: fits the remaining weights of a compressed model to the original's block outputs, block by block."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,16 +48,16 @@ from attnrx.vit.models import (
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
-# IMPORTANCE_IMAGES is how many images the importance of tokens is measured on; a budget allows a quarter of its images.
-# EVEN is the share of the importance that is the same for all tokens: the outputs of a class-token model do not depend
-# on the patches of its last block, but its dense features do.
+# IMPORTANCE_IMAGES is how many images are used to measure the importance of tokens. A budget allows a quarter of its
+# images. EVEN is the share of the importance that is equal for all tokens. In a class-token model, the outputs do not
+# depend on the patches of the last block, but the dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
 # At most this many images of a user's data are read.
 MOST_REPAIRED = 4096
 # The number of images in a forward pass of one block.
 CHUNK = 32
-# The graph of a gradient has as many images as this number of multiply-accumulates allows: 16 for a ViT-B, 4 for a
-# ViT-L, where 16 would need 5 GB.
+# How many multiply-accumulates one gradient computation may take. This allows 16 images for a ViT-B, and 4 for a ViT-L,
+# where 16 would need 5 GB.
 GRAPH_MACS = 2.9e11
 
 
@@ -65,22 +65,22 @@ GRAPH_MACS = 2.9e11
 class Repair:
     """The settings of a repair: the penalty of the least-squares fit, and the steps of Adam per attention and per MLP.
 
-    A step for an attention uses all tokens of `images` images. A step for an MLP uses `tokens` single tokens, drawn
-    from all images in proportion to their importance.
+    A step for an attention uses all tokens of `images` images. A step for an MLP uses `tokens` single tokens, which are
+    drawn from all images in proportion to their importance.
 
     `macs` is the most multiply-accumulates of the whole repair, estimated beforehand. Large models are repaired on
-    fewer images, and once these are down to MIN_REPAIR_IMAGES, with fewer steps, but with at least half of them. None
-    sets no limit.
+    fewer images, but at least MIN_REPAIR_IMAGES. If that is not enough, they get fewer steps, but at least half of
+    them. None sets no limit.
 
     With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
 
-    `removed` are the blocks of the reference that the candidate lacks, counted from 1. The block before them is fitted
-    to their output.
+    `removed` are the numbers of the reference's blocks that the candidate lacks, counted from 1. The block before them
+    is fitted to their output.
 
     With `bits=8`, the linear maps of the candidate's blocks are computed as an 8-bit file computes them.
 
-    `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
-    learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
+    `ridge` weights the squared change of an MLP's second map, relative to the mean variance of its inputs. The learning
+    rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
 
     example = "attnrx.realization.repair.Repair(steps=300)"
@@ -110,13 +110,17 @@ def repair(
 ) -> Fitted:
     """Returns a copy of the candidate whose blocks are fitted to the reference's, without labels.
 
-    The blocks are fitted in turn. A block gets what the repaired blocks before it return, and its target is the
-    reference's own output there, so it also corrects errors of earlier blocks. First the maps of the attention are
-    fitted by steps of Adam. Then the second map of the MLP is fitted in closed form, by least squares with a penalty on
-    its change. Then both maps of the MLP are fitted by steps of Adam. The squared error of a token is weighted by its
-    importance: the root mean square of the gradient of the reference's outputs with respect to the block's output. A
-    fit is kept if it reduces the error of the block's output on one image in eight, which is not fitted to. Blocks that
-    have all weights of the reference are not fitted.
+    The blocks are fitted one after the other. The input of a block is the output of the repaired blocks before it. Its
+    target is the reference's own output, so the fit also corrects errors of earlier blocks. Each block is fitted in
+    three stages:
+
+    1. The maps of the attention, by steps of Adam.
+    2. The second map of the MLP, in closed form: least squares with a penalty on its change.
+    3. Both maps of the MLP, by steps of Adam.
+
+    The squared error of a token is weighted by its importance: the root mean square gradient of the reference's outputs
+    with respect to the block's output. One image in eight is held out, and a stage is kept only if it reduces the error
+    of the block's output on these images. Blocks that have all weights of the reference are not fitted.
 
     You need memory for about seven copies of all tokens of the images. Prune and merge tokens afterwards.
 
@@ -132,7 +136,7 @@ def repair(
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
         NotSupported: The candidate prunes or merges tokens, its MLPs are not two linear maps, or bfloat16 was requested
-            and a part of a model does not take such products.
+            and a part of a model does not accept such products.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -160,8 +164,8 @@ def repair(
     device = _weight(reference).device
     precision = bfloat16_products(device, knobs.bfloat16 and has_fast_bfloat16(device.type))
     with evaluating((reference, result.model)), trainable(result.model), precision:
-        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks,
-        # because the targets of a block are the reference's outputs for its own inputs.
+        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks.
+        # The targets of a block are the reference's outputs for the reference's own inputs.
         weights = token_importance(reference, importance)
         blocks, own = (blocks_of(model, family_of(model)) for model in (reference, result.model))
         kept = [index for index in range(len(blocks)) if index + 1 not in requested.removed]
@@ -176,11 +180,11 @@ def repair(
                 base, _ = _tokens_before(reference, original.module, images)
                 tokens, _ = _tokens_before(result.model, block.module, images)
             without_mlp, base = original.run_both(base)
-            for missing in originals[index + 1 : following]:  # the block before them is fitted to their output
+            for missing in originals[index + 1 : following]:  # `block` is fitted to the output after all of these
                 base = missing.run_all(base if is_chain else _tokens_before(reference, missing.module, images)[0])
             fit = _BlockFit(block, tokens, base, weights[following - 1], knobs)
-            # The input of an unchanged block differs only by the errors of earlier blocks, and fitting the block does
-            # not reduce that difference (docs/results/plan.md).
+            # The input of an unchanged block differs only by the errors of earlier blocks. Fitting the block does not
+            # reduce that difference (docs/results/plan.md).
             is_whole = following == index + 1 and _are_equal(original.module, block.module)
             is_fitted = fit.before > 0 and not is_whole
             tokens = fit.run(without_mlp) if is_fitted else fit.run_all(tokens)
@@ -208,7 +212,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the settings with the steps that the budget of MACs allows, and the number of images it allows."""
+    """Returns the settings with the steps that the budget of MACs allows, and how many images it allows."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -218,8 +222,8 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     maps = family_of(candidate).mlp(candidate)
     units: list[Any] = [second for _, second in maps]
     moments = sum(layer.tokens * second.in_features**2 for layer, second in zip(layers, units, strict=True))
-    # One pass of the reference, two of the candidate (before and after its attention is fitted), and the products of
-    # the closed form. A gradient costs two more passes, and the importance of tokens is one gradient.
+    # An image takes one pass of the reference and two of the candidate (before and after its attention is fitted), and
+    # the products for the closed form. A gradient takes two more passes. Token importance takes one gradient per image.
     per_image = whole + 2 * (attentions + mlps) + moments
     per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
     left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)
@@ -233,7 +237,7 @@ Tokens = Float[Tensor, "images tokens width"]
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a block takes the tokens of an image: as `windows` sequences, or as a grid.
+    """The form in which a block receives the tokens of an image: as `windows` sequences, or as a grid.
 
     In a grid, the features are on `width_axis`, and `sides` are its rows and columns.
     """
@@ -267,7 +271,7 @@ class _Layout:
 class _Block:
     """A block, its attention, the two maps of its MLP, and the arguments that its model passes besides the tokens.
 
-    The tokens of an image are side by side here, whatever `layout` the block takes them in.
+    Here the tokens of an image are side by side, whatever `layout` the block expects.
     """
 
     module: nn.Module
@@ -286,10 +290,10 @@ class _Block:
         return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
-        """Returns the outputs for all images, first with zeros as the output of the MLP, then as they are."""
+        """Returns the outputs for all images, first with the MLP's output replaced by zeros, then unchanged."""
         scale = self.scale(tokens[:2])
         without_mlp, outputs = [], []
-        # One pass is enough, because the MLP's output shows what it adds to the stream.
+        # One pass is enough, because the MLP's recorded output is what it adds to the stream.
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
@@ -306,14 +310,14 @@ class _Block:
             yield
 
     def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
-        """Returns the factors between the output of the MLP and its share of the block's output (LayerScale)."""
-        # If the MLP is added linearly, the factor of a feature is a slope: the derivative of the block's output, summed
-        # over all entries, by the MLP's. The slope must be the same for all tokens, which is verified.
+        """Returns the factors between the MLP's output and its share of the block's output (LayerScale)."""
+        # If the MLP is added linearly, a feature's factor is a slope: the derivative of the block's output, summed over
+        # all entries, with respect to the MLP's output. The slope must be the same for all tokens, which is checked.
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
             outputs.append(output.detach().requires_grad_())
-            return outputs[0]  # a leaf of the graph in place of the MLP's output
+            return outputs[0]  # a leaf of the graph replaces the MLP's output
 
         hook = self.maps[1].register_forward_hook(record)
         try:
@@ -333,10 +337,11 @@ class _Block:
     def features(self, tokens: Tokens) -> nn.Module:
         """Returns a module that computes the input of the second map from the input of the first.
 
-        If the modules in between are called one after another, it consists of these; else of the module around both.
+        If the modules between the maps are called one after another, the result is their sequence. Otherwise it is the
+        module around both maps.
         """
         # Leaf modules in the order of their calls between the two maps: activation, dropout, norm. Functional calls
-        # have no hook, so the result of the sequence is compared with the block's.
+        # have no hook, so the output of the sequence is compared with the block's.
         inside = {id(part) for linear in self.maps for part in linear.modules()}
         leaves = [part for part in self.module.modules() if id(part) not in inside and not list(part.children())]
         with recording_calls((*self.maps, *leaves), lambda call: call) as calls:
@@ -349,7 +354,7 @@ class _Block:
         if len(around) > 1:  # the smallest such module, e.g. a gated MLP
             candidates.append(_UpTo(around[-1], self.maps[1]))
         for candidate in candidates:
-            with suppress(RuntimeError):  # e.g. in a gate, a part gets other inputs
+            with suppress(RuntimeError):  # e.g. a part of a gate gets different inputs
                 if torch.allclose(candidate(inputs), units, rtol=1e-4, atol=1e-5):
                     return candidate
         raise NotSupported(
@@ -388,10 +393,10 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 
 def _are_chained(model: nn.Module, images: ImageSet) -> bool:
-    """Whether every block gets exactly what the previous block returns, e.g. without positions added in between."""
+    """Whether every block receives exactly the output of the previous block, without e.g. positions added between."""
     blocks, weight = blocks_of(model, family_of(model)), _weight(model)
 
-    # Copied, because a module may write to the outputs of its blocks.
+    # The tokens are copied, because a module may overwrite the outputs of its blocks.
     def copies(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         return call.module, (call.tokens.clone(), call.output_tokens.clone())
 
@@ -402,7 +407,7 @@ def _are_chained(model: nn.Module, images: ImageSet) -> bool:
 
 
 def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]]:
-    """Returns the tokens that a block gets in its first call, and notes on the images."""
+    """Returns the tokens that a block receives in its first call, and notes on the images."""
     family, weight = family_of(model), _weight(model)
     validation = InputValidation(model, family, "repair")
     with warnings.catch_warnings():
@@ -413,7 +418,7 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
-    """Returns the first argument of a part of a model in a forward pass, which ends there because no more is needed."""
+    """Returns the first argument of a model's part in a forward pass, which ends there because no more is needed."""
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:
@@ -433,13 +438,13 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     """Returns the weights of the tokens after every block, by their effect on the outputs.
 
     A weight is the root mean square of a gradient with respect to the token, scaled to mean 1, and mixed with EVEN. It
-    is the gradient of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a class
-    drawn from the predicted probabilities, so its second moment is the Fisher information. For embeddings, it is the
-    gradient of a random projection of the normalized embedding. If a block has no gradient, all tokens after it have
-    the same weight.
+    is the gradient of the log-probability of an answer that is drawn from the outputs (`OutputKind.drawn`), e.g. a
+    class drawn from the predicted probabilities. So its second moment is the Fisher information. For embeddings, it is
+    the gradient of a random projection of the normalized embedding. If a block has no gradient, all tokens after it
+    have the same weight.
     """
-    # One sampled class per image estimates the diagonal of the Fisher matrix without labels and without a pass per
-    # class. Its root fits better than its square (docs/results/hidden.md).
+    # One sampled class per image estimates the diagonal of the Fisher matrix, without labels and without a pass per
+    # class. The root of this diagonal fits better than the diagonal itself (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
     layout, blocks = _Layout.of(model), blocks_of(model, family)
     sums: dict[nn.Module, Tensor] = {}
@@ -448,21 +453,21 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     at_once = min(max(int(GRAPH_MACS / family.costs(model).macs), 1), CHUNK // 2)
     for batch in chosen.batches(at_once, device=weight.device):
         with torch.enable_grad(), recording_calls(blocks, lambda call: call) as calls:
-            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
+            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph even with frozen weights
             drawn = kind.drawn(answers, generator)
-        # Outputs of blocks, [batch, tokens, width]. There are none if the module computes its blocks without gradients,
-        # or reads only an earlier block.
+        # Outputs of blocks, [batch, tokens, width]. The list is empty if the module computes its blocks without
+        # gradients, or if its outputs use only an earlier block.
         outputs = [call.output_tokens for call in calls if call.output_tokens.requires_grad]
         known = outputs if drawn.requires_grad else []
         found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
         for call in calls:
-            # A module may call a block several times; the block is fitted to sequences like those of the first call.
+            # A module may call a block several times. The block is fitted to sequences like those in the first call.
             count = layout.by_image(call.tokens).shape[1]
             total = sums.setdefault(call.module, call.tokens.new_zeros(count))
             slope = slopes.get(id(call.output_tokens))
             if slope is not None and count == len(total):
-                # The last block of a class-token model may compute only that token.
+                # The last block of a class-token model may compute only the class token.
                 squares = layout.by_image(slope).square().sum((0, -1))
                 total[: len(squares)] += squares
     roots = [sums[block].sqrt() for block in blocks]
@@ -470,7 +475,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
 
 
 class _UpTo(nn.Module):
-    """A module that runs only up to the input of one of its parts, and returns this input."""
+    """A module that runs only until the input of one of its parts is known, and returns this input."""
 
     def __init__(self, module: nn.Module, part: nn.Module):
         super().__init__()
@@ -485,9 +490,9 @@ class _BlockFit:
     """The fits of one block to the output of the reference's block, and the relative error on held-out images.
 
     `tokens` are the inputs of the block. `targets` and `without_mlp` are the outputs of the reference's block with and
-    without its MLP. There are three fits: first of the attention by Adam, to the stream before the MLP; then of the
-    second map of the MLP in closed form; then of both maps by Adam from there. Each is kept only if it lowers the error
-    of the block's output on images that it was not fitted to.
+    without its MLP. First, Adam fits the attention to the stream before the MLP. Then the second map of the MLP is
+    fitted in closed form. Finally, Adam fits both maps of the MLP from there. Each fit is kept only if it lowers the
+    error of the block's output on held-out images.
     """
 
     def __init__(self, block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair):
@@ -527,9 +532,9 @@ class _BlockFit:
             run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # Whole images, because attention mixes the tokens of an image; few images, because they have many tokens.
+            # A step uses whole images, because attention mixes their tokens, but only a few, because each has many.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
-            # Inside the block, which may divide the tokens for its attention, and scale its output.
+            # The error is computed inside the block, which may divide tokens for its attention and scale its output.
             with block.without_mlp():
                 missed = run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
@@ -551,15 +556,15 @@ class _BlockFit:
         compute = rounded(mlp, inputs.split(CHUNK), self.knobs.bits)
 
         def outputs_of(images: Tensor) -> Tokens:
-            # The block's outputs, computed from its stream before the MLP, so the rest of it need not run again.
+            # The block's outputs, computed from its stream before the MLP, so the rest of the block need not run again.
             return torch.cat([stream[part] + scale * compute(inputs[part]) for part in images.split(CHUNK)])
 
         def mlp_error() -> float:
             return self._error_of(outputs_of(self.held_out))
 
         def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # An MLP treats tokens one by one. Sampling them in proportion to their importance replaces the weights of
-            # the error. Single tokens of many images differ more than all tokens of a few images.
+            # An MLP treats tokens one by one. They are sampled in proportion to their importance, so the error needs no
+            # weights. Single tokens of many images differ more than all tokens of a few images.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
             return ((compute(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
@@ -574,7 +579,7 @@ def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
     """Fits the second map, or its second factor, by least squares with a penalty on the change of its weight."""
-    # Normal equations in float64, accumulated over chunks, so that memory does not grow with the number of tokens.
+    # The normal equations are in float64. They are accumulated over chunks, so memory does not grow with the tokens.
     units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
     features = nn.Sequential(units, *([second.first] if isinstance(second, LowRankLinear) else []))
@@ -585,7 +590,7 @@ def _fit_second_(
     for part in fitted.split(CHUNK):
         rows = features(inputs[part])  # [images, tokens, units]
         rows = torch.cat([rows, torch.full_like(rows[..., :1], float(has_bias))], dim=-1)
-        # What the current map leaves over is fitted, so that the penalty applies to the map's change.
+        # The residual of the current map is fitted, so the penalty applies to the map's change.
         residuals = wanted[part] - linear(rows[..., :-1])
         rows, residuals = ((root * each).flatten(0, -2) for each in (rows, residuals))
         with bfloat16_products(inputs.device, False):
@@ -593,8 +598,8 @@ def _fit_second_(
             joint += (rows.T @ residuals).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
-    # The last column holds the means, because the last feature is 1. Without a bias it is 0, and the variance is then
-    # the mean square.
+    # The last feature is 1, so the last column holds the means. Without a bias this feature is 0, and the variance
+    # becomes the mean square.
     mean = moment[:-1, -1]
     variance = float((moment.diagonal()[:-1] - mean.square()).clamp_min(0).mean())
     # There is no penalty on the bias. Without a bias, its row is zero, and a 1 on the diagonal keeps the matrix

@@ -1,4 +1,4 @@
-"""Linear maps as an 8-bit file computes them, but with gradients, for fits of models that will be quantized."""
+"""Linear maps as an 8-bit file computes them, but with gradients, for fitting models that will be quantized."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 
-# SmoothQuant (Xiao et al., 2023, Eq. 4) moves this share of an input channel's range into the weights, as NNCF does.
+# SmoothQuant (Xiao et al., 2023, Eq. 4) moves this share of an input channel's range into the weights. NNCF uses it.
 SMOOTHED = 0.95
 INPUT_STEPS, WEIGHT_STEPS = 255, 127
 
@@ -37,12 +37,12 @@ class ChannelRanges:
 class EightBits(TorchFunctionMode):
     """Computes every linear map with both operands rounded to 8 bits, as in NNCF's scheme for transformers.
 
-    Inputs are divided by a factor per channel (SmoothQuant), and rounded within one range, which covers the inputs of
-    all passes under `calibrating`. Every row of weights has its own range. The mean error of every output is
-    subtracted, as corrected biases do. Gradients pass through the rounding unchanged (Bengio et al., 2013).
+    Inputs are divided by a factor per channel (SmoothQuant), and rounded within one range. The range covers the inputs
+    in all passes under `calibrating`. Every row of weights has its own range. The mean error of every output is
+    subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al., 2013).
 
-    Maps are told apart by the order of their calls, so every `pass_` must be one pass of the same module. Gradients are
-    enabled in it, because without them a module may compute several maps in one kernel, which would not be rounded.
+    The order of the calls identifies the maps, so every `pass_` must be one pass of the same module. Gradients are
+    enabled during the pass. Without them, a module may compute several maps in one kernel, which would not be rounded.
     """
 
     def __init__(self):
@@ -60,7 +60,7 @@ class EightBits(TorchFunctionMode):
             self._calibrates = False
 
     def pass_(self, run: Callable[[], Tensor]) -> Tensor:
-        """Returns what `run`, one pass of the module, returns with rounded maps."""
+        """Runs `run`, which must be one pass of the module, with rounded maps, and returns its output."""
         has_gradients = torch.is_grad_enabled()
         self._calls = 0
         with torch.enable_grad(), self:
@@ -103,9 +103,9 @@ class EightBits(TorchFunctionMode):
 
 
 def smoothing_factors(ranges: ChannelRanges, weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "inputs"]:
-    """Returns the factors by which SmoothQuant divides the input channels (Xiao et al., 2023, Eq. 4).
+    """Returns the factors that SmoothQuant divides input channels by (Xiao et al., 2023, Eq. 4).
 
-    The factor is 1 for channels without a range.
+    For channels without a range the factor is 1.
     """
     inputs, weights = torch.maximum(-ranges.low, ranges.high), weight.detach().abs().amax(0)
     factors = inputs**SMOOTHED / weights ** (1 - SMOOTHED)
@@ -113,7 +113,7 @@ def smoothing_factors(ranges: ChannelRanges, weight: Float[Tensor, "outputs inpu
 
 
 def rounded_inputs(inputs: Float[Tensor, "*_"], low: Float[Tensor, ""], high: Float[Tensor, ""]) -> Float[Tensor, "*_"]:
-    """Returns the inputs rounded to 256 evenly spaced numbers from `low` to `high`, one of which is zero."""
+    """Returns the inputs rounded to 256 evenly spaced numbers from `low` to `high`, which include zero."""
     step = ((high.clamp_min(0) - low.clamp_max(0)) / INPUT_STEPS).clamp_min(torch.finfo(inputs.dtype).tiny)
     zero = (-low.clamp_max(0) / step).round()
     return _with_gradient(inputs, ((inputs / step).round() + zero).clamp(0, INPUT_STEPS).sub(zero) * step)
@@ -130,9 +130,9 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function that runs a pass of a module as a file of `bits` bits computes it; exactly if `bits` is None.
+    """Returns a function that runs a module's pass as a file of `bits` bits computes it, or exactly if `bits` is None.
 
-    The ranges come from the `inputs` [any shape], with one pass each.
+    One pass for each of the `inputs` [any shape] determines the ranges.
     """
     if bits is None:
         return run

@@ -1,4 +1,4 @@
-"""Allocation of a budget: the optimal plan under the assumption that the sensitivities of its choices add up."""
+"""Allocates a budget: finds the optimal plan under the assumption that the sensitivities of choices add up."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
-# Savings and sensitivities below this are rounding errors. It is also the smallest divisor of the greedy gain.
+# Smaller savings and sensitivities are rounding errors. It is also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
-# Savings are rounded to 1 / GRID of the cost of the unchanged model. Up to MAX_DEFICIT parts of negative savings are
-# allowed, because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because
-# of the rounding.
+# Savings are rounded to 1 / GRID of the unchanged model's cost. A stage has a cost, so savings may be negative, by up
+# to MAX_DEFICIT parts. Because of the rounding, plans that miss the target by up to ROUNDING_SLACK parts are checked,
+# too.
 GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
-# `few_stages` has plans of one to FEW stages. Their numbers of tokens are multiples of TILE, which fill the vectors and
-# tiles of kernels, and at most NUMBERS different ones.
+# `few_stages` considers one to FEW stages. Its numbers of tokens are multiples of TILE, which fill the vectors and
+# tiles of kernels. There are at most NUMBERS different ones.
 FEW, TILE, NUMBERS = 3, 16, 16
 
 
@@ -35,11 +35,11 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """The plans of minimal predicted divergence for every cost.
+    """The plans with the least predicted divergence for every cost.
 
-    A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
-    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. If the
-    stages of a plan are limited (`Space.most_stages`), their number belongs to the state, too. For every state the plan
+    This is a multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the
+    number of pruned patches and the savings so far. The costs and sensitivities of later layers depend on nothing else.
+    If the number of stages is limited (`Space.most_stages`), it belongs to the state, too. For every state, the plan
     with the lowest sensitivity is kept. The only approximation is that savings are rounded to 1 / `GRID` of the
     unchanged model's cost.
     """
@@ -49,13 +49,13 @@ class Frontier:
     sensitivities: Sensitivities
 
     def at(self, limit: float) -> Step:
-        """Returns the plan of minimal predicted divergence that costs at most this share.
+        """Returns the plan with the least predicted divergence whose cost, as a share, is at most `limit`.
 
         Raises:
             NotSupported: No plan is cheap enough by the cost table.
         """
-        # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
-        # to the rounding. Savings beyond the budget are undone.
+        # The table holds rounded savings, but exact costs decide. Up to the rounding, the first plan that is cheap
+        # enough is optimal. Savings beyond the budget are undone.
         for choices in self._by_sensitivity(1 - limit / self.nothing):
             if self.cost_table.total(choices) <= limit:
                 return self._without_surplus(limit, self._step(choices))
@@ -64,14 +64,14 @@ class Frontier:
     def near(self, limit: float, start: Choices) -> Step:
         """Meets a budget greedily, starting from any plan.
 
-        Repeats the move with the largest savings per added divergence, then undoes choices that the budget does not
+        Repeats the move with the largest savings per added divergence. Then it undoes choices that the budget does not
         require. A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
 
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
         """
-        # The greedy rule of fractional knapsacks. Unlike `at` it depends on the start, which is its purpose: it meets
-        # the budget near a given plan.
+        # This is the greedy rule for fractional knapsacks. Unlike the plan from `at`, the result depends on the start.
+        # So it meets the budget near a given plan.
         now = self._step(start)
         while now.cost > limit:
             best, gain = None, 0.0
@@ -87,19 +87,20 @@ class Frontier:
         return self._without_surplus(limit, now)
 
     def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, in one to FEW stages, and cost at most this share.
+        """Returns plans that only prune tokens, in one to FEW stages, and whose cost share is at most `limit`.
 
-        For every number of stages these are the plans with the lowest predicted divergence at `count` sets of layers.
+        For every number of stages, the function finds the best token counts for each set of layers. It returns the
+        `count` sets with the lowest predicted divergence.
         """
-        # Costs and sensitivities add up over the stages. A stage changes them only by the numbers of tokens before and
-        # after it, so all plans can be compared.
+        # Costs and sensitivities add up over the stages. A stage's contribution depends only on the numbers of tokens
+        # before and after it, so all plans can be compared.
         table, space, found = self.cost_table, self.space, list[Choices]()
         if TOKENS not in space.axes:
             return ()
         tokens = np.arange(table.prefix + table.patches + 1)
         gone = np.minimum(tokens[::-1], table.patches)
         blocks = table.attention[:, 0, 0] + table.mlp[:, 0]
-        # [layer, tokens]: the cost of all layers from one on, and the divergence by pruning before it.
+        # [layer, tokens]: the cost of this layer and all later ones, and the divergence when pruning before the layer.
         costs = blocks[::-1].cumsum(0)[::-1] / table.whole
         pruned = self.sensitivities.of_pruned
         changes = np.array([[pruned(layer, int(count)) for count in gone] for layer in range(space.depth)])
@@ -128,9 +129,9 @@ class Frontier:
         return Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
-        """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""
-        # Every round lowers the divergence, so the loop ends. It is needed after rounding, and after greedy moves: the
-        # last move may save more than was missing. Latency rises in steps, so that some patches cost nothing.
+        """Undoes choices within the budget. Repeats the change that keeps more and reduces the divergence most."""
+        # Every round lowers the divergence, so the loop ends. The loop is needed after rounding and after greedy moves,
+        # because the last move may save more than necessary. Latency rises in steps, so some patches cost nothing.
         step = 1 if self.cost_table.quantity == "latency" else None
         while True:
             best = now
@@ -144,36 +145,36 @@ class Frontier:
 
     @property
     def reachable(self) -> float:
-        """The smallest cost that `at` has a plan for, as a share; rounded up."""
+        """The smallest cost for which `at` finds a plan, as a share, rounded up."""
         return self.cheapest + self.nothing * ROUNDING_SLACK / GRID
 
     @property
     def cheapest(self) -> float:
-        """The smallest cost of any plan as a share, up to rounding."""
-        # The last column that any final state reaches.
+        """The smallest cost that any plan has, as a share, up to rounding."""
+        # The last column that is finite for any final state.
         saved = np.flatnonzero(np.isfinite(self._solved[0].min(0))).max() - MAX_DEFICIT
         return self.nothing * (1 - float(saved) / GRID)
 
     @cached_property
     def nothing(self) -> float:
-        """The cost of the unchanged model; for latency not exactly 1, because the reference is the library's model."""
+        """The unchanged model's cost. For latency it is not exactly 1, because the reference is the library's model."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
     def _numbers(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
-        # Only multiples of the step, plus the offset, to keep the number of states small.
+        # Only the offset plus multiples of the step are possible, which keeps the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
         return np.array([0, *range(space.offset or space.step, most, space.step)])
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """The number of pruned patches of every state: none, then all numbers again for every count of stages."""
+        """The number of pruned patches of every state: none first, then all numbers, repeated for each stage count."""
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
     def _after_stage(self, before: int, largest: int) -> slice:
-        """Returns the states after one more stage, up to a number of pruned patches."""
+        """Returns the states that one more stage can reach, up to `largest` pruned patches."""
         pruned, each = self._gone[before], len(self._numbers) - 1
         stages = 0 if not before or self.space.most_stages is None else (before - 1) // each + 1
         if stages == self.space.most_stages:
@@ -183,53 +184,53 @@ class Frontier:
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
-        """Returns the minimal sensitivity [gone, saved] after all layers, and the backpointers of every layer.
+        """Returns the lowest sensitivity [gone, saved] after all layers, and the backpointers of every layer.
 
         Index MAX_DEFICIT of `saved` means no savings.
         """
-        # [gone, saved], infinite for states that no plan reaches. Before the first layer there is only one state:
+        # [gone, saved]. Infinity means that no plan reaches the state. Before the first layer there is only one state:
         # nothing is saved.
         least = np.full((len(self._gone), MAX_DEFICIT + GRID + 1), np.inf)
         least[0, MAX_DEFICIT] = 0.0
         backpointers = []
         for layer in range(self.space.depth):
-            # The order of a forward pass: the stage is before the layer, whose cost depends on the tokens that remain.
+            # The stage comes first, as in a forward pass, because a layer's cost depends on the remaining tokens.
             least, previous = self._prune_patches(layer, least)
             least, chosen, options = self._choose_ranks(layer, least)
             backpointers.append((previous, chosen, options))
         return least, backpointers
 
     def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds a stage before a layer: returns the minimal sensitivity [gone, saved] and the previous indices."""
+        """Adds a stage before a layer. Returns the lowest sensitivity [gone, saved] and the previous indices."""
         previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])  # no stage: the same state
         # A stage needs the attention of a previous layer.
         if not layer or len(least) == 1:
             return least, previous
         updated, patches = least.copy(), self.space.patches
-        # The divergence at every total number of pruned patches; a stage adds the difference between two totals, as in
+        # The divergence at every total number of pruned patches. A stage adds the difference between two totals, as in
         # `Sensitivities.total`.
         at_totals = np.array([self.sensitivities.of_pruned(layer, int(gone)) for gone in self._gone])
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
-            # Vectorized over the totals that one stage can reach; only the loop over the totals before it is in Python.
+            # Only the loop over the totals before the stage is in Python. The totals after it are one array.
             after = self._after_stage(before, largest)
-            # [saved]; a stage has a cost, which shifts the savings down.
+            # [saved]. The cost of the stage shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
             candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
-            # `updated[after]` is a view, because `after` is a slice: the masked assignments change `updated`.
+            # `after` is a slice, so `updated[after]` is a view, and the masked assignments change `updated`.
             better = candidate < updated[after]
             updated[after][better] = candidate[better]
             previous[after][better] = before
         return updated, previous
 
     def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Chooses the ranks of a layer: returns the minimal sensitivity [gone, saved], the chosen option, and the
+        """Chooses the ranks of a layer. Returns the lowest sensitivity [gone, saved], the chosen option, and the
         options."""
         updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
         by_number = {int(gone): self._options(layer, int(gone)) for gone in self._numbers}
         for index, gone in enumerate(self._gone):
             saved, sensitivity, levels = by_number[int(gone)]
-            # [options, saved]: the sensitivity before the layer, moved by the savings of every option.
+            # [options, saved]: the sensitivity before the layer, shifted by the savings of every option.
             candidates = np.stack([_shifted(least[index], int(parts)) for parts in saved]) + sensitivity[:, None]
             chosen[index] = candidates.argmin(0)
             updated[index] = candidates.min(0)
@@ -237,15 +238,14 @@ class Frontier:
         return updated, chosen, options
 
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the savings (in units of 1 / GRID), sensitivities and levels of all Pareto-optimal rank choices of a
-        layer."""
-        # Dominated options are removed, so that the loop in `_choose_ranks` has few. An option stays if it saves more
-        # than every option of lower sensitivity.
+        """Returns savings (in units of 1 / GRID), sensitivities and levels of a layer's Pareto-optimal rank choices."""
+        # Dominated options are removed to shorten the loop in `_choose_ranks`. An option stays only if it saves more
+        # than every option with a lower sensitivity.
         levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
             sensitivity += self.sensitivities.ranks[axis][layer, level]
         tokens = self.cost_table.prefix + self.cost_table.patches
-        # Relative to the layer with all patches: the savings by pruned patches are counted here, layer by layer.
+        # Savings are relative to the layer with all patches, so they include the savings by pruned patches.
         full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)
         scores, values, mlp = levels.T
         costs = (
@@ -254,41 +254,43 @@ class Frontier:
         )
         saved = np.array([self._parts(float(cost)) for cost in full - costs])
         order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
-        # The first option has no predecessor: any saving of a layer exceeds -MAX_DEFICIT - GRID.
+        # The first option has no predecessor. Every layer saves more than -MAX_DEFICIT - GRID.
         optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-MAX_DEFICIT - GRID], saved[order][:-1]]))
         return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
 
     @cached_property
     def _levels(self) -> np.ndarray:
-        """All combinations of levels [options, axis] of a layer."""
+        """All combinations of levels for a layer, [options, axis]."""
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Returns the savings of a stage itself in units of 1 / GRID, which are negative or zero."""
+        """Returns what the stage itself saves, in units of 1 / GRID. It is negative or zero."""
         tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        # As a share of the unchanged model's own cost, which may be more than the original's.
+        # The savings are a share of the unchanged model's own cost, which may be higher than the original's.
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields the plans that save at least this share of the unchanged model's cost minus ROUNDING_SLACK parts, by
-        increasing sensitivity."""
-        # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
+        """Yields plans by increasing sensitivity if they save at least this share of the unchanged model's cost.
+
+        The savings may be lower by ROUNDING_SLACK parts.
+        """
+        # [gone, saved], flattened. The final number of pruned patches is free, so all states with enough savings
         # compete.
         first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)
         least = self._solved[0][:, first:]
         for index in least.argsort(None, kind="stable"):
             gone, over = divmod(int(index), least.shape[1])
-            if not np.isfinite(least[gone, over]):  # sorted: no plan reaches the states that follow
+            if not np.isfinite(least[gone, over]):  # in sorted order, so no plan reaches the remaining states either
                 return
             yield self._traced(gone, first + over)
 
     def _traced(self, gone: int, saved: int) -> Choices:
         """Follows the backpointers from the final state [gone, saved] to the plan."""
         choices = Choices.nothing(self.space.depth)
-        # The steps of `_solved` backwards: in every layer the ranks first, then the stage before it.
+        # The steps of `_solved` in reverse order: in every layer the ranks first, then the stage before it.
         for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
             parts, *levels = (int(value) for value in options[gone][chosen[gone, saved]])
             for axis, level in zip(RANKS, levels, strict=True):
@@ -303,10 +305,10 @@ class Frontier:
 
 
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
-    """Returns a lower bound of every plan's cost; raises NotSupported if `limit` is below it.
+    """Returns a lower bound of every plan's cost. Raises NotSupported if the bound is above `limit`.
 
-    It needs no sensitivities. The bound has the cheapest ranks of every layer. Before every layer it prunes as many
-    patches as stages can, at no cost.
+    The bound needs no sensitivities. It assumes the cheapest ranks in every layer. It also assumes that stages before
+    every layer prune as many patches as they can, at no cost.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches
@@ -334,7 +336,7 @@ def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> No
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
-    """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
+    """Shifts the sensitivities [saved] by `parts`. The gap is filled with infinity."""
     shifted = np.full_like(least, np.inf)
     shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
     return shifted

@@ -1,4 +1,4 @@
-"""Cost tables: the costs of every layer by ranks and tokens, in closed form or corrected by measured models."""
+"""Cost tables: the cost of every layer by rank and number of tokens, in closed form or corrected by timed models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,30 +16,31 @@ from attnrx.vit.spec import compression_of
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
-# A table is nonsense if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Costs can
-# be slightly negative, because the savings of attention and MLP are added up. They can be high: a block of a small
-# model is one call of a kernel, and took seven times as long after a stage of merging, where its parts are called.
+# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Costs
+# can be slightly negative, because the savings of attention and MLP are added up. They can also be high. For example, a
+# block of a small model is one kernel call. After a merging stage its parts were called separately, which took seven
+# times as long.
 BELOW, ABOVE = 0.1, 10.0
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
-    """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it.
+    """Returns the model's costs after the prescription (qk, vo, MLP and tokens), without realizing it.
 
     `by` is a compression, as in `realize`.
     """
     require_all_tokens(model, "compute the costs of a prescription on")
     family, compression = family_of(model), compression_of(by)
     keeps_norms = compression is None or compression.keeps_norms
-    # The specs of the layers after `realize`; below, the ranks of both MLP maps and the numbers of hidden units.
+    # The layer specs after `realize`. Below are the ranks of both MLP maps and the numbers of hidden units.
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, keeps_norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
-            # A map without a decision costs what it does now, which may be a factored one.
+            # A map without a decision keeps its cost. It may be factored already.
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
-        # `strict` is off, because a model whose MLPs are not pairs of linear maps has none here.
+        # `strict` is off, because `mlp` returns no pairs if the MLPs are not pairs of linear maps.
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
@@ -53,14 +54,14 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The cost of every layer by ranks and tokens; `whole` is the original's cost.
+    """The cost of every layer by rank and number of tokens.
 
-    The `quantity` is "latency" (in any unit of time), "macs" or "params".
+    The `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost.
 
-    `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
-    number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
-    number of its input tokens. `outside` is the cost outside the blocks. `spread` is the interquartile range of the
-    timings as a share of their median, 0 for exact costs.
+    `attention` is [layer, level of qk, level of vo, tokens], and `mlp` is [layer, level, tokens]. Both have an entry
+    for every number of tokens, from none to all. `stages` [layer, tokens] is the cost of a token reducer before a
+    layer, by the number of its input tokens. `outside` is the cost outside the blocks. `spread` is the interquartile
+    range of the timings as a share of their median. It is 0 for exact costs.
     """
 
     quantity: str
@@ -74,15 +75,15 @@ class CostTable:
     spread: float = 0.0
 
     def problem(self) -> str | None:
-        """Returns why no model can have these costs; None if one can.
+        """Returns why no model can have these costs, or None if they are possible.
 
-        Timings under the load of other processes can give costs that are negative, or that rise where less is computed.
+        If other processes load the machine, timed costs may be negative, or rise although less is computed.
         """
         numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
         if not all(np.isfinite(each).all() for each in numbers):
             return "a cost is not finite"
-        # Costs of blocks [layers, levels of qk, levels of vo, tokens] with the full MLP, and with the cheapest MLP at
-        # the numbers of tokens that are timed.
+        # Block costs with the full MLP, and the least and largest costs with any MLP. The least costs are only compared
+        # at numbers of tokens that are timed.
         full, timed = self.attention[:, 0, 0, -1], (self.prefix + self.patches) // 4
         least = (self.attention + self.mlp.min(axis=1)[:, None, None])[..., timed:].min(axis=(1, 2, 3))
         largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
@@ -105,27 +106,27 @@ class CostTable:
         )
 
     def total(self, choices: Choices) -> float:
-        """Returns the cost of the whole model as a share of the original's."""
+        """Returns the cost of the whole model as a share of the original's cost."""
         layers = sum(self.layer(choices, index, gone) for index, gone in enumerate(choices.left))
         stages = sum(float(self.stages[layer, tokens]) for layer, tokens in self.stage_inputs(choices).items())
         return (self.outside + layers + stages) / self.whole
 
     def stage_inputs(self, choices: Choices) -> dict[int, int]:
-        """Returns the number of input tokens of the stage before every layer that has one."""
+        """Returns the number of input tokens of every stage, by the layer that follows the stage."""
         tokens = self.prefix + self.patches
         before = zip((0, *choices.left), choices.num_pruned, strict=False)
         return {layer: tokens - gone for layer, (gone, count) in enumerate(before) if count}
 
 
 def exact_cost_table(space: Space, quantity: str) -> CostTable:
-    """Returns the cost table of MACs or parameters in closed form."""
+    """Returns the cost table for MACs or parameters, in closed form."""
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
-    # Costs are linear or quadratic in the number of tokens, so one evaluation per level gives the costs at all numbers.
+    # Costs are linear or quadratic in the number of tokens, so one evaluation per level determines them at all numbers.
     steps = np.arange(tokens + 1) / tokens
     tables = {axis: _by_level(space, before, axis, quantity, steps) for axis in RANKS}
-    # No part depends on the levels of both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
+    # No part of the cost depends on both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, quantity))
     inside = float(attention[:, 0, 0, -1].sum() + tables["mlp"][:, 0, -1].sum())
@@ -134,7 +135,7 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     if space.reducer is not None and quantity == "macs":
         shape = replace(space.shape, directions=max((*family_of(model).attention(model)[0].spec.ranks, 1)))
         for count in range(prefix + 2, tokens + 1):
-            # The table has no axis for the number of kept patches: it holds the cost of pruning one.
+            # The table has no axis for the number of kept patches, so the stage's cost assumes that it prunes one.
             stages[:, count] = space.reducer.predictor_macs(shape, count - prefix, max(count - prefix - 1, 1))
     return CostTable(quantity, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
 
@@ -142,14 +143,14 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
 def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
     """Returns the costs of an axis, [layer, level, tokens]."""
     table = np.empty((space.depth, len(space.levels), len(steps)))
-    # Levels that are not available are never chosen; they hold the original's costs, so that no entry is undefined.
+    # Unavailable levels are never chosen. They get the original's costs, so that no entry is undefined.
     allowed = (0, *space.available(axis))
     for level in range(len(space.levels)):
         piece = space.piece(axis, level) if level in allowed and level else None
         costs = before if piece is None else prescribed_costs(space.model, piece)
         for index, layer in enumerate(costs.layers):
             parts = {name: layer.parts[name] for name in COST_PARTS[axis]}
-            if quantity == "params":  # pruned tokens remove no weights
+            if quantity == "params":  # pruning tokens removes no weights
                 table[index, level] = sum(part.params for part in parts.values())
                 continue
             square = sum(part.macs for name, part in parts.items() if name in SQUARE)
@@ -157,14 +158,14 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
     return table
 
 
-# The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
-# Files have fewer, because a file with twelve stages takes as long to write as three others.
+# The cost of a stage is measured by models with these numbers of stages. None means one stage before every layer but
+# the first. Files have fewer stages, because a file with twelve takes as long to write as three other files.
 STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 4)
-# The savings of an axis in a whole model are at most this multiple of the savings of its blocks by themselves. Larger
-# factors are limited to it, because timings of whole models are noisy.
+# An axis may save at most this multiple in the whole model, compared with its blocks. Larger factors are limited to
+# it, because timings of whole models are noisy.
 MOST = 1.5
-# The most that a whole model saves by tokens beyond its blocks, as a share. Blocks are timed with the operations of
-# their token sizes.
+# The most that a whole model saves by fewer tokens beyond its blocks, as a share. Blocks are timed including the
+# operations for token sizes.
 MORE = 0.15
 # Predicted savings below this share of the latency are rounding.
 LEAST = 1e-6
@@ -179,19 +180,19 @@ def corrected(
 ) -> CostTable:
     """Converts the costs to shares of the baseline's latency, by timing whole models.
 
-    `latency_shares` returns the latencies of models by name, as shares of the reference's, measured interleaved. These
-    models fix the numbers of the table:
+    `latency_shares` returns the latencies of models by name, as shares of the reference's latency. The timings are
+    interleaved. These models determine the numbers of the table:
 
-    - The unchanged model fixes the overall scale.
-    - Models with one axis at a middle level in all layers scale the savings of that axis.
+    - The unchanged model determines the overall scale.
+    - For every axis, a model with a middle level in all layers scales the axis's savings.
     - A model with both qk and vo scales what they save together beyond the sum.
-    - Models with token reduction at these numbers of `stages` fix three numbers by least squares. Two are the cost of a
-      stage: a constant, and a part proportional to its number of input tokens. The third is the share of the savings by
-      tokens that a whole model misses, because a block that is timed alone finds its weights in the cache. It is
-      negative if the whole model saves more.
+    - Models with token reduction at these numbers of `stages` determine three numbers by least squares. Two are the
+      cost of a stage: a constant, and a part proportional to its number of input tokens. The third is the share of the
+      token savings that a whole model misses, because a block that is timed alone finds its weights in the cache. If
+      the whole model saves more, this share is negative.
     """
-    # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
-    # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
+    # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
+    # determine a few numbers, one after the other: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
     available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
@@ -202,13 +203,13 @@ def corrected(
         joint = {}  # the table adds them up
     models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
     shares = latency_shares({OWN: space.model, **models})
-    # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
+    # Total costs are divided by `whole`. Afterwards the table has the measured share for the unchanged model.
     cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
-    # Measured and predicted savings of every axis.
+    # Measured and predicted savings for every axis.
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
     factors = {axis: _factor(*both) for axis, both in saved.items()}
     for at in joint.values():
-        # What is left of the measured saving after the savings of both axes, and what the table has for it.
+        # The measured saving minus the savings of both axes, and the table's prediction for this difference.
         of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
         factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
@@ -217,17 +218,17 @@ def corrected(
         return cost_table
     tokens = space.shape.layout.tokens
     # Three unknowns by non-negative least squares over the models: measured minus predicted share = constant * stages +
-    # slope * input tokens of all stages + missed * predicted savings. All are costs, which noise must not make
-    # negative. The constant is the time of calling a stage's many operations: most of its cost for one image.
+    # slope * input tokens of all stages + missed * predicted savings. All of them are costs, and noise must not make
+    # costs negative. The constant is the time to call a stage's many operations, most of its cost for one image.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     inputs = [cost_table.stage_inputs(choices).values() for choices in some.values()]
     stage_tokens = np.array([*map(sum, inputs)]) / cost_table.whole
     num_stages = np.array([*map(len, inputs)]) / cost_table.whole
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
-    # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
-    # than unknowns: then a stage has no constant.
+    # Tokens are counted as shares of all tokens, so both parts of a stage's cost have the same unit. A shallow model
+    # has fewer different plans than unknowns. The constant is then left out.
     columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
-    # A whole model may also save more than its blocks: the share is missed + MORE >= 0.
+    # A whole model may also save more than its blocks, so the fitted share is missed + MORE >= 0.
     fit = nonnegative_fit(columns, missing + MORE * saved_by_tokens)
     slope, missed, constant = [*fit, *(0.0, MORE, 0.0)[len(fit) :]]
     missed -= MORE
@@ -240,18 +241,18 @@ def corrected(
 
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
-    """Returns costs [..., tokens] that lose the share `missed` of the savings by fewer tokens."""
+    """Returns costs [..., tokens] that lose the share `missed` of what fewer tokens save."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
 def _factor(measured: float, predicted: float) -> float:
-    """Returns the factor between a measured and a predicted saving; 1 if no saving is predicted."""
-    # It is not negative, because noise must not turn a saving into a cost.
+    """Returns the ratio of a measured to a predicted saving, or 1 if no saving is predicted."""
+    # The ratio is not negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
 
 def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
-    """Scales the savings of every axis, and what qk and vo save together beyond the sum of both."""
+    """Scales what every axis saves, and what qk and vo save together beyond their sum."""
     attention, mlp = cost_table.attention, cost_table.mlp
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]
@@ -266,7 +267,7 @@ def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
 
 
 def _some_at(space: Space, stages: int | None) -> Choices:
-    """Returns the plan that prunes half of the patches in equal numbers at stages spread over the layers."""
+    """Returns the plan that prunes half of the patches in equal numbers, at stages spread over the layers."""
     layers = space.spread(stages)
     count = max(space.patches // (2 * len(layers)), 1)
     return replace(
@@ -279,12 +280,13 @@ def never_slower(
 ) -> np.ndarray:
     """Returns the least-squares fit of times [level, level of another axis, tokens] in which no lower level is slower.
 
-    The savings of both axes are additive, with an interaction term for levels that both have reached, because a kernel
-    may pad one to the other. They are subtracted from a common intercept or, with `from_zero`, from zero: then the
-    times are differences from the full level. Fitting few parameters to many times also reduces measurement noise.
+    The savings of both axes add up. Levels that both axes have reached have an interaction term, because a kernel may
+    pad one axis to the other. The savings are subtracted from a common intercept. With `from_zero` they are subtracted
+    from zero, because the times are then differences from the full level. Fitting few parameters to many times also
+    reduces measurement noise.
     """
-    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
-    # per indicator the fitted times cannot rise from a level to the next.
+    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings per indicator
+    # are not negative, so the fitted times cannot rise from one level to the next.
     pairs = [(one, other) for one in (0, *levels) for other in (0, *others)]
     axes = sorted(levels), sorted(others), sorted({*levels} & {*others})
     steps = np.array(
@@ -302,7 +304,7 @@ def never_slower(
 
 
 def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the x >= 0 that minimizes ||factors x - target||: the active-set method of Lawson and Hanson (1974).
+    """Returns the x >= 0 that minimizes ||factors x - target||, by the active-set method of Lawson and Hanson (1974).
 
     The sum of the squares decreases at every step, so no set of positive entries occurs twice.
     """
@@ -319,7 +321,7 @@ def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
             blocked = positive & (free <= 0)
             if not blocked.any():
                 break
-            # Moves up to the first entry that reaches zero on the way.
+            # All entries move until the first one reaches zero.
             found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
             positive &= found > 1e-15
         found = free

@@ -1,4 +1,4 @@
-"""Which blocks a model needs least, by the measured divergence without them."""
+"""Finds the blocks that a model needs least, by measuring the divergence without them."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ from attnrx.vit.models.boundary.verbs import verb
 def least_needed_blocks(
     model: nn.Module, images: ImageData, count: int = 1, *, batch_size: int = 32
 ) -> DepthPrescription:
-    """Chooses blocks to remove, one after the other: each time the block without which the outputs diverge least.
+    """Chooses blocks to remove, one after the other. Each time, the outputs diverge least without the chosen block.
 
-    The divergence from the original is measured on all images, without any fit. Pass the result to `prescribe`.
+    The divergence from the original is measured on all images, and nothing is fitted. Pass the result to `prescribe`.
 
     Args:
         model: The model.
-        images: Images, normalized for the model, in any form; no labels.
+        images: Images without labels, normalized for the model, in any form that attnrx reads.
         count: How many blocks to remove.
-        batch_size: Images of one forward pass.
+        batch_size: Images per forward pass.
 
     Returns:
-        The blocks; the reason of each states the divergence without it.
+        The blocks to remove. The reason of each block states the divergence without it.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

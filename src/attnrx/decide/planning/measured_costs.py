@@ -1,5 +1,6 @@
-"""Cost tables of measured latency: the time of a block by rank and number of tokens on this machine, in PyTorch or in
-the runtime of a file format.
+"""Cost tables of measured latency: the time of a block by rank and number of tokens, on this machine.
+
+Blocks run in PyTorch or in the runtime of a file format.
 """
 
 import copy
@@ -65,34 +66,35 @@ from attnrx.vit.models import (
 from attnrx.vit.models.working.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
 
-# The shares of the tokens at which blocks are timed; times in between are interpolated.
+# Blocks are timed at these shares of the tokens. Times in between are interpolated.
 TIMED = (0.25, 0.5, 0.75, 1.0)
-# Kernels compute tokens in groups, e.g. 16 in a vector, so the time rises in steps. The unchanged block is timed at
-# every FINE tokens to find the steps; in the runtime of a format, which may compile for each number, at every
-# FINE_IN_FILES. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES for a
-# format).
+# Kernels compute tokens in groups, e.g. 16 in a vector, so the time rises in steps. To find the steps, the unchanged
+# block is timed at every FINE tokens. The runtime of a format may compile for each number, so there it is timed at
+# every FINE_IN_FILES tokens. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES
+# for a format).
 FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 8, 1e11
-# The stage is before this layer. The block after that layer is timed, or the layer itself if it is the last one.
+# The stage is before this layer. The layer after this one is timed, or this one if it is the last.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
-# How many successive blocks are timed as one in the runtime of a format. A call costs as much there as a part of a
+# How many successive blocks are timed together in the runtime of a format. There, a call costs as much as a part of a
 # block, and a call without blocks has only half of that cost.
 BLOCKS_OF_FORMAT = 4
-# Files of 8 bits that are only timed are quantized on this many images: their time does not depend on the ranges.
+# 8-bit files for timings are quantized on this many images, because their time does not depend on the ranges.
 TIMED_ON = 8
-HEADER = 64  # bytes of a safetensors file for every tensor, in addition to its name
+HEADER = 64  # bytes in a safetensors file for every tensor, in addition to its name
 # How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
-# the unchanged model's latency is below SLOWEST times the original's: beside other processes kernels wait for threads.
+# the unchanged model takes less than SLOWEST times the original's latency. If other processes run, kernels wait for
+# threads, and the times become longer.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 OLDEST = 30  # days after which a table is measured again
 REFERENCE, ALL = "original", "all"
-# The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
+# The folders of attnrx with code that affects the timings: models, compressed layers and files, measurements.
 PACKAGE, MEASURED_CODE = Path(__file__).parents[2], (("vit", "change", "exporting", "decide/planning"))
 
 
 @cache
 def measured_code() -> str:
     """Returns the hash of the source files of MEASURED_CODE."""
-    # The version is not enough: between releases, e.g. in a checkout, the same version has other code.
+    # The version is not enough, because its code may change between releases, e.g. in a checkout.
     files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
     digest = sha256()
     for path in files:
@@ -101,21 +103,21 @@ def measured_code() -> str:
 
 
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
-    """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
+    """Returns a stored cost table for a model of this shape under these conditions, or else measures one.
 
-    It is kept in the cache folder for OLDEST days, for this hardware and its governor, these versions of torch and the
-    runtime, this code of attnrx (`measured_code`) and these kernels. A table that no model can have
-    (`CostTable.problem`) is measured again. A table that was measured beside other processes, or has noisy timings, is
-    used for this call with a warning, and not kept.
+    Tables are stored in the cache folder for OLDEST days. A stored table applies only to the same hardware and
+    governor, versions of torch and the runtime, code of attnrx (`measured_code`) and kernels. If no model can have the
+    costs in a table (`CostTable.problem`), the costs are measured again. If other processes ran during the
+    measurement, or the timings are noisy, this call uses the table and logs the problem, but does not store it.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
     """
     family = family_of(space.model)
-    # Weights are left out: latency does not depend on their values, so models of one architecture share a table.
+    # Weights are not part of the key. Latency does not depend on them, so models of one architecture share a table.
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
-    outside = family.costs(space.model).macs  # including what is around the blocks, e.g. a decoder
+    outside = family.costs(space.model).macs  # includes the parts around the blocks, e.g. a decoder
     form = format_of(settings)
     facts = (
         device_name(str(settings.conditions.device)),
@@ -125,8 +127,8 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         kernel_version(),
         {} if form is None else installed_versions(*form.libraries),
     )
-    # The layout is included: models with other patch sizes have the same layers and input shape, and other numbers of
-    # tokens.
+    # The layout is part of the key. Models with another patch size have the same layers and input shape, but another
+    # number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple, space.width_multiple
     timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
     timing.append(form)
@@ -167,7 +169,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
-        # Through numpy: torch would store the floats in float32, and a plan from the cache would differ.
+        # numpy converts the numbers. torch would store floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
 
@@ -177,25 +179,25 @@ def measured_cost_table(
 ) -> CostTable:
     """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
 
-    After a stage attention may use token sizes (proportional attention), and so does the timed block. Each time is
-    divided by the original block's in the same round. The costs are shares of the latency of attnrx's own model and do
-    not include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
+    After a stage, attention may use token sizes (proportional attention), and so does the timed block. Each time is
+    divided by the original block's time in the same round. The costs are shares of the latency that attnrx's own model
+    has. They do not include token reducers, which `corrected` adds. In the fitted times, no lower level is slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
     """
     timer, counts = _Timer(space, protocol, images), np.arange(space.shape.layout.tokens + 1)
-    # Blocks are timed on a grid of levels and numbers of tokens. qk and vo interact, because they share the kernel of
-    # attention, so they are timed in all pairs; the MLP is timed by itself. The rest of the table is interpolated, made
-    # monotone, and scaled to the time of the whole model.
+    # Blocks are timed on a grid of levels and numbers of tokens. qk and vo share the attention kernel, so they interact
+    # and are timed in all pairs. The MLP is timed separately. The rest of the table is interpolated, made monotone, and
+    # scaled to the time of the whole model.
     grid = timer.grid
-    # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
-    # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
+    # [level of qk, level of vo, grid]: times of a whole block with the full MLP. The last entry of the grid is a block
+    # before any stage. The MLP table contains differences from these times, so the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
     qk, vo, mlp_levels = ((0, *space.measured(axis, levels)) for axis in RANKS)
     for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
         attention[level, other] = timer.block({"qk": level, "vo": other})
-    # First along qk, for the measured levels of vo, then along vo for all levels of qk.
+    # Times are interpolated along qk for the measured levels of vo, then along vo for all levels of qk.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space.available("qk"), space.available("vo"))
     mlp = np.zeros((len(space.levels), len(grid) + 1))
@@ -203,9 +205,9 @@ def measured_cost_table(
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = between_levels(space, "mlp", mlp, mlp_levels, 0)[:, None]
     mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
-    # The last block is only timed without compression; its share of a block's time is assumed for all levels.
+    # The last block is timed only without compression. Its share of a block's time is assumed to hold for all levels.
     last = timer.last() / attention[0, 0]
-    # The tables of all layers; the last layer may be cheaper (last-layer class-token shortcut).
+    # The tables of all layers. The last layer may be cheaper if it computes only the class token.
     tables = [
         np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
         for part in (attention, mlp)
@@ -223,8 +225,8 @@ def file_cost_table(
 ) -> CostTable:
     """Times some unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    A lower level is taken to save the same share of a block's time as of its multiply-accumulates. `corrected` then
-    scales it by the times of whole files, each of which takes seconds to write.
+    A lower level is assumed to save the same share of a block's time as of its multiply-accumulates. `corrected` then
+    scales these savings by the times of whole files. Writing each of these files takes seconds.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -234,7 +236,7 @@ def file_cost_table(
     exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
     unchanged = (exact.attention[:, 0, 0] + of_mlp[:, 0])[timer.layers.start]
-    # The time of a multiply-accumulate [tokens]. It is the same in a last block that only computes the class token.
+    # The time of one multiply-accumulate, [tokens]. A last block that only computes the class token has the same one.
     unit = np.divide(times, unchanged, out=np.zeros_like(times), where=unchanged > 0)
     attention, mlp = unit * (exact.attention + of_mlp[:, None]), unit * (exact.mlp - of_mlp)
     return timer.whole(attention, mlp, (baseline.unchanged, baseline.empty))
@@ -243,9 +245,9 @@ def file_cost_table(
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
     """Interpolates times linearly in the kept share, between the `known` levels of an axis, along dimension `dim`.
 
-    Below the last known level the line through the last two is continued.
+    Below the last known level, the line through the last two is continued.
     """
-    # By share and not by level number, because `space.levels` need not be evenly spaced.
+    # The weight depends on the share, not on the level number, because `space.levels` need not be evenly spaced.
     complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
@@ -256,9 +258,9 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Successive blocks with the arguments that their model passes beside the tokens, e.g. rotary positions.
+    """Successive blocks, with the arguments that their model passes in addition to the tokens, e.g. rotary positions.
 
-    With a `reduction` the blocks are in their state after a stage: every token has a size and the index of a patch.
+    With a `reduction`, the blocks are in their state after a stage. Every token has a size and the index of a patch.
     With `last`, the shortcut of the last block, the last block computes only the class token.
     """
 
@@ -274,29 +276,29 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        with ExitStack() as states:  # entered in the call, like in a model: a copied module has no state of a call
+        with ExitStack() as states:  # entered in the call, because a copied module has no state of a call
             if self.last is not None:
                 states.enter_context(self.last.forward_pass(True))
             if self.reduction is not None:
-                # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take
-                # time, whatever their values are.
+                # Sizes make attention proportional. Patch indices make it gather biases or rotations. Both take time,
+                # whatever their values are.
                 run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
                 run.patches = self.reduction.shape.layout.patches
-                run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, which a runtime could fold
+                run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, because a runtime could fold it
                 run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
                 states.enter_context(self.reduction.continuing(run))
             for block in self.blocks:
                 output = block(tokens, *self.args, **self.kwargs)
                 tokens = output[0] if isinstance(output, tuple) else output
-        # Without blocks there is one operation, which a runtime does not remove.
+        # Without blocks, one operation remains that a runtime does not remove.
         return tokens if self.blocks else 2 * tokens
 
 
 class _Timer:
     """Times blocks and models in one runtime, at the numbers of tokens of the `grid`.
 
-    Times are in units of the original block with all tokens. The timed blocks come after a stage; without the axis of
-    tokens they are the first blocks.
+    Times are in units of the original block with all tokens. If the plan has the axis of tokens, the timed blocks
+    follow a stage. Otherwise they are the first blocks.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -309,18 +311,19 @@ class _Timer:
             )
         self.space, self.protocol, self.images = space, protocol, images
         tokens = space.shape.layout.tokens
-        # Without the axis of tokens the grid has only the number of all tokens. torch.export would fix a single patch.
+        # Without the axis of tokens, the grid has only the full number of tokens. torch.export fixes a size of 1, so
+        # there are at least two patches.
         least = min(space.shape.layout.prefix + 2, tokens)
         grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
         first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
-        # The last layer is left out, because it may compute less.
+        # The last layer is excluded, because it may compute less.
         count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
         self.layers = range(first, first + count)
-        # A real forward pass gives the arguments of a block, e.g. rotary tables, and the images per call, which may be
-        # a part of the batch. It is not compiled, because hooks would break the graphs.
+        # A real forward pass records the arguments of a block, e.g. rotary tables, and the number of images per call,
+        # which may be a part of the batch. The pass is not compiled, because hooks would break the graphs.
         to = self.conditions.device, PRECISIONS[self.conditions.precision]
         model, plain = copy_module(space.model).eval().to(*to), replace(self.conditions, compiled=False, graphs=False)
         blocks = blocks_of(model, self.family)[:1]
@@ -329,16 +332,16 @@ class _Timer:
         self.call = calls[-1]
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
-        # Noise in place of tokens: the operations of a block do not depend on values.
+        # Noise replaces the tokens, because the operations of a block do not depend on their values.
         self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
         self.all_tokens = self.rows[grid[-1]]
-        # A batch may be run in chunks; `whole` divides by the number of runs of a block.
+        # A batch may run in chunks, and `whole` then divides by the number of block calls.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
         self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
         self.original = self._prepared(space.model, self.layers)
-        # The time of a call without blocks, in units of the original block. A model has it once, so it is subtracted
-        # from the times of blocks.
+        # The time of a call without blocks, in units of the original block. It occurs only once in a model, so it is
+        # subtracted from the times of blocks.
         self.calls = dict.fromkeys(grid, 0.0)
         if form is not None:
             nothing = self._prepared(space.model, range(0))
@@ -348,19 +351,19 @@ class _Timer:
     def _prepared(
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
-        """Returns these blocks as the runtime runs them, before any stage or in their state after one."""
+        """Returns a function that runs these blocks in the runtime, before any stage or in their state after one."""
         key = layers, shortened, after_stage
         if model is self.space.model and key in self._ready:
             return self._ready[key]
-        # After a stage the example has fewer tokens: the number of all tokens may be the size of a table of positions,
-        # and would be fixed then.
+        # After a stage, the example has fewer tokens. The full number might equal the size of a position table, and the
+        # export would then fix it.
         rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
         if after_stage:
             reducer, staged = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
             assert reducer is not None
             policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
             reduction = attach_tokens_(staged, self.family, policy)
-            # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
+            # The caller passes the tokens to be timed, so a stage of the block itself must keep all of them.
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(staged, self.family)[layers.start : layers.stop]
         called = _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction)
@@ -370,8 +373,9 @@ class _Timer:
         return run
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Returns the times of a block at several numbers of tokens after a stage; the last entry is for all tokens
-        before any stage.
+        """Returns the times of a block at several numbers of tokens after a stage.
+
+        The last entry is the time with all tokens before any stage.
         """
         choices, model = Choices.nothing(self.space.depth), self.space.model
         for axis, level in levels.items():
@@ -382,14 +386,15 @@ class _Timer:
         return self._times(model, self.layers, False) / len(self.layers)
 
     def last(self) -> np.ndarray:
-        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
+        """Returns the times of the last block, which computes only the class token if the model has this shortcut."""
         depth = self.space.depth
         return self._times(self.space.model, range(depth - 1, depth), True)
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
-        """Returns factors [counts] that turn straight lines between the grid's times into times of the unchanged block.
+        """Returns factors [counts] for the linear interpolation between the grid's times.
 
-        A factor is 1 if the block is not timed at that number of tokens.
+        Multiplied by its factor, an interpolated time becomes the time of the unchanged block. A factor is 1 if the
+        block is not timed at that number of tokens.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -399,15 +404,15 @@ class _Timer:
         fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
         seconds = self._turns({str(n): partial(after, self.all_tokens[:, :n].contiguous()) for n in fine})
         times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
-        # More tokens never take less time.
+        # The time must not fall as the number of tokens rises.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
-        # A number between two timed ones takes the time of the larger one.
+        # A number between two timed numbers takes the time of the larger one.
         stairs = times[np.searchsorted(fine, counts).clip(max=len(fine) - 1)]
         factors = stairs / np.interp(counts, [0, *self.grid], [0.0, *stairs[self.grid]]).clip(min=times[0] / counts[-1])
         return np.where((counts < fine[0]) | (counts == counts[-1]), 1.0, factors)
 
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
-        """Returns the times of all these layers together; the last one may be `shortened`."""
+        """Returns the total time of these layers, at every number of tokens. The last layer may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
         runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
@@ -416,12 +421,13 @@ class _Timer:
         return np.array([seconds[name] for name in (*runs, ALL)]) - calls
 
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Returns the median over rounds of every time, in units of the original block in the same round."""
-        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
+        """Returns the median of every time over the rounds, in units of the original block in the same round."""
+        # Runs take turns with the original block. Other processes slow down both in a round, so their load cancels in
+        # the ratio.
         runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
-            # One block is not repeated: in a model it follows others, which leave little of it in the caches. Several
-            # blocks of a format follow each other, so they are repeated.
+            # A single block is not repeated. In a model it follows other blocks, which leave little of it in the
+            # caches. Several blocks of a format follow each other, so they are repeated.
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
             timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": clock, "repeated": repeated}
@@ -441,14 +447,14 @@ class _Timer:
         If there are `files`, they are timed in place of the models.
         """
         space, images = self.space, self.conditions.prepare_images(self.images)
-        # All blocks together cost the time of the model minus the time of the model with identity blocks.
+        # The time of all blocks together is the model's time minus its time with identity blocks.
         models, runs = (space.model, without_blocks(space.model)), dict[str, Callable[[], object]]()
         for name, model, file in zip_longest(("own", "empty"), models, files):
             runs[name] = partial(file or self.runtime.prepare(model, images), images)
         seconds = self._turns(runs)
-        # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
+        # The unit is one call of the original block, on `images` images. A batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
-        # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
+        # In a model, the input of a block is in the cache. So the block times are scaled to the whole model.
         scale = (total - outside) / float(attention[:, 0, 0, -1].sum())
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
@@ -458,10 +464,10 @@ class _Timer:
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
-    """Returns the times at every number of tokens: linear between times after a stage; the last entry at all tokens."""
-    # [levels, grid + 1]. No tokens take no time. If there are fewer than all tokens, a stage was before the block. The
-    # grid's entry at all tokens is only the end of that line; the last entry is the time at all tokens, before any
-    # stage.
+    """Returns the times at every number of tokens, by linear interpolation between the times after a stage."""
+    # [levels, grid + 1]. No tokens take no time. Fewer than all tokens mean that a stage precedes the block. The grid's
+    # entry for all tokens only ends that line. The last entry is the time with all tokens before any stage, and it is
+    # used for the full number.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
@@ -472,19 +478,19 @@ def timing_conditions(
 ) -> Conditions:
     """Returns the conditions of the timings.
 
-    The precision is the model's own if models are timed in it, or the precision of a format's files. On a CUDA device
-    graphs are recorded, if the model can be recorded.
+    Models are timed in their own precision if possible, and files in the precision of their format. On a CUDA device,
+    graphs are recorded if the model allows it.
     """
     # Neither models nor files are timed in float64.
     weight = next(model.parameters())
     precision = precision_for(model, form or parse_format("program")) or dtype_name(weight.dtype)
-    # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
+    # On one thread, latency can be measured by CPU time (`PlanTimer.settings`).
     threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
     conditions = Conditions(str(weight.device), precision, threads)
     if not conditions.on_cuda or form is not None:
         return conditions
-    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels. It
-    # depends on the load of the processor, and hardly on what is removed.
+    # With fewer than some hundred images, an eager pass takes as long as the processor needs to launch its kernels.
+    # This time depends on the processor's load, and hardly on what is removed.
     recorded = replace(conditions, graphs=True)
     images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
     try:
@@ -498,20 +504,20 @@ def timing_conditions(
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
-    """Returns the protocol of results: whole batches, wall clock, several processes."""
+    """Returns the protocol for final results: whole batches, wall clock, several processes."""
     rounds = final_rounds(batch, family_of(model).costs(model).macs)
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
 def few_images(images: ImageSet) -> ImageSet:
-    """Returns the images on which a file is quantized that is only timed."""
+    """Returns the images that are used to quantize a file for timing."""
     return images.take(min(TIMED_ON, len(images)))
 
 
 class PlanTimer:
-    """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files.
+    """Times whole plans in turns with the `baseline`: as models in PyTorch or, with a format, as files.
 
-    The files are calibrated on `images`.
+    Files are calibrated on `images`.
     """
 
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
@@ -521,12 +527,12 @@ class PlanTimer:
 
     @cached_property
     def settings(self) -> PlanSettings:
-        """The settings by which plans are timed."""
+        """The settings for timings during planning."""
         return self.requested.while_planning(family_of(self.space.model).costs(self.space.model).macs)
 
     @cached_property
     def baseline(self) -> Baseline:
-        """What latency is relative to: the model as it runs without attnrx, in PyTorch or as a file of the format."""
+        """The reference for latencies: your model without attnrx, in PyTorch or as a file of the format."""
         form = format_of(self.settings)
         if self._baseline is not None or form is None:
             return self._baseline or Baseline.eager(self.space.model)
@@ -534,13 +540,14 @@ class PlanTimer:
         return Baseline.as_file(self.space.model, form, few, self.log, in_subprocess)
 
     def cost_table(self) -> CostTable:
-        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
+        """Returns the latency of blocks by rank and number of tokens, from the cache or by measurement."""
 
         def measure() -> CostTable:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
             if form is None:
-                # Timed in their own process, like whole models: these were slower in a process that had timed blocks.
+                # Blocks are timed in a process of their own. So are whole models, because they were slower in a process
+                # that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
@@ -551,22 +558,21 @@ class PlanTimer:
         return cached_cost_table(self.space, self.settings, measure)
 
     def timing(self, model: nn.Module) -> dict[str, Any]:
-        """Returns the speed of a model, or of its file, relative to the baseline, with its interval and the
-        conditions.
-        """
+        """Returns how fast a model or its file is, relative to the baseline, with an interval and the conditions."""
         settings, baseline = self.settings, self.baseline.model
         noise = settings.noise(self.space.model)
-        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        # Shorter rounds cost less, so more of them are run, and their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested or settings.to else 1)
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.to is not None:
-            if self._written is None or self._written[0] is not model:  # a timing may be repeated
+            if self._written is None or self._written[0] is not model:  # a repeated timing uses the same file
                 self._written = model, self._file(model)
-            # In this process, because the runtime of a file allocates its memory itself.
+            # Files run in this process, because their runtime allocates its memory itself.
             speed = compare_latency(self._written[1], baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
-                # With so few images a part is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
+                # A part of so few images would not be representative. With decoders and chunks, the speed was 1.53x at
+                # 4 images, and 1.58x at 8.
                 settings = replace(settings, batch=self.requested.batch)
                 noise = settings.noise(self.space.model)
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
@@ -594,14 +600,14 @@ class PlanTimer:
         }
 
     def megabytes(self, model: nn.Module) -> float:
-        """Returns the size of a model's file in the format of the settings, or of its weights without one."""
+        """Returns the size of a model's file in the requested format. Without a format, returns its weights' size."""
         if self.settings.to is None:
             # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
         return self._file(model).bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Returns the latency of models, or of their files, relative to the baseline, in turns."""
+        """Returns the latency of models, or of their files, relative to the baseline, measured in turns."""
         settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
         protocol, unchanged = replace(settings.protocol, rounds=rounds), self.baseline.unchanged
         if unchanged is not None:
@@ -620,7 +626,7 @@ class PlanTimer:
         return self._files({"": model})[""]
 
     def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
-        """Writes files that are only timed: quantized on a few images, they have the operations of final files.
+        """Writes files for timing. They are quantized on a few images, and have the operations of final files.
 
         Raises:
             NotSupported: A model cannot be written in the format.

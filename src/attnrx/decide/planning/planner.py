@@ -1,6 +1,6 @@
-"""The planner: what is measured for plans, the optimal allocation, its refinement by measured divergence, and the plan.
+"""The planner: measures costs and sensitivities, allocates the budget, and refines the plan by measured divergence.
 
-The search changes a few choices of the best plan at random, and greedy moves meet the budget from there. The next plan
+The search changes a few choices of the best plan at random, and then meets the budget by greedy moves. Each plan
 depends only on the trials before it.
 """
 
@@ -38,33 +38,33 @@ from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
 
-# The phases of a plan and their usual shares of the time (`progress.Phases`).
+# The phases of planning and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
 PHASES["predicting on other images"] = 5.0
-# Every attempt of a plan for latency aims at RETRY_FACTOR times the target. A quick plan has few attempts to correct a
-# miss, and short timings. It aims at QUICK_FACTOR times, so that the result reaches the target when it is measured
-# again.
+# After a miss, the next attempt of a plan for latency aims at RETRY_FACTOR times the target. A quick plan has few
+# attempts to correct a miss, and short timings. It aims at QUICK_FACTOR times the target, so the result still reaches
+# the target when its speed is measured again.
 RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
-# After all attempts, a plan may miss a target of latency by less than this factor. It is returned if the plans that
-# reach the target diverge by more than TOLERATED nats and twice as far; machines vary by as much.
+# After all attempts, a plan may miss a target of latency by less than this factor, because machines vary by as much. It
+# is returned if the plans that reach the target diverge by more than TOLERATED nats and by more than twice as much.
 MISSED, TOLERATED = 1.05, 0.01
-# A timing that differs from the prediction by a larger share is repeated.
+# A timing is repeated if it differs from the prediction by a larger share.
 DOUBTFUL = 0.08
-# The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
+# The largest share of the latency that a plan aims at. A plan for 1 would be the unchanged model.
 LARGEST = 0.99
-# A plan is measured on one batch first, and no further if its divergence is more than this multiple of the best plan's.
+# A plan is measured on one batch first, and on more only if its divergence is at most this multiple of the best plan's.
 HOPELESS = 1.2
-# A search for latency also measures this many plans of one stage, of two and of three stages.
+# A search for latency also measures this many plans each with one, two and three stages.
 FEW_STAGES = 5
-# The first trials start from at most EVEN even schedules of pruned patches; others vary the best plan by at most
-# MOST_VARIED choices. Of several new variations (`PlanSettings.variations`), from at most ATTEMPTS, the one with the
-# lowest predicted divergence is measured.
+# The first trials start from at most EVEN even schedules of pruned patches. The others vary the best plan by at most
+# MOST_VARIED choices. Several new variations (`PlanSettings.variations`) are drawn in at most ATTEMPTS attempts. Only
+# the variation with the lowest predicted divergence is measured.
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
-# A plan's outputs are kept if an image has at most this many. Dense models have more: as many as pixels.
+# A plan's outputs are kept if an image has at most this many. Dense models have more, e.g. as many as pixels.
 KEPT = 4096
-# Bisection steps of the search for an allowed loss: the cost is found to 1 / 64.
+# Bisection steps of the search for an allowed loss. They determine the cost to 1 / 64.
 HALVINGS = 6
-# A plan for a size is not corrected if its file has at least this share of the size.
+# A plan for a size is not corrected if its file has at least this share of the target size.
 NEARLY = 0.98
 
 
@@ -81,30 +81,31 @@ def plan(
 ) -> Plan:
     """Allocates one budget to ranks and tokens, minimizing the divergence of the outputs.
 
-    The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency). Their
-    sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up.
-    That is an approximation, so a search then varies the best plan and measures the divergence of whole plans: all of
-    them on a part of `images`, the best on all images. The images are held in memory. The predictions are measured on
-    `others`, which are not used for any choice. You need labels only for a target of accuracy. If `others` have no
-    labels, no change of accuracy is predicted.
+    The costs of all choices come from a cost table, in closed form for MACs and parameters, measured for latency. Each
+    choice's sensitivity is measured separately, on the first of `images`. If sensitivities added up exactly, `Frontier`
+    would be optimal. They add up only approximately, so a search then varies the best plan and measures the divergence
+    of whole plans. It measures all of them on a part of `images`, and the best on all images. The images are in memory.
+
+    The predictions are measured on `others`, which influence no choice. You need labels only for a target of accuracy.
+    If `others` have no labels, the plan predicts no change of accuracy.
 
     Args:
         model: The model.
         diagnosis: The diagnosis of the model, with moments for a plan of values and MLP.
         target: A target or its text, e.g. "macs=0.6x" or "faster=1.6". A speed is relative to your model as you would
             run it without attnrx.
-        images: The images that the plan is chosen on.
-        others: Other images, which the predictions are measured on.
+        images: The images for choosing the plan.
+        others: Other images, for measuring the predictions.
         settings: The search space, the conditions of timings, and how much is measured.
 
     Returns:
         The plan with its prescription and predictions.
 
     Raises:
-        InvalidInput: The target is a recall, which is measured after the repair: give it to `shrink`.
+        InvalidInput: The target is a recall, which is measured after the repair. Give it to `shrink` instead.
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
-        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels: save it as it is.
+        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels. Save it unchanged.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -134,10 +135,9 @@ def plan_sharing(
 ) -> Plan | TargetMet:
     """Returns a plan like `plan` does, or `TargetMet` if the unchanged model meets the target.
 
-    Targets of the same cost share a planner: it is taken from `planners`, or added to them. All divergences and shares
-    of costs are relative to the `reference`. By default this is the model; the model may also be a copy of the
-    reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs without
-    attnrx.
+    Targets for the same cost share a planner. It is taken from `planners`, or added to them. All divergences and cost
+    shares are relative to the `reference`, by default the model. The model may also be a copy of the reference with a
+    smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs without attnrx.
 
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair.
@@ -148,15 +148,15 @@ def plan_sharing(
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
-    format_of(settings)  # an unknown one raises before the work
+    format_of(settings)  # an unknown format raises here, before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    # The images that predictions are not measured on.
+    # The images that are not used for measuring predictions.
     distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
     if target.quantity == DROP:
         require_labels(distinct_images)
-    cost = target.minimized  # what is measured depends on it and not on its limit
+    cost = target.minimized  # the measurements depend on this cost, but not on the target's limit
     if cost not in planners and settings.portable:
         uniform = UniformSpace.of_class(model, diagnosis, settings)
         planners[cost] = UniformPlanner(uniform, settings, cost, distinct_images, reference, baseline)
@@ -168,7 +168,7 @@ def plan_sharing(
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured plan, and the means over the images; the search minimizes `softened` (see `Deviation`)."""
+    """One measured plan and its mean deviations. The search minimizes `softened` (see `Deviation`)."""
 
     step: Step
     divergence: float
@@ -179,9 +179,9 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer, or moves a stage."""
+    """Applies 1 to `MOST_VARIED` random changes: more is kept or more is pruned in one layer, or a stage moves."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        # In both directions: the greedy rule meets the budget again, whatever the change costs or saves.
+        # Changes go in both directions, because greedy moves meet the budget again, whatever they cost or save.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
@@ -189,11 +189,11 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 
 
 class Planner:
-    """The plans for one kind of cost, which targets of the same cost share.
+    """Makes the plans for one kind of cost. All targets for this cost share the planner.
 
     Everything is measured once: costs and sensitivities of single choices, deviations and latencies of whole plans.
-    Deviations are measured from the `reference`, by default the model of the space. That model may also be a copy of
-    the reference with a smaller decoder. Sensitivities are measured from that model, which the choices change.
+    Deviations are measured from the `reference`, by default the model of the space. The model may also be a copy of the
+    reference with a smaller decoder. Sensitivities are measured from the model itself, because choices change it.
     """
 
     def __init__(
@@ -212,19 +212,19 @@ class Planner:
         self.trials: tuple[Trial, ...] = ()  # the trials of the last search
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # the outputs of plans, per batch, on the first images
-        self._realized: dict[Choices, nn.Module] = {}  # only of the last plan, which is measured on more images
+        self._realized: dict[Choices, nn.Module] = {}  # only the last plan, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
 
-    # Computed after the cost table, which shows whether a target is impossible.
+    # The outputs are computed after the cost table, because the table shows whether a target is impossible.
     @cached_property
     def answers(self) -> Answers:
-        """The outputs of the reference on all images."""
+        """The reference's outputs on all images."""
         bfloat16 = self.settings.bfloat16 and suits_bfloat16(self.reference, self.images, self.log)
         return Answers.of(self.reference, self.images, self.settings.batch_size, bfloat16)
 
     @cached_property
     def trial_answers(self) -> Answers:
-        """The reference's outputs on the first images. A search has many plans, and measures only finalists on all."""
+        """The reference's outputs on the first images. A search measures only its finalists on all images."""
         return self.answers.first(self.settings.trial_images)
 
     @cached_property
@@ -234,15 +234,15 @@ class Planner:
 
     @cached_property
     def sensitivities(self) -> Sensitivities:
-        """Half the variance of the logits' change by single choices."""
-        # It ranks plans better than the KL of few images (docs/results/plan.md).
+        """Half the variance of the change in the logits, for every single choice."""
+        # This variance ranks plans better than the KL divergence of few images (docs/results/plan.md).
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
         return measure_sensitivities(self.space, answers, self.settings)
 
     @cached_property
     def frontier(self) -> Frontier:
-        """The optimal plans: the dynamic program is solved once for all costs."""
+        """The optimal plans. The dynamic program is solved once for all costs."""
         return Frontier(self.space, self.cost_table, self.sensitivities)
 
     def realized(self, choices: Choices) -> nn.Module:
@@ -255,7 +255,7 @@ class Planner:
         """Returns the deviation of a plan on some of the images."""
         key = len(answers), choices
         if key not in self._deviations:
-            # A larger number of images begins with the same ones, so what was measured is not computed again.
+            # A larger set begins with the same images, so earlier outputs are not computed again.
             outputs = self._outputs.get(choices, [])
             if len(outputs) < len(answers.batches):
                 outputs = [*outputs, *answers.outputs_of(self.realized(choices), len(outputs))]
@@ -265,23 +265,23 @@ class Planner:
         return self._deviations[key]
 
     def trial(self, step: Step, answers: Answers) -> Trial:
-        """Measures a plan on some images and returns it as a trial."""
+        """Measures a plan on some images, and returns it as a trial."""
         deviation = self.deviation(step.choices, answers)
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns the last timing of a plan, as a file if a format is requested: it is what the plan promises."""
+        """Returns the last timing of a plan, as a file if a format is requested. The plan promises this speed."""
         if choices not in self._latencies:
             self._latencies[choices] = self.timer.timing(self.realized(choices))
         return self._latencies[choices]
 
     def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
-        """Returns the plan for a target, with explained choices and predictions that are measured on other images.
+        """Returns the plan for a target, with explained choices and with predictions measured on other images.
 
         Returns `TargetMet` if the unchanged model meets the target.
 
         Raises:
-            NotSupported: No plan meets it.
+            NotSupported: No plan meets the target.
         """
         best, latency = self.best(target), None
         if isinstance(best, TargetMet):
@@ -290,7 +290,7 @@ class Planner:
         if self.minimized == "latency":
             latency = self.latency(choices)
         begin("predicting on other images")
-        # Outputs of the original on the other images are computed after the search: they need memory only then.
+        # The original's outputs on the other images are computed after the search, so they take no memory during it.
         answers = Answers.of(self.reference, others, self.settings.batch_size)
         deviation = answers.measure(self.realized(choices))
         self._realized.clear()
@@ -322,18 +322,19 @@ class Planner:
         )
 
     def best(self, target: Target) -> Trial | TargetMet:
-        """Returns the best plan for a target: measured repeatedly for latency and size, the cheapest for a loss.
+        """Returns the best plan for a target.
 
-        Returns `TargetMet` if the unchanged model meets the target.
+        Plans for latency or size are measured repeatedly. For an allowed loss, the cheapest plan is the best. Returns
+        `TargetMet` if the unchanged model meets the target.
 
         Raises:
-            NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
-                far from the predicted ones for a promise.
+            NotSupported: No plan is cheap enough or keeps the drop within the limit, or measured latencies differ too
+                much from the predictions.
         """
         self.trials = ()
         if target.quantity in COSTS:
             self._require_reachable(target.limit)
-        self.frontier  # noqa: B018  (costs and sensitivities are measured first: phases of their own)
+        self.frontier  # noqa: B018  (measures costs and sensitivities first, because they are phases of their own)
         begin("searching plans")
         if target.quantity == SIZE:
             return self._by_size(target)
@@ -344,7 +345,7 @@ class Planner:
     def _require_reachable(self, limit: float) -> None:
         """Raises NotSupported if every plan costs more than `limit`, before sensitivities are measured.
 
-        For a speed, logs how fast the unchanged model is, and which speed is out of reach.
+        If the target is a speed, also logs the unchanged model's speed and the speed that is out of reach.
         """
         is_speed = self.minimized == "latency"
         if is_speed:
@@ -358,27 +359,27 @@ class Planner:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
-        """Repeats planning with a target that the measured latency corrects.
+        """Plans repeatedly, and corrects the target by the measured latency each time.
 
-        Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is.
+        Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is fast enough.
         """
-        # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
-        # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
-        # that are fast enough the one with the lowest divergence is returned, and not the last.
+        # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost, and timed.
+        # The next plan is made for that cost times target / measured, as in a fixed-point iteration. Of all plans that
+        # are fast enough, the plan with the lowest divergence is returned, which need not be the last.
         limit, unchanged = target.limit, self.frontier.nothing
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
         timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
-        # A correction never asks for more than plans can save. If the target itself does, `Frontier.at` refuses it.
+        # A correction never asks for more than plans can save. If the target itself does, `Frontier.at` raises.
         least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
-        # The baseline is the model without attnrx; attnrx's kernels and files may be faster.
+        # The baseline is the model without attnrx. attnrx's kernels and files may be faster.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
         for attempt in track(range(self.settings.attempts), "searching plans"):
-            if not timings:  # the plan of the closed form, to correct the cost before a search
+            if not timings:  # the closed form's plan corrects the predicted cost before a search
                 trial = self._best((self._first(allowed),))
             elif attempt > 1 and self.settings.adjusts:
                 trial = self._adjusted(allowed, timings[-1][0])
@@ -386,13 +387,13 @@ class Planner:
                 trial = self._searched(allowed)
             ratio = self._timed(trial.step)
             timings.append((trial, ratio))
-            # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
+            # The first attempt uses the closed form, to measure the cost table's error before an expensive search.
             searched = attempt or self.settings.trials < 2
             if self.settings.min_ratio * limit <= ratio <= largest_ratio and searched:
                 break
             if allowed <= least and ratio > largest_ratio and searched:
                 break  # the fastest plan is not fast enough
-            # Corrects the predicted cost of the plan itself, which may be below the allowed one.
+            # Corrects the plan's own predicted cost, which may be below the allowed cost.
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
         enough = [timed for timed in timings if timed[1] <= largest_ratio]
         enough = enough or [timed for timed in timings if timed[1] <= limit]
@@ -400,7 +401,7 @@ class Planner:
         near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
-            # A plan that is fast enough but answers far worse is less useful than a plan that is nearly fast enough.
+            # A plan that is fast enough with far worse answers is less useful than a plan that is nearly fast enough.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
                 if best[1] > limit:
@@ -416,27 +417,27 @@ class Planner:
         return best[0]
 
     def _timed(self, step: Step) -> float:
-        """Times a plan, as a file if a format is requested; returns its latency as a share of the baseline's."""
+        """Times a plan, as a file if a format is requested. Returns its latency as a share of the baseline's."""
         model, what = self.realized(step.choices), "" if self.settings.to is None else f" as {self.settings.to}"
         ratio = 0.0
-        for _ in range(2):  # anew in every call: the machine may have been busy
+        for _ in range(2):  # every call times anew, because the machine may have been busy
             self._latencies[step.choices] = self.timer.timing(model)
             ratio = 1 / self._latencies[step.choices]["faster"]
-            if abs(ratio / step.cost - 1) <= DOUBTFUL:  # else an error of the table, or of this timing
+            if abs(ratio / step.cost - 1) <= DOUBTFUL:  # otherwise the table or this timing has an error
                 break
         self.details(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
         return ratio
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
-        """Returns the best plan at this cost among plans reached from the best trials and plans of few stages."""
-        # Greedy moves start from plans that are measured already, so there is no search, and few plans are measured at
-        # the new cost. Plans of few stages are included, because the trials may be for a cost that was wrong.
+        """Returns the best plan at this cost, of plans near the best trials and plans with few stages."""
+        # Greedy moves start from plans that are already measured. So no search is needed, and few plans are measured at
+        # the new cost. Plans with few stages are included, because the trials may have been for a wrong cost.
         order = sorted(self.trials, key=BY_SOFTENED)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         starts += self.frontier.few_stages(limit, 1)
         steps: dict[Choices, Step] = {}
-        for start in dict.fromkeys(starts):  # without repetitions, in order
-            with suppress(NotSupported):  # nothing near this plan is cheap enough
+        for start in dict.fromkeys(starts):  # in order, without repetitions
+            with suppress(NotSupported):  # no plan near this one is cheap enough
                 step = self.frontier.near(limit, start)
                 steps[step.choices] = step
         if not steps:
@@ -450,10 +451,10 @@ class Planner:
         return self.tried(self.frontier.at(limit))
 
     def _searched(self, limit: float) -> Trial:
-        """Measures the optimal plan at a cost and further ones, and returns the best of them."""
+        """Measures the optimal plan at a cost and further plans, and returns the best of them."""
         trials, few = [self._first(limit)], ()
         if self.minimized == "latency":
-            # A stage takes time, and pruning many patches at once changes more than the sum of sensitivities.
+            # A stage takes time, and pruning many patches at once changes more than the sum of sensitivities predicts.
             few = self.frontier.few_stages(limit, FEW_STAGES)
         number = self.settings.trials + len(few) if self.settings.trials > 1 else 0
         starts = (*few, *self.space.even_schedules()[:EVEN]) if number else ()
@@ -467,32 +468,32 @@ class Planner:
     def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
         """Returns the next plan to measure: first a plan near each of the `starts`, then variations of the best plan.
 
-        The first of the `trials` is the plan of the closed form.
+        The first of the `trials` is the closed form's plan.
         """
         number = len(trials) - 1
         if number < len(starts):
-            with suppress(NotSupported):  # nothing near this schedule is cheap enough
+            with suppress(NotSupported):  # no plan near this schedule is cheap enough
                 return self.frontier.near(limit, starts[number])
             return trials[0].step
         random = np.random.default_rng((self.settings.seed, number))
-        # The plan of the closed form may be the best.
+        # The best plan may be the closed form's.
         measured, best = {trial.step.choices for trial in trials}, min(trials, key=BY_SOFTENED).step.choices
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # the varied plan may not reach the budget
                 step = self.frontier.near(limit, varied(self.space, best, random))
-                steps += [step] * (step.choices not in measured)  # a plan is measured once
+                steps += [step] * (step.choices not in measured)  # every plan is measured only once
             if len(steps) == self.settings.variations:
                 break
         return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan on one batch and, if it is not far worse than the best one, on the images of the trials."""
+        """Measures a plan on one batch. Unless it is far worse than the best plan, also uses all images for trials."""
         few, about = self.answers.first(1), ""  # one batch
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)
         if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
-            # These few images may be easier or harder than others, by the same factor for this plan and the best one.
+            # The batch may be easier or harder than the other images, by the same factor for this plan and the best.
             factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
@@ -504,8 +505,8 @@ class Planner:
         return trial
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
-        """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
-        # Stored by choices, because several trials may have the same plan.
+        """Returns the trial with the lowest divergence on all images, among the finalists on fewer images."""
+        # Trials are stored by choices, because several may have the same plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.answers
@@ -517,15 +518,15 @@ class Planner:
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
-        """Repeats planning with a share of the parameters that the size of the plan's file corrects.
+        """Plans repeatedly for a share of the parameters, and corrects the share by the measured file size.
 
         Returns the plan with the least divergence whose file is small enough, or `TargetMet` if the unchanged model's
-        is.
+        file is.
 
         Raises:
-            NotSupported: No file is so small.
+            NotSupported: No plan's file is small enough.
         """
-        # Some parameters cannot be removed, and not all of them take equally many bytes.
+        # Some parameters cannot be removed, and parameters differ in their bytes.
         whole, limit = self.timer.megabytes(self.space.model), target.limit
         what = "the weights" if self.settings.to is None else f"the file in {self.settings.to}"
         if whole <= limit:
@@ -538,7 +539,8 @@ class Planner:
             found.append((trial, size))
             if NEARLY * limit <= size <= limit or (size > limit and share <= least):
                 break
-            # Megabytes per removed share of the parameters. The next plan aims at a little less than the limit.
+            # The slope is in megabytes per removed share of the parameters. The next plan aims slightly below the
+            # limit.
             slope = max(whole - size, 1e-9) / (1 - trial.step.cost)
             share = 1 - (whole - (1 + NEARLY) / 2 * limit) / slope
         fitting = [trial for trial, size in found if size <= limit]
@@ -556,13 +558,13 @@ class Planner:
         Raises:
             NotSupported: No plan keeps the loss within the limit.
         """
-        # Only closed forms are used: a search at every step would be repeated for every cost. `low` costs too little.
-        # `high` is the smallest cost so far whose loss is allowed; a search follows there.
+        # The bisection uses only closed forms, because every cost would need its own search. Plans at cost `low` lose
+        # too much. `high` is the smallest cost so far with an allowed loss, and the search follows there.
         low, high, cheapest, least = 0.0, 1.0, None, inf
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
-                # NotSupported: no plan is this cheap, so the smallest possible cost is above.
+                # If `at` raises NotSupported, no plan is this cheap, so the smallest possible cost is above.
                 step = self.frontier.at(middle)
             except NotSupported:
                 low = middle
@@ -576,13 +578,13 @@ class Planner:
         if cheapest is None:
             raise NotSupported(f"no plan keeps {target}: the least that one loses is {least:.3g}. Allow more.")
         found = self._searched(high)
-        # The search is for the lowest divergence, so its plan may lose more accuracy than the closed form's.
+        # The search minimizes the divergence, so its plan may lose more accuracy than the closed form's.
         if self._loss(found.step, target) > target.limit:
             found = self.trial(cheapest, self.answers)
         return found
 
     def _loss(self, step: Step, target: Target) -> float:
-        """Returns what a plan loses on the images: points of accuracy, or the mean divergence."""
+        """Returns a plan's loss on the images: points of accuracy, or the mean divergence."""
         deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
         if target.quantity != DROP:
             self.details(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
@@ -594,7 +596,7 @@ class Planner:
 
 
 class UniformPlanner(Planner):
-    """The plans for portable models: the search compares the numbers of heads, each with the largest width."""
+    """Makes plans for portable models. The search compares the numbers of heads, each with the largest width."""
 
     space: UniformSpace
 
@@ -645,8 +647,8 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. An image whose
-    # decision is in doubt has a divergence of `outputs.flip_divergence`.
+    # One changed image is added as a pseudo-count. Otherwise, without any change, the estimated spread would be zero.
+    # The divergence of an image with a doubtful decision is `outputs.flip_divergence`.
     more = {"divergence": outputs.flip_divergence**2, "agreement": 1.0, "change": 1.0}
     spreads = {
         name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
@@ -659,7 +661,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Returns one line per choice: its savings given all other choices, and its sensitivity by itself."""
+    """Returns one line per choice: what it saves given all other choices, and its separate sensitivity."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):
@@ -670,7 +672,7 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
             what = f"{value} patches pruned"
             if axis != TOKENS:
                 what = f"{100 * space.levels[value]:g} % of the ranks of {AXIS_WORDS[axis]} kept"
-            # Savings are given all other choices, because the savings of ranks depend on the tokens that remain.
+            # Savings assume all other choices, because the savings by ranks depend on the remaining tokens.
             saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
             cost = sensitivities.total(nothing.with_choice(axis, layer, value))
             gain = f"saves {saved:.2f} % of the {cost_table.quantity}"

@@ -1,6 +1,6 @@
-"""The deviation of outputs from the original's, and sensitivities: how each single choice changes the outputs.
+"""Measures how far outputs deviate from the original's, and how each single choice changes them (sensitivities).
 
-Sensitivities are measured from the changed layer on.
+Sensitivities are measured by running the model from the changed layer on.
 """
 
 import copy
@@ -37,7 +37,7 @@ from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
 
 # The change by bfloat16 is measured on ROUNDED images. It may be at most MOST_ROUNDING times the divergence of an image
-# whose decision is in doubt.
+# with a doubtful decision.
 ROUNDED, MOST_ROUNDING = 4, 0.01
 
 
@@ -45,10 +45,10 @@ ROUNDED, MOST_ROUNDING = 4, 0.01
 class Deviation:
     """The deviation of a candidate from the original, per image.
 
-    `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
-    temperature, `agrees` 1 for the same predicted class. `change` is +1 if only the candidate is correct, -1 if only
-    the original is, else 0; it is None for images without labels. `attnrx.vit.outputs` defines all of them for other
-    outputs. A regression makes no decision, so `agrees` and `change` are None.
+    `divergence` is KL(original || candidate) of the predicted probabilities, in nats. `softened` is its limit for a
+    high temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the candidate is
+    correct, -1 if only the original is, else 0. Images without labels have no `change` (None). `attnrx.vit.outputs`
+    defines these numbers for other outputs. A regression makes no decision, so `agrees` and `change` are None.
     """
 
     divergence: Float[Tensor, "images"]
@@ -66,7 +66,7 @@ class Deviation:
 class Answers:
     """Batches of images in memory, and the original's outputs for them.
 
-    With `bfloat16`, all matrix products are computed in it.
+    With `bfloat16`, all matrix products are computed in bfloat16.
     """
 
     batches: tuple[Tensor, ...]
@@ -77,7 +77,7 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int, bfloat16: bool = False) -> "Answers":
-        """Computes the original's outputs; images may have no labels.
+        """Computes the original's outputs. Images need no labels.
 
         Raises:
             DataError: There are no images, a label does not fit a head, or an embedding is zero.
@@ -86,8 +86,8 @@ class Answers:
         has_labels = images.has_labels and kind.has_decisions
         if has_labels:
             require_labels(images)
-        # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
-        # again.
+        # Every candidate is measured on the same batches. So they are held in memory, on the model's device and in its
+        # precision.
         pixels, labels, outputs = [], [], []
         with evaluating([model]), bfloat16_products(weight.device, bfloat16):
             batches = images.batches(batch_size, device=weight.device)
@@ -101,7 +101,7 @@ class Answers:
         if numbers is not None:
             require_labelled(numbers)
         answers = torch.cat(outputs)
-        # Embeddings are compared by their directions, and a plan for outputs without any would be arbitrary.
+        # Embeddings are compared by their directions. A zero embedding has none, and a plan for it would be arbitrary.
         if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
             raise DataError(
                 "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
@@ -114,11 +114,11 @@ class Answers:
 
     def first(self, count: int) -> "Answers":
         """Returns the first batches with at least `count` images in total."""
-        # Whole batches, so that no outputs have to be computed again.
+        # Returns whole batches, so that no outputs have to be computed again.
         return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
-        """Returns exactly the first `count` images: the last batch is cut."""
+        """Returns exactly the first `count` images. The last batch is shortened."""
         some = self.first(count)
         *whole, last = some.batches
         return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
@@ -138,7 +138,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of outputs, given per batch in the shape of the original's."""
+        """Returns the deviation of a candidate's outputs, which you pass per batch, shaped like the original's."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -151,7 +151,7 @@ class Answers:
 def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     """Whether plans can be compared in bfloat16.
 
-    Its products must be faster on the model's device, and change the outputs by far less than a plan does.
+    On the model's device, products in bfloat16 must be faster, and change the outputs by far less than a plan does.
     """
     weight = next(model.parameters())
     if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
@@ -159,14 +159,14 @@ def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     exact = Answers.of(model, images.take(ROUNDED), ROUNDED)
     try:
         rounding = replace(exact, bfloat16=True).measure(model).mean
-    except AttnrxError:  # a part of the model takes no such products, or overflows
+    except AttnrxError:  # a part of the model does not accept such products, or overflows
         return False
     suits = rounding <= MOST_ROUNDING * exact.kind.flip_divergence
     log(f"plans are compared in {'bfloat16' if suits else 'float32'}: rounding to bfloat16 is {rounding:.2g} away")
     return suits
 
 
-BlockCalls = Sequence[Sequence[ModuleCall]]  # calls of every block; several if a module calls the model several times
+BlockCalls = Sequence[Sequence[ModuleCall]]  # the calls of every block, several if a module calls the model repeatedly
 
 
 @contextmanager
@@ -176,12 +176,14 @@ def resumed(
     """Skips the first `layer` blocks in one forward pass, which is run inside the context.
 
     The last skipped block returns one entry of `given` for each of its calls, in the format of a block's output. The
-    other skipped blocks return the outputs of their `earlier` calls, which a decoder may read. If attention is not
-    read, blocks are MLPs with other parts between them: then only the last one is skipped. If `layer` is 0, the whole
-    model runs. Hooks on the blocks still run.
+    other skipped blocks return the outputs of their `earlier` calls, which a decoder may read. If `layer` is 0, the
+    whole model runs. Hooks on the blocks still run.
+
+    If no reader reads the attention, blocks are MLPs with other parts between them. Then only the last block is
+    skipped.
     """
-    # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
-    # tables and the pooling; the skipped blocks return at once.
+    # The model itself calls its blocks, so its code before, between and after them still runs, e.g. rotary tables and
+    # pooling. The skipped blocks return at once.
     with ExitStack() as stack:
         for index, block in enumerate(blocks_of(model, family)[:layer]):
             if not family.reads_attention(model) and index < layer - 1:
@@ -191,7 +193,7 @@ def resumed(
         yield
 
 
-# The smallest divergence, in nats: below it the logarithms of the interpolations would follow rounding, or be infinite.
+# The smallest divergence, in nats. For smaller values, interpolated logarithms would follow rounding, or be infinite.
 LEAST = 1e-9
 
 
@@ -199,10 +201,10 @@ LEAST = 1e-9
 class Sensitivities:
     """The mean softened divergence of the outputs (`Deviation`) for each single choice.
 
-    `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
-    pruned patches, and `tokens` [layer, point] the logarithms of the divergences measured there. In between and beyond,
-    the divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
-    divergences at the totals, because the remaining patches are less redundant.
+    `ranks` is [layer, level] for every axis. For tokens, the divergence is measured at some numbers of pruned patches:
+    `log_counts` [point] holds their logarithms, and `tokens` [layer, point] the logarithms of the divergences. Between
+    and beyond these numbers, the divergence is a power law of the number. If earlier stages pruned patches, a stage
+    costs the difference of the divergences at both totals, because the remaining patches are less redundant.
     """
 
     ranks: Mapping[str, np.ndarray]
@@ -212,7 +214,7 @@ class Sensitivities:
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_pruned(self, layer: int, count: int) -> float:
-        """Returns the sensitivity of pruning `count` patches before a layer, and none before others."""
+        """Returns the sensitivity of pruning `count` patches before this layer, and none before other layers."""
         if not count:
             return 0.0
         key = (layer, count)
@@ -221,7 +223,7 @@ class Sensitivities:
         return self._known[key]
 
     def total(self, choices: Choices) -> float:
-        """Returns the sum over all choices."""
+        """Returns the summed sensitivities of all choices."""
         sensitivity = 0.0
         for layer, (count, gone) in enumerate(zip(choices.num_pruned, choices.left, strict=True)):
             for axis in RANKS:
@@ -232,10 +234,10 @@ class Sensitivities:
 
 
 def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
-    """Measures every axis at the probed levels in one layer at a time.
+    """Measures every axis at the probed levels, in one layer at a time.
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
-    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. For layers that are not
+    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. If layers are not
     measured (`layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
     """
     probes = {
@@ -244,9 +246,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
         for level in space.measured(axis, settings.probed_levels)
         if space.piece(axis, level) is not None
     }
-    # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
-    # of its layers on average.
-    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruned` never reads them.
+    # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on. On
+    # average, that is half of its layers.
+    # Without the axis of tokens their tables are empty. No plan prunes then, so `of_pruned` never reads them.
     shares = settings.pruned_shares if TOKENS in space.axes else ()
     counts = sorted(
         {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
@@ -254,9 +256,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     measured = {key: np.zeros(space.depth) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts)))
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
-    # Every probe is a model with one level of one axis in all layers; only single blocks of it are used.
+    # Every probe is a model with one level of one axis in all layers. Only single blocks of it are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
-    # Measured in the model's precision: rounding to bfloat16 changes the outputs as much as many single choices do.
+    # The model's precision is used, because rounding to bfloat16 changes the outputs as much as many choices do.
     with evaluating([space.model, *probes.values()]):
         works = (None, *probes, *range(len(counts)))  # None: a new batch
         parts = [(part, work) for part in answers.batches for work in works]
@@ -281,7 +283,7 @@ def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 
 class _BatchProbe:
-    """One batch with the recorded calls of every block, from which changed blocks are evaluated at some layers."""
+    """One batch with the recorded calls of every block. Changed blocks are evaluated from these calls."""
 
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
@@ -293,7 +295,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Replaces one block at a time by another model's; returns the divergence summed over images, [layer]."""
+        """Replaces one block at a time by another model's. Returns the divergence summed over images, [layer]."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
@@ -302,60 +304,63 @@ class _BatchProbe:
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Prunes `count` patches before one layer at a time; returns the divergence summed over images, [layer]."""
+        """Prunes `count` patches before one layer at a time. Returns the divergence summed over images, [layer]."""
         sums, reducer = np.zeros(len(self.calls)), self.space.reducer
         assert reducer is not None
-        # A stage before the first layer is not possible: its place is measured before the second.
+        # No stage can precede the first layer. The second layer is measured in its place.
         for layer in {max(layer, 1) for layer in self.layers}:
             # The copy shares the weights.
             changed = copy.deepcopy(self.space.model, {id(weight): weight for weight in self.space.model.parameters()})
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
-            # A reducer that needs captured attention requires running the previous layer, or all of them.
+            # If a reducer needs captured attention, the previous layer must run, or all layers.
             start = 0 if reducer.every_layer else layer - 1 if reducer.needs else layer
             sums[layer] = self._from(changed, [call.tokens_as_output for call in self.calls[start]], start)
-        # Row 0 is only an end of the interpolation over layers: no plan has a stage there.
+        # Row 0 is only an end point for the interpolation over layers, because no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums
 
     def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> float:
         with resumed(model, self.family, given, layer, self.calls):
             other = stored(outputs_of(model, self.images))
-        # Sums, because the last batch may be smaller; divided by the number of images at the end.
+        # Sums are returned, because the last batch may be smaller. The caller divides them by the number of images.
         return float(self.outputs.softened(self.base, other).sum())
 
 
 def _curves(
     space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int, layers: Sequence[int]
 ) -> np.ndarray:
-    """Returns the sensitivities [layer, level], log-log interpolated by removed energy between the measured levels."""
+    """Returns the sensitivities [layer, level], interpolated in logarithms between the measured levels.
+
+    The interpolation is by removed energy.
+    """
     sensitivities = np.zeros((space.depth, len(space.levels)))
     levels = [level for measured_axis, level in measured if measured_axis == axis]
     if not levels:
         return sensitivities
-    # To second order the divergence is proportional to the squared error of a map, which is the removed energy. In
-    # logarithms this is a line of slope one with an offset per layer, so both interpolations only concern small
-    # deviations from it.
+    # To second order, the divergence is proportional to a map's squared error, which is the removed energy. In
+    # logarithms this is a line of slope one with an offset per layer. So both interpolations only concern small
+    # deviations from such a line.
     energies = {
         level: np.log(np.maximum(removed_energies(space, axis, level), 1e-30)) for level in space.available(axis)
     }
-    # [layer, measured level], as `logs`.
+    # [layer, measured level], like `logs`.
     log_errors = np.stack([energies[level] for level in levels], axis=1)
     logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
-    # The offset is interpolated over the layers, and not the divergence: it follows the energies of its own layer.
+    # The offset is interpolated over the layers, not the divergence, which depends on the energies in its own layer.
     logs = log_errors + over_layers(logs - log_errors, layers)
     for layer in range(space.depth):
         for level, per_layer in energies.items():
             sensitivities[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
-    # Measured on few images, a lower level may seem better than a higher one; the search would always choose it.
+    # On few images, a lower level may look better than a higher one by chance, and the search would always choose it.
     return np.maximum.accumulate(sensitivities, axis=1)
 
 
 def removed_energies(space: Space, axis: str, level: int) -> list[float]:
-    """Returns the sum of the squared strengths that a level of an axis removes from every layer."""
+    """Returns the sum of the squared strengths that this level of an axis removes, for every layer."""
     piece = space.piece(axis, level)
     assert piece is not None
-    if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
+    if axis == "qk":  # the prescription may lack the original strengths of pruned directions
         pairs = zip(space.spectra, piece.layers, strict=True)
         return [float((each.strength.square() * each.used * ~layer.qk.keep).sum()) for each, layer in pairs]
     removed = [0.0] * space.depth
@@ -363,16 +368,16 @@ def removed_energies(space: Space, axis: str, level: int) -> list[float]:
         if layer.hidden is not None:
             removed[index] += float(layer.hidden.strength.square()[~layer.hidden.keep].sum())
         for output in layer.outputs.values():
-            # Per unit the rank keeps the largest strengths, in whatever order the file has them.
+            # For every unit, the rank keeps the largest strengths, in whatever order the file stores them.
             energies = output.strength.square().sort(dim=-1, descending=True).values
             removed[index] += sum(float(each[rank:].sum()) for each, rank in zip(energies, output.ranks, strict=True))
     return removed
 
 
 def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
-    """Interpolates and extrapolates piecewise linearly with slopes of at least 0; a single point has slope 1."""
-    # A negative slope is noise: extrapolated, it would make large changes look harmless. The slope 1 of a single point
-    # is proportionality.
+    """Interpolates and extrapolates piecewise linearly, with slopes of at least 0. A single point gets slope 1."""
+    # A negative slope is noise. Extrapolated, it would make large changes look harmless. Slope 1, used for a single
+    # point, means proportionality.
     order = np.argsort(points)
     xs, ys = points[order], values[order]
     if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:

@@ -1,4 +1,4 @@
-"""The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
+"""The search space of a plan: for every layer, the ranks of qk, vo and MLP, and the patches pruned before it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,18 +27,18 @@ from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, pa
 
 Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 
-# The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
+# By how many steps the number of pruned patches may grow. A stage has a fixed cost, so there are large increments, too.
 JUMPS = (1, 2, 4, 8, 16)
-# The step is STEP patches, or less for images with few patches, so that a stage has at least two numbers to choose
+# The step is STEP patches, or less for images with few patches, so that every stage has at least two numbers to choose
 # from.
 STEP = 4
-# The relevance of `ward` for outputs of a class token. Of 0, 0.1, 0.2 and 0.3 it had the smallest divergence for the
-# ImageNet ViT-Tiny in two policies (docs/results/plan.md).
+# The relevance in `ward` if the outputs come from a class token. Of 0, 0.1, 0.2 and 0.3, this value had the smallest
+# divergence for the ImageNet ViT-Tiny in two policies (docs/results/plan.md).
 RELEVANCE = 0.3
 
 
 def format_of(settings: PlanSettings) -> Format | None:
-    """Returns the file format that the settings name, or None.
+    """Returns the file format that the settings name, or None if they name none.
 
     Raises:
         UnknownName: There is no such format.
@@ -47,8 +47,9 @@ def format_of(settings: PlanSettings) -> Format | None:
 
 
 def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
-    """Returns the place where the result of a plan runs: the runtime of the format, or the device of the model or of
-    the timing.
+    """Returns the place where the result of a plan will run.
+
+    The place is the runtime of the format, or else the device of the model or of the timing.
     """
     conditions, form = settings.conditions, format_of(settings)
     on_cuda = conditions.on_cuda or next(model.parameters()).device.type == "cuda"
@@ -60,7 +61,7 @@ def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
 
 @dataclass(frozen=True)
 class Choices:
-    """One plan: per layer the level of each rank axis (0: full rank), and the number of patches pruned before it."""
+    """One plan: for every layer, the level of each rank axis (0: full rank), and how many patches are pruned before."""
 
     qk: tuple[int, ...]
     vo: tuple[int, ...]
@@ -74,7 +75,7 @@ class Choices:
         return cls(zeros, zeros, zeros, zeros)
 
     def of(self, axis: str) -> tuple[int, ...]:
-        """Returns the levels of a rank axis per layer, or for tokens the numbers of pruned patches."""
+        """Returns the level of a rank axis for every layer, or for tokens the number of pruned patches."""
         return self.num_pruned if axis == TOKENS else getattr(self, axis)
 
     def with_choice(self, axis: str, layer: int, value: int) -> "Choices":
@@ -85,7 +86,7 @@ class Choices:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The total number of patches pruned before each layer."""
+        """The total number of patches that are pruned before each layer."""
         return tuple(accumulate(self.num_pruned))
 
 
@@ -93,11 +94,12 @@ class Choices:
 class Space(Displayed):
     """All plans for one model.
 
-    `form` is the rule for a level. "total_rank" allocates the layer's directions to its heads. "uniform_rank", the same
-    rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
-    rank. Ranks are multiples of `multiple`, hidden widths of `width_multiple`. The number of pruned patches is `offset`
-    plus a multiple of `step`. For latency, the number of tokens can thus be a multiple of the vectors and tiles of
-    kernels. A plan has at most `most_stages` stages; None for any number.
+    `form` is the kind of rule that every level uses. "total_rank" allocates the layer's directions to its heads.
+    "uniform_rank" gives all heads the same rank. It has the same MACs and a higher divergence, but is faster if heads
+    are padded to the largest rank. Ranks are multiples of `multiple`, and hidden widths of `width_multiple`.
+
+    The number of pruned patches is `offset` plus a multiple of `step`. For latency, the number of tokens can thus be a
+    multiple of the kernels' vectors and tiles. A plan has at most `most_stages` stages, or any number if this is None.
     """
 
     model: nn.Module
@@ -117,8 +119,8 @@ class Space(Displayed):
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
         """Returns the search space of a plan.
 
-        It keeps to the row of the table `nouns.runtime` for the place where the model will run. Heads also get equal
-        ranks if they cannot be reordered by their ranks (under a norm over the outputs of all heads).
+        The space follows the row of the table `nouns.runtime` for the place where the model will run. Heads also get
+        equal ranks if they cannot be reordered by rank, because a norm runs over the outputs of all heads.
 
         Raises:
             NotSupported: The model lacks an axis that was named, or all of them.
@@ -127,10 +129,10 @@ class Space(Displayed):
         family = family_of(model)
         specs, units = family.specs(model), hidden_units(family.mlp(model))
         uniform = runtime.equal_heads or any(spec.fixes_values for spec in specs)
-        # MACs and parameters have no steps. They allow every rank and width, unless the place is known.
+        # MACs and parameters do not rise in steps. They allow every rank and width, unless the place is known.
         is_stepped = is_latency or runtime is not RUNTIMES["eager"]
-        # Begins with all rank axes: what is prescribed to find out whether the model has an axis is kept for the
-        # result. The smallest head and MLP decide, so that all of them have every level.
+        # The space begins with all rank axes. To find out whether the model has an axis, this method prescribes it, and
+        # the prescriptions are kept for the result. The smallest head and MLP decide, so that all have every level.
         space, present, reasons = (
             cls(
                 model,
@@ -149,7 +151,7 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # Also used for maps, whose divergence is smaller with it (docs/results/dense.md).
+                    # Dense outputs of such models use it, too, and their divergence is smaller (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
                     step = max(1, min(STEP, layout.patches // 4))
@@ -162,7 +164,7 @@ class Space(Displayed):
                     require_fewer_tokens(pruned)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
-                # If the model has an axis that the diagnosis did not measure, the axis is not left out.
+                # If only the diagnosis lacks the axis's measurements, an error says so, and the axis is not left out.
                 is_requested = settings.axes is not None or (axis == TOKENS and settings.reducer is not None)
                 if is_requested or isinstance(error, MissingMoments):
                     raise
@@ -174,7 +176,7 @@ class Space(Displayed):
         return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
 
     def require_choices(self, axis: str) -> None:
-        """Raises NotSupported or InvalidRule if an axis has nothing to choose from in this model."""
+        """Raises NotSupported or InvalidRule if the model offers no choice on an axis."""
         if axis == TOKENS:
             if self.depth < 2 or not self.at_once(self.patches):
                 raise NotSupported(
@@ -190,8 +192,8 @@ class Space(Displayed):
         family = family_of(self.model)
         if TOKENS in self.axes:
             return family.token_shape(self.model)
-        # No token is pruned, so all of them are like the tokens before the patches. The layout of the family does not
-        # exist for models whose tokens cannot be pruned, e.g. with attention pooling.
+        # No token is pruned, so all tokens are treated like the tokens before the patches. The family has no layout for
+        # models whose tokens cannot be pruned, e.g. with attention pooling.
         tokens = family.costs(self.model).layers[0].tokens
         specs = family.specs(self.model)
         return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
@@ -203,15 +205,14 @@ class Space(Displayed):
 
     @property
     def patches(self) -> int:
-        """The number of patches that can be pruned; 0 without the axis of tokens."""
+        """The number of patches that can be pruned, or 0 without the axis of tokens."""
         return self.shape.layout.patches
 
     @property
     def metric(self) -> str | None:
-        """The metric of qk: "mix", or None if layers keep their own directions in an order of their own.
+        """The metric of qk: "mix", or None if a layer keeps its own directions in their own order.
 
-        These are layers with norms, which run over the directions of the model, and layers whose heads share
-        directions.
+        Such layers have norms over the model's directions, or heads that share directions.
         """
         has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
         return None if has_own_order else "mix"
@@ -222,7 +223,7 @@ class Space(Displayed):
         measured = all(
             layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
         )
-        # Removing a unit makes both maps smaller; a low rank adds a second factor to each.
+        # Removing a unit makes both maps smaller, but a low rank adds a second factor to each.
         return (HIDDEN,) if measured else LINEAR_MAPS
 
     @cached_property
@@ -232,20 +233,20 @@ class Space(Displayed):
         return tuple(layer.spectrum for layer in diagnosis.layers)
 
     def available(self, axis: str) -> tuple[int, ...]:
-        """Returns the levels of an axis that are not no-ops, the same for all layers."""
+        """Returns the levels of an axis that remove something. They are the same for all layers."""
         if axis not in self.axes:
             return ()
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns the available ones of these `levels`; if there is none, the middle available level, if any."""
+        """Returns which of these `levels` are available. If none is, returns the middle available level, if any."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers; None if it changes nothing.
+        """Returns the prescription for one level of one axis in all layers, or None if it changes nothing.
 
-        It is cached, and has no weights (`refit` of `prescribe_maps`).
+        The prescription is cached, and has no weights (`refit` in `prescribe_maps`).
         """
         key = (axis, level)
         if key not in self._pieces:
@@ -256,17 +257,18 @@ class Space(Displayed):
         return self._pieces[key]
 
     def uniform(self, axis: str, level: int) -> Choices:
-        """Returns the plan of one level of one axis in all layers."""
+        """Returns the plan with one level of one axis in all layers."""
         return replace(Choices.nothing(self.depth), **{axis: (level,) * self.depth})
 
     def rule(self, axis: str, level: int) -> Rule:
-        """Returns the rule of a level of an axis."""
+        """Returns the rule for a level of an axis."""
         multiple = self.width_multiple if axis == "mlp" and self.mlp_maps == (HIDDEN,) else self.multiple
         return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
-        """Returns the token policy of a plan; None if it prunes no patches."""
-        # Layers count from 0 here and from 1 in a policy. Shares are of the image's patches, after each stage.
+        """Returns the token policy of a plan, or None if the plan prunes no patches."""
+        # Layers count from 0 here, and from 1 in a policy. A share counts the image's patches that remain after a
+        # stage.
         stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
         if not stages or self.reducer is None:
             return None
@@ -277,7 +279,7 @@ class Space(Displayed):
     def prescription(self, choices: Choices) -> Prescription:
         """Returns the prescription of a plan."""
         rules = {
-            # The level 0 is the rule of the full rank, a no-op in its layer.
+            # Level 0 becomes the rule for full rank, which changes nothing in its layer.
             axis: by_layer([self.rule(axis, level) for level in choices.of(axis)])
             for axis in RANKS
             if any(choices.of(axis))
@@ -289,33 +291,33 @@ class Space(Displayed):
     ) -> Prescription:
         tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
-        # The metric of the data, and not of the weights, sorts directions by their effect on the scores.
+        # In the metric of the data, directions are sorted by their effect on the scores, which weights do not show.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, equal numbers before every layer but the first; largest numbers first.
+        """Returns plans that only prune tokens, equally many before every layer but the first. The largest come first.
 
-        If a plan's stages are limited, they are spread over the layers.
+        If the number of stages is limited, they are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
-        # No stage before the first layer, and together at most all patches; `_fitted` limits late stages, which have
-        # few left.
+        # No stage precedes the first layer, and together stages prune at most all patches. `_fitted` limits late
+        # stages, which have few patches left.
         layers = self.spread(self.most_stages)
         largest = self.patches // len(layers) // self.step * self.step
         return tuple(self.even_schedule(layers, count) for count in range(largest, 0, -self.step))
 
     def even_schedule(self, layers: Collection[int], count: int) -> Choices:
-        """Returns the plan that prunes `count` patches before each of these layers, or the most that a stage may."""
+        """Returns the plan that prunes `count` patches before each of these layers, or as many as a stage may prune."""
         num_pruned = tuple(count * (layer in layers) for layer in range(self.depth))
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches, in one layer.
 
-        The numbers of pruned patches are multiples of `step`, by default the space's.
+        The numbers of pruned patches are multiples of `step`, by default the space's step.
         """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
@@ -323,7 +325,7 @@ class Space(Displayed):
                 yield from (choices.with_choice(axis, layer, value) for value in values if value < now)
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps less: a lower rank or more pruned patches in one layer."""
+        """Yields every plan with one change that keeps less: a lower rank, or more pruned patches, in one layer."""
         for axis in RANKS:
             levels = self.available(axis)
             for layer, now in enumerate(choices.of(axis)):
@@ -333,7 +335,7 @@ class Space(Displayed):
         for layer in range(1, self.depth):
             if not choices.num_pruned[layer] and not self._has_room(choices):
                 continue
-            # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
+            # Jumps that `_fitted` would shorten are omitted, because they would repeat smaller moves.
             rest = (self.offset - choices.left[layer]) % self.step
             for more in (self.step * jump + rest for jump in ((0, *JUMPS) if rest else JUMPS)):
                 count = choices.num_pruned[layer] + more
@@ -342,7 +344,7 @@ class Space(Displayed):
                     yield fitted
 
     def shifts(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan in which one stage moves to the layer before or after, with the same number of patches."""
+        """Yields every plan in which one stage moves to the layer before or after, and prunes as many patches."""
         for layer, count in enumerate(choices.num_pruned):
             for other in (layer - 1, layer + 1):
                 if count and 0 < other < self.depth and not choices.num_pruned[other]:
@@ -353,14 +355,14 @@ class Space(Displayed):
         return self.most_stages is None or sum(map(bool, choices.num_pruned)) < self.most_stages
 
     def spread(self, stages: int | None) -> tuple[int, ...]:
-        """Returns the layers of `stages` stages at the boundaries of equal parts of the depth; None: all layers."""
-        # A set, because in a shallow model two may coincide.
+        """Returns the layers for `stages` stages, at the ends of equal parts of the depth. None means all layers."""
+        # The layers are a set, because two of them may coincide in a shallow model.
         parts = min(stages or self.depth, self.depth - 1) + 1
         return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))
 
     def _fitted(self, choices: Choices) -> Choices:
-        """Limits the number of patches pruned at every stage to half of its input patches."""
-        # Begins with the first stage: patches pruned by one stage are missing at the later ones.
+        """Limits how many patches every stage prunes, to half of its input patches."""
+        # The first stage comes first, because the patches that it prunes are missing at later stages.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))
@@ -368,5 +370,5 @@ class Space(Displayed):
         return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: Count) -> Count:
-        """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
+        """Returns the most patches that one stage may prune: half of its input, rounded down to a whole step."""
         return present // 2 // self.step * self.step

@@ -1,8 +1,8 @@
-"""Plans for portable models: one width for all MLPs and one number of heads, as a library's class states them.
+"""Plans for portable models: one MLP width and one number of heads, as arguments of a library's class.
 
-Costs are known in closed form; for latency, two timed models fix a straight line in the MACs. For every number of heads
-the largest width within the budget is the best one. So a search compares only one plan for each number of heads. Which
-units and heads stay is decided layer by layer, as in every plan.
+Costs are known in closed form. For latency, two timed models determine a straight line in the MACs. For every number of
+heads, the largest width within the budget is best. So a search compares only one plan for each number of heads. As in
+every plan, each layer decides which of its units and heads stay.
 """
 
 from collections.abc import Mapping
@@ -39,16 +39,16 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UniformSpace(Space):
-    """All sizes that the class of a model's library can be created with; widths are multiples of `multiple`."""
+    """All sizes in which the library's class can create the model. Widths are multiples of `multiple`."""
 
     form: str = "uniform"
 
     @classmethod
     def of_class(cls, model: nn.Module, diagnosis: Diagnosis, settings: PlanSettings) -> "UniformSpace":
-        """Returns the space of a model.
+        """Returns the space for a model.
 
         Raises:
-            NotSupported: The library's class states no width of its MLPs, or no smaller width is a multiple.
+            NotSupported: The library's class has no argument for the MLP width, or no smaller width is a multiple.
         """
         space = cls(model, diagnosis, None, (HIDDEN,), multiple=width_multiple(model, settings))
         require_portable(model, settings, space.stock)
@@ -72,17 +72,17 @@ class UniformSpace(Space):
 
     @property
     def numbers_of_heads(self) -> tuple[int, ...]:
-        """The numbers of heads, all of them first."""
+        """The possible numbers of heads, in descending order from the model's own."""
         heads = range(self.stock.heads, 0, -1)
         return tuple(heads) if HEADS in self.axes else tuple(heads)[:1]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of hidden units, largest first, beginning with the model's own."""
+        """The possible numbers of hidden units, in descending order from the model's own."""
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules of a plan: every layer keeps the same number of its strongest units and heads."""
+        """Returns the rules of a plan, by which every layer keeps the same number of its strongest units and heads."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -91,7 +91,7 @@ class UniformSpace(Space):
         return replace(found, about={**found.about, "portable": True})
 
     def head_specs(self, heads: int) -> tuple[AttentionSpec, ...]:
-        """Returns the shape of every layer's attention with fewer heads."""
+        """Returns the spec of every layer's attention with fewer heads."""
         specs = family_of(self.model).specs(self.model)
         if heads == self.stock.heads:
             return specs
@@ -99,24 +99,24 @@ class UniformSpace(Space):
         return tuple(compressed_spec(spec, layer) for spec, layer in zip(specs, found.layers, strict=True))
 
     def realized(self, sizes: Sizes, images: ImageSet) -> nn.Module:
-        """Returns the model of a plan; MLPs outside the blocks that follow their width are fitted to the images."""
+        """Returns the model of a plan. If MLPs outside the blocks follow the width, they are fitted to the images."""
         model = realize(self.model, self.prescription(sizes))
         follow_(model, self.stock, images)
         return model
 
 
 def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
-    """Returns the widths below the model's, largest first."""
+    """Returns the widths below the model's own, largest first."""
     return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
 
 
 def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
-    """Returns the number that the width of a portable plan is a multiple of."""
+    """Returns the number that divides the width in a portable plan."""
     return settings.multiple or runtime_of(model, settings).width_multiple
 
 
 def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | None = None) -> None:
-    """Raises NotSupported, and says what to do, if the model's library cannot hold a model of a smaller width."""
+    """Raises NotSupported, with advice, if the model's library cannot create the model at a smaller width."""
     stock, multiple = stock or Stock(model), width_multiple(model, settings)
     widths = smaller_widths(stock, multiple)
     if not widths:
@@ -129,7 +129,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
             f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
             "units. Leave portable out."
         )
-    # Tries a width in the middle, then whole ratios, because some classes take only these.
+    # A width in the middle is tried first, then whole ratios, because some classes accept only these.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
     held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
     if held:
@@ -143,7 +143,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
 
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
-    """Narrows, in place, the MLPs outside the blocks whose width follows the MLPs in the blocks."""
+    """Narrows MLPs outside the blocks, in place, if their width must equal the blocks' MLP width."""
     family = family_of(model)
     hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
     if pairs := stock.followers(hidden, heads):
@@ -151,10 +151,10 @@ def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
 
 
 def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns a working copy of a realized plan as its library creates it; MLPs outside the blocks are narrowed, too.
+    """Returns a working copy of a realized plan as its library creates it. MLPs outside the blocks are narrowed, too.
 
     Raises:
-        NotSupported: The class of the library cannot hold the model.
+        NotSupported: The library's class cannot create this model.
     """
     follow_(model, Stock(original), images)
     return working_copy(stock_form(model))
@@ -162,9 +162,10 @@ def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn
 
 @dataclass(frozen=True, eq=False)
 class UniformCosts:
-    """The cost of every plan as a share of the original's.
+    """The cost of every plan as a share of the original's cost.
 
-    For latency it is `base` plus `slope` times the share of the plan's MACs, else the share of the `quantity`.
+    For latency, the cost is `base` plus `slope` times the plan's share of the MACs. Otherwise it is the plan's share of
+    the `quantity`.
     """
 
     space: UniformSpace
@@ -174,7 +175,7 @@ class UniformCosts:
 
     @classmethod
     def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
-        """Returns the costs for latency, after timing the unchanged model and a model of a middle width."""
+        """Times the unchanged model and a model of a middle width, and returns the costs for latency."""
         exact, heads = cls(space, "latency"), space.stock.heads
         plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
         middle = next(filter(exact.holds, plans))
@@ -195,7 +196,7 @@ class UniformCosts:
         """Returns the cost of a plan."""
         full = self.space.stock.hidden
         if sizes.heads not in self._lines:
-            # A straight line in the width, for every number of heads.
+            # The cost is a straight line in the width, for every number of heads.
             specs = self.space.head_specs(sizes.heads)
             wide, narrow = (self._share(specs, units) for units in (full, full - 1))
             self._lines[sizes.heads] = wide, wide - narrow
@@ -210,20 +211,20 @@ class UniformCosts:
 
 
 def middle_first(values: tuple[int, ...]) -> list[int]:
-    """Returns values in the order of their distance from the middle one."""
+    """Returns the values, ordered by how far they are from the middle of the tuple."""
     middle = len(values) // 2
     return [values[index] for index in sorted(range(len(values)), key=lambda index: abs(index - middle))]
 
 
 @dataclass(frozen=True, eq=False)
 class UniformFrontier:
-    """The plans with the largest width, for every budget and number of heads."""
+    """The plans with the largest width within a budget, for every number of heads."""
 
     space: UniformSpace
     costs: UniformCosts
 
     def at(self, limit: float, heads: int | None = None) -> Step:
-        """Returns the plan of the largest width with `heads` heads; by default with all heads, or as many as fit.
+        """Returns the widest plan with `heads` heads. By default it has all heads, or as many as the limit allows.
 
         Raises:
             NotSupported: No plan is cheap enough.
@@ -242,7 +243,7 @@ class UniformFrontier:
         )
 
     def steps(self, limit: float) -> list[Step]:
-        """Returns the plan for every number of heads that has one within the limit."""
+        """Returns the widest plan within the limit for every number of heads that has one."""
         found = []
         for heads in self.space.numbers_of_heads:
             try:
@@ -253,7 +254,7 @@ class UniformFrontier:
 
     @cached_property
     def cheapest(self) -> float:
-        """The smallest cost of any plan."""
+        """The smallest cost that any plan has."""
         numbers, widths = self.space.numbers_of_heads[::-1], self.space.widths[::-1]
         plans = (Sizes(width, heads) for heads in numbers for width in widths)
         return self.costs.total(next(filter(self.costs.holds, plans)))

@@ -1,4 +1,4 @@
-"""Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
+"""Rules: they turn a diagnosis into a prescription with reasons, and do not access the model."""
 
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps

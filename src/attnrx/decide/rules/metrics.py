@@ -1,9 +1,9 @@
-"""Metrics in which the directions of a head are optimal, including rotary attention, and spectra rewritten in them.
+"""Metrics in which a head's directions are optimal, including rotary attention, and spectra rewritten in them.
 
-In rotary attention a pair of rows is rotated by an angle that depends on the token's position. Only maps that commute
-with the rotation preserve its scores, so a pair is kept or removed as a whole. Many frequencies hardly rotate over the
-positions of an image. Such slow pairs can be stored without rotation, times the mean cosine of the rotation between two
-positions. The singular value decomposition then applies to their rows as in other attention. For every rank the number
+In rotary attention, a pair of rows is rotated by an angle that depends on the token's position. Only maps that commute
+with the rotation preserve its scores, so a pair is kept or removed as a whole. Over the positions of an image, many
+frequencies hardly rotate. Such slow pairs can be stored without rotation, times the mean cosine of the rotation between
+two positions. Their rows then permit a singular value decomposition, as in other attention. For every rank, the number
 of slow pairs with the least error in the metric is chosen.
 """
 
@@ -23,15 +23,15 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Positions
 from attnrx.vit.spec import Spectrum
 
-# The name for the model's own directions, whose strengths some forms of attention learn.
+# The name for the model's own directions. Some forms of attention learn their strengths.
 OWN = "own"
 
-# The share of "softmax" in the recommended metric "mix". "softmax" alone gives too few directions to heads that attend
-# to a single token, where the quadratic approximation of the softmax fails.
+# The share of "softmax" in the recommended metric "mix". If a head attends to a single token, the quadratic
+# approximation of the softmax fails, and "softmax" alone gives the head too few directions.
 MIX = 0.7
 
 
-# The moments of the keys, and their shares, in the metrics of the data. The queries always have their own moment.
+# The moments of the keys that the metrics of the data use, with their shares. The queries always use their own moment.
 KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "activation": {"key_gram": 1.0},
     "centered": {"key_covariance": 1.0},
@@ -39,25 +39,28 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
 }
 
-# weights: the matrices W_Q W_K^T. augmented: with the query bias as one more row, because it changes the softmax; the
-# key bias does not. activation: the mean square of the scores on the data. centered: the mean square of the scores
-# minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax. mix: a
-# mixture of softmax and centered.
+# - weights: the matrices W_Q W_K^T.
+# - augmented: like weights, with the query bias as one more row. This bias changes the softmax, but the key bias does
+#   not.
+# - activation: the mean square of the scores on the data.
+# - centered: the mean square of the scores minus their mean over the keys, which the softmax cancels.
+# - softmax: the mean square of the scores, weighted by the curvature of the softmax.
+# - mix: a mixture of softmax and centered.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
 COHERENCE = "rotation_coherence"
 """The reading [heads, frequencies]: the mean cosine of the rotation between a patch and the patches it attends to."""
 
 LEAST_COHERENCE = 0.05
-"""A pair with a smaller coherence is never stored without rotation: nothing of it would be left."""
+"""A pair with a smaller coherence is never stored without rotation, because almost nothing would remain of it."""
 FLOOR = 1e-13
-"""Strengths are at least this share of the largest one, because the rows of a basis are divided by their roots."""
+"""Strengths are at least this share of the largest one, because rows of a basis are divided by roots of strengths."""
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirections":
     """Returns the score directions that are optimal at every rank in a metric, for every head of a layer.
 
-    For rotary attention these are the forms that are best at every rank.
+    For rotary attention, returns the forms that are best at every rank.
 
     Raises:
         UnknownName: The metric is not one of METRICS.
@@ -86,7 +89,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
         keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
         grams = layer.reading("query_gram"), keys
         return balance(*grams) if spectrum.pairs is None else RotaryDirections(*grams, layer)
-    # Rows [heads, directions, features] of query and key; their Grams have lost digits. The last feature is the bias.
+    # These metrics use rows [heads, directions, features] of query and key, because their Grams would lose digits. The
+    # last feature is the bias.
     query, key = spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
     if spectrum.pairs is None:
         return svd_directions(query, key)
@@ -98,9 +102,9 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
     """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
 
-    The rewritten strengths are the singular values of the bilinear map in that metric; their square is the error of
-    removing a direction. All rules then apply as to learned strengths. The moments of queries and keys are recomputed.
-    Readings that do not depend on the directions are kept; all other readings are removed.
+    The rewritten strengths are the singular values of the bilinear map in that metric. The square of a strength is the
+    error of removing its direction. So all rules apply to them as to learned strengths. The moments of queries and keys
+    are recomputed. Readings that do not depend on the directions are kept, and all other readings are removed.
     """
     return diagnosis.once(("rewritten", metric), partial(_rewritten, diagnosis, metric))
 
@@ -116,7 +120,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     spectrum, balanced = layer.spectrum, directions_in(metric, layer)
     if isinstance(balanced, RotaryDirections):
         return _rotary_layer(layer, balanced)
-    # Balanced directions are sorted by strength, so a head with fewer rows uses its first ones.
+    # Balanced directions are sorted by strength, so a head with fewer rows uses the first of them.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
         spectrum,
@@ -137,12 +141,12 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 
 
 def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
-    """Returns the layer with strengths that order its directions, and the basis in which all of them are kept.
+    """Returns the layer with strengths that order its directions, and the basis that keeps all of them.
 
-    The forms of two ranks have no directions in common, so the forms of a decision are computed for its ranks.
+    The forms for two ranks share no directions, so the forms of a decision are computed separately, for its ranks.
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
-    # Both sides are divided by the roots of the strengths, so that all directions together give the original scores.
+    # Both sides are divided by the root of the strength, so all directions together give the original scores.
     diagonal = torch.diag_embed(torch.where(layer.spectrum.used, roots, 0.0))
     readings = {name: value for name, value in layer.readings.items() if name in ("selectivity", COHERENCE)}
     basis = Basis(diagonal, diagonal, shared=False, pairs=layer.spectrum.pairs)
@@ -151,10 +155,10 @@ def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[Lay
 
 @dataclass(frozen=True)
 class _Choice:
-    """A form of one head.
+    """One possible form of a head.
 
-    The `slow` slowest pairs are not rotated. The form keeps `unrotated` directions of these and of other unrotated
-    rows, and `rotated` pairs.
+    The `slow` slowest pairs are not rotated. The form keeps `unrotated` directions, made from the slow pairs and from
+    rows without rotation, and `rotated` pairs.
     """
 
     error: float
@@ -164,11 +168,14 @@ class _Choice:
 
 
 class _Head:
-    """The forms of one head for every rank, from the Grams of its rows: unrotated rows, real parts, imaginary parts."""
+    """The forms of one head for every rank, from the Grams of its rows.
 
-    # For every number of slow pairs: the unrotated rows and the slow pairs, times their mean cosines, are balanced into
-    # ordinary directions, and the fast pairs are sorted by energy. A greedy path through both lists gives an error for
-    # every rank, and each rank takes the number of slow pairs with the smallest error.
+    The rows are ordered: unrotated rows, real parts, imaginary parts.
+    """
+
+    # For every number of slow pairs, the unrotated rows and the slow pairs, times their mean cosines, are balanced into
+    # ordinary directions. The fast pairs are sorted by energy. A greedy path through both lists gives an error for
+    # every rank. Each rank then takes the number of slow pairs with the smallest error.
 
     def __init__(
         self,
@@ -180,13 +187,13 @@ class _Head:
         self.left, self.right, self.pairs = left, right, pairs
         self.size, self.num_unrotated = len(pairs), int((pairs < 0).sum())
         count = (self.size - self.num_unrotated) // 2
-        # [pairs, 2]: the rows of the real and the imaginary part of every pair.
+        # [pairs, 2]: the rows with the real and the imaginary part of every pair.
         self.rows_of = self.num_unrotated + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
         self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
-        # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
+        # [pairs, pairs]: the mean product of two pairs' score shares, if queries and keys are independent.
         products = left * right.mT
         self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
-        self.energy = self.products.diagonal()  # the mean square of what a pair adds to the scores by itself
+        self.energy = self.products.diagonal()  # the mean square of what a single pair adds to the scores
         self.slowest = self.mean.argsort(descending=True, stable=True)
         self.choices = self._choices()
 
@@ -197,24 +204,24 @@ class _Head:
         for slow in range(num_slow + 1):
             for choice in self._path(slow):
                 rank = choice.unrotated + 2 * choice.rotated
-                # With all directions the original is exact; rounding must not prefer another form.
+                # At full rank the original is exact, and rounding must not prefer another form.
                 if choice.error < best[rank].error and (rank < self.size or not slow):
                     best[rank] = choice
         best[self.size] = _Choice(0.0, 0, self.num_unrotated, len(self.mean))
-        for rank in range(1, self.size + 1):  # an odd rank may be worth no more than the even one below
+        for rank in range(1, self.size + 1):  # an odd rank may be no better than the even rank below it
             if best[rank - 1].error < best[rank].error:
                 best[rank] = best[rank - 1]
         return best
 
     def _path(self, slow: int) -> list[_Choice]:
         """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
-        # The squared error is the sum of three parts, as if independent: what slow pairs lose without rotation
+        # The squared error is the sum of three parts, assumed to be independent: what slow pairs lose without rotation
         # (`lost`), the removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
         static, fast = self.slowest[:slow], self._fast(slow)
         lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
         gains = self._unrotated(slow).strength[0].square()
         tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
-        # Pairs are not orthogonal: entry k sums the products of all pairs from k on, cross terms included.
+        # Pairs are not orthogonal, so entry k sums the products of all pairs from k on, with their cross terms.
         joint_errors = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
         rests = torch.cat([joint_errors.clamp_min(0), joint_errors.new_zeros(1)]).tolist()
         unrotated, rotated, path = 0, 0, []
@@ -240,7 +247,7 @@ class _Head:
         return fast[self.energy[fast].argsort(descending=True, stable=True)]
 
     def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-        """Returns the rows without rotation, and their mean cosines."""
+        """Returns the rows that are not rotated, and their mean cosines."""
         static = self.slowest[:slow]
         rows = torch.cat([torch.arange(self.num_unrotated), self.rows_of[static].flatten()])
         ones = torch.ones(self.num_unrotated, dtype=torch.float64)
@@ -252,11 +259,11 @@ class _Head:
         return balance(left[None], (mean[:, None] * right * mean)[None])
 
     def rows(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns left and right rows [kept, d], strengths [kept] and pairs [kept] of the form of this rank."""
+        """Returns the form for this rank: left and right rows [kept, d], strengths [kept] and pairs [kept]."""
         choice = self.choices[rank]
         rows, mean = self._static_rows(choice.slow)
         balanced = self._unrotated(choice.slow)
-        # The mean cosine is a factor of the key side, as in the balanced form.
+        # The mean cosine multiplies the key side, as in the balanced form.
         left, right = (self.left.new_zeros(choice.unrotated, self.size) for _ in range(2))
         left[:, rows] = balanced.left[0, : choice.unrotated]
         right[:, rows] = balanced.right[0, : choice.unrotated] * mean
@@ -266,7 +273,8 @@ class _Head:
         strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(largest, 1e-100))
         indices = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
         strength = torch.cat([strength, strength])
-        # Rows of a pair are only scaled, by the same factor: a combination with others would not commute with rotation.
+        # Both rows of a pair are scaled by the same factor. A combination with other rows would not commute with the
+        # rotation.
         scaled_rows = torch.zeros(len(indices), self.size, dtype=torch.float64)
         scaled_rows[torch.arange(len(indices)), indices] = strength.rsqrt()
         none = torch.full((choice.unrotated,), -1)
@@ -279,7 +287,7 @@ class _Head:
 
 
 class RotaryDirections:
-    """The best form of every head of a layer for every rank, in the metric of two Grams of its rotated rows."""
+    """The best form of every head in a layer, for every rank, in the metric of two Grams of its rotated rows."""
 
     def __init__(
         self,
@@ -297,8 +305,8 @@ class RotaryDirections:
 
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
-        """Descending strengths; their squares are the decreases of the convex envelope of the error over the ranks."""
-        # Rules allocate ranks by squared strengths, which is exact only where the error is convex in the rank.
+        """Descending strengths. Their squares are how much the error's convex envelope decreases from rank to rank."""
+        # Rules allocate ranks by squared strengths. This allocation is exact only if the error is convex in the rank.
         strength = torch.zeros(self.used.shape, dtype=torch.float64)
         for row, head in zip(strength, self.heads, strict=True):
             row[: head.size] = envelope_decreases([choice.error for choice in head.choices]).sqrt()
@@ -308,7 +316,7 @@ class RotaryDirections:
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
         """Returns the decision that keeps the best forms of these ranks.
 
-        A head may keep one direction less than its rank, because one row is not a pair.
+        A head may keep one direction less than its rank, because one row cannot form a pair.
         """
         shape = self.used.shape
         left = torch.zeros(*shape, shape[1], dtype=torch.float64)
@@ -325,9 +333,9 @@ class RotaryDirections:
 
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
-    """Returns the decreases, one for each rank from 1, of the largest convex function below the errors."""
-    # The lower convex hull of the points (rank, error), from left to right: a corner is removed if it is not below the
-    # line from the corner before it to the new point.
+    """Returns how much the largest convex function below the errors decreases, for every rank from 1."""
+    # The lower convex hull of the points (rank, error), from left to right. A corner is removed unless it is below the
+    # line from the previous corner to the new point.
     corners = [0]
     for rank in range(1, len(errors)):
         while len(corners) > 1:
@@ -344,7 +352,7 @@ def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
 
 
 def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
-    """Returns the decision about a layer's own directions; if it keeps one row of a pair, it keeps both."""
+    """Returns a decision about a layer's own directions that keeps both rows of a pair if it kept one of them."""
     if spectrum.pairs is None or decision.basis is not None:
         return decision
     same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]
@@ -358,16 +366,16 @@ def coherence(
     """Returns the mean cosine of the rotation between a patch and the patches it attends to, weighted by attention.
 
     `heads` are the indices of the heads in the original model. Positions are the same for all images. Patches attend to
-    nearby ones, so more pairs count as slow than in the mean over all patches of an image.
+    nearby patches. So more pairs count as slow than with a mean over all patches of an image.
     """
     assert positions.cos is not None and positions.sin is not None
-    # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of
-    # e^(i phi_j) times the conjugate of e^(i phi_i), and the mean over j is a product with the attention.
+    # Rotations are complex numbers e^(i phi), [heads, patches, frequencies]. cos(phi_j - phi_i) is the real part of
+    # e^(i phi_j) times the conjugate of e^(i phi_i). The mean over j is a product with the attention.
     rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
     rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
     weights = attention[:, :, positions.prefix :, positions.prefix :].double()
-    # Attention to tokens before the patches is left out. A patch that attends only to those has coherence 0, with which
-    # a pair counts as rotating.
+    # Attention to tokens before the patches is left out. A patch that attends only to those gets coherence 0, and its
+    # pairs then count as rotating.
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
     differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
     return differences.real.mean((0, 2)).cpu()

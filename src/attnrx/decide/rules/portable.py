@@ -11,10 +11,10 @@ from attnrx.vit.maps import HEADS, HIDDEN
 
 
 def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
-    """Returns the rules, with the hidden units' rule rounded to the multiple if it states none.
+    """Returns the rules. If the rule for hidden units states no multiple, it is rounded to `multiple`.
 
     Raises:
-        NotSupported: There are rules for `others`: maps that no class of a library can hold when they are pruned.
+        NotSupported: There are rules for `others`, maps that no library class can hold after pruning.
     """
     if others:
         raise NotSupported(
@@ -31,7 +31,7 @@ def _rounded(rule: Any, multiple: int) -> Rule:
 
 
 def require_uniform(prescription: Prescription, multiple: int) -> None:
-    """Raises InvalidRule unless all layers keep the same numbers of hidden units and heads, units in multiples."""
+    """Raises InvalidRule unless all layers keep equally many heads and units, and `multiple` divides the units."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
         # None means that all of them stay. The counts are in the order of the layers, without repetitions.

@@ -1,4 +1,4 @@
-"""Creates a prescription from a diagnosis and rules: applies them to the scores, heads, vo, fc1, fc2 and hidden."""
+"""Applies rules to a diagnosis and creates a prescription, for the maps qk, vo, fc1 and fc2, heads and hidden units."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -41,16 +41,21 @@ from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, 
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
 
-# The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
-# plain SVD of the weight matrix (for vo: of W_O W_V per head), without data.
+# The metrics of vo, fc1 and fc2.
+# - centered: the mean square of the outputs on the data, after their mean is subtracted.
+# - weights: the plain SVD of the weight matrix (for vo: of W_O W_V per head), without data.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
-# The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
-# the remaining heads, which is then done. weights: the norm of W_O W_V of the head. own: the norm of its strengths.
+# The metrics of heads.
+# - centered: the error of the layer's output on the data if the output projection is refitted to the remaining heads.
+#   The refit is then made.
+# - weights: the norm of the head's W_O W_V.
+# - own: the norm of the head's strengths.
 HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
-# The metrics of hidden. centered: the error of the MLP's output on the data, in backward elimination with compensation.
-# activation: the standard deviation of a unit times the norm of the weights after it. In both the second linear map is
-# refitted to the kept units. weights: the product of the norms of the weights before and after a unit; no refit.
+# The metrics of hidden. With centered and activation, the second linear map is refitted to the kept units.
+# - centered: the error of the MLP's output on the data, in backward elimination with compensation.
+# - activation: the standard deviation of a unit times the norm of the weights after it.
+# - weights: the norm of the weights before a unit times the norm of the weights after it.
 ACTIVATION = "activation"
 HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
 
@@ -72,16 +77,17 @@ def prescribe(
     """Applies pruning rules to a diagnosis and returns the prescription.
 
     Args:
-        diagnosis: The diagnosis of the model; or the model itself, for a prescription of tokens or depth only.
-        rules: The rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+        diagnosis: The diagnosis of the model. For a prescription of only tokens or depth, you can pass the model.
+        rules: The rule for every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
             fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state
             its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
             `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
             prescription with trained predictors (`prescribed_tokens`). "depth=without:5,9" removes these blocks,
-            counted from 1; `least_needed_blocks` finds the ones to remove.
-        portable: Prescribes only what the library's own class can hold: `hidden`, rounded to the multiple, `heads`, the
-            same number in every layer, and `depth`. `save` with portable=True then writes a checkpoint of the library.
-        multiple: For a portable prescription: its width is a multiple of this number, 8 by default.
+            counted from 1. `least_needed_blocks` finds the ones to remove.
+        portable: Prescribes only what the library's own class can hold. These are `hidden`, rounded to the multiple,
+            `heads`, the same number in every layer, and `depth`. `save` with portable=True then writes a checkpoint for
+            the library.
+        multiple: For a portable prescription, the number that divides the width, 8 by default.
 
     Returns:
         The prescription: for every map the directions that are kept, with the reasons.
@@ -124,7 +130,7 @@ def prescribe(
 
 
 def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
-    """Returns a diagnosis with only the spectra: a token policy needs no readings, so its user need not diagnose."""
+    """Returns a diagnosis with only the spectra. A token policy needs no readings, so you need not diagnose for it."""
     if rules:
         raise InvalidInput(
             "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
@@ -142,16 +148,16 @@ def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer.
 
-    The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
-    the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
-    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own directions.
-    Without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the
-    rule of "hidden" in one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no reading, because
-    tokens are selected for every image at run time. The prescription records the rules with their metrics, and all
-    information of the diagnosis about its model and data.
+    The rule of "heads" decides first, and the other rules see a layer without the removed heads. In the metric
+    "centered", the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of
+    "qk" decides about directions that are optimal in its metric (METRICS), by their strengths there, or about the
+    model's own directions. Without this rule the scores do not change. The rules of "vo", "fc1" and "fc2" use a metric
+    of OUTPUT_METRICS, and the rule of "hidden" one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens"
+    needs no reading, because tokens are selected for every image at run time. The prescription records the rules with
+    their metrics, and the diagnosis's information about its model and data.
 
-    A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
-    Without `refit` the decisions about values and hidden units have no weights, so they cannot be realized.
+    A rule may remove all directions of a map, e.g. to compare with a model without it. `prescribe` refuses this.
+    Without `refit`, the decisions about values and hidden units have no weights, so they cannot be realized.
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -166,7 +172,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         tokens.policy.require_depth(len(diagnosis.layers))
     _require_changeable(diagnosis, rules_by_map)
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
-    # If no head is removed, this is the diagnosis itself, which keeps what is computed from it.
+    # If no head is removed, this is the diagnosis itself, so results that it caches (`once`) are used again.
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     of_kept = diagnosis
     if HEADS in stated:
@@ -176,9 +182,9 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         of_kept = replace(diagnosis, layers=kept)
     scores, spectra = _decide_scores(of_kept, stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
-    # A list over the layers for every map; transposed below.
+    # For every map, a list over the layers. The lists are transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
-    # Removed heads change vo even without a rule for vo: the output projection is refitted to the other heads.
+    # Removed heads change vo even without a rule for vo, because the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
         decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads, refit)
     decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
@@ -191,7 +197,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         )
         for decisions in zip(*decisions_by_map.values(), strict=True)
     )
-    # Decisions about units exist only in layers from which some are removed.
+    # A layer has decisions about units only if some of its units are removed.
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
     is_smaller = drops or units or depth is not None
@@ -211,7 +217,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
-    """Raises NotSupported if nothing of a map can be removed in some layer, or if maps exclude one another."""
+    """Raises NotSupported if a layer fixes one of the maps, or if maps exclude one another."""
     linear = [name for name in LINEAR_MAPS if name in names]
     if HIDDEN in names and linear:
         raise NotSupported(
@@ -239,7 +245,7 @@ def _applies(rule: Rule, name: str) -> bool:
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """Returns the rule with its metric stated, unless the default is the model's own directions."""
+    """Returns the rule with its metric stated, unless the default is to use the model's own directions."""
     if not _applies(rule, name):
         other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
@@ -251,7 +257,7 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
 
 
 def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
-    """Returns the decision about every layer's scores and the spectrum that it refers to."""
+    """Returns the decision about every layer's scores, and the spectrum with the directions that it selects from."""
     own_spectra = [layer.spectrum for layer in diagnosis.layers]
     unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
     if rule is None:
@@ -269,11 +275,11 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         reasons = metric_reasons(layer, metric)
         if not _changes_scores(spectrum, layer):
-            # The layer keeps its own directions: rewritten ones would differ by rounding.
+            # The layer keeps its own directions, because rewritten directions would differ from them by rounding.
             spectrum, layer = own_spectra[index], replace(unchanged[index], reasons=reasons)
         elif spectrum.pairs is None:
             layer = replace(layer, basis=basis, reasons=reasons)
-        else:  # the rule decides the ranks only; the best form of a rank does not contain those of smaller ranks
+        else:  # the rule decides only the ranks, because a rank's best form does not contain those for smaller ranks
             rotary = directions_in(metric, diagnosis.layers[index])
             assert isinstance(rotary, RotaryDirections)
             layer = rotary.decision(layer.ranks, reasons)
@@ -291,7 +297,7 @@ def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
 
 
 def output_metric(rule: Rule, name: str) -> str:
-    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the one it states, or its default.
+    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the metric that it states, or its default.
 
     Raises:
         UnknownName: The metric does not exist for this map.
@@ -299,7 +305,7 @@ def output_metric(rule: Rule, name: str) -> str:
     known, default = OUTPUT_METRICS, CENTERED
     if name == HEADS:
         first = rule
-        while parts := inner_rules(first):  # a combination has the default of its first part
+        while parts := inner_rules(first):  # the default of a combination is the default of its first part
             first = parts[0]
         known, default = HEAD_METRICS, first.head_metric
     elif name == HIDDEN:
@@ -311,10 +317,10 @@ def output_metric(rule: Rule, name: str) -> str:
 
 
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
-    """Returns the decision about the heads of every layer; None if all of them stay.
+    """Returns the decision about every layer's heads, or None if all of them stay.
 
-    The rule sees a layer as one unit whose directions are its heads. In the metric "centered" the square of a strength
-    is the increase of the error in backward elimination (`elimination_losses`).
+    For the rule, a layer is one unit whose directions are the heads. In the metric "centered", the square of a strength
+    is how much the error grows in backward elimination (`elimination_losses`).
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -330,10 +336,10 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         else:
             covariance = layer.reading("output_covariance").flatten(0, 1)
             strength = elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
-        identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
+        identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths, but a spectrum has rows
         spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
         numbers = torch.tensor([layer.spectrum.heads])  # in the original model
-        readings.append({**layer.readings, "heads": numbers})  # including the readings of pairs of heads
+        readings.append({**layer.readings, "heads": numbers})  # including the readings for pairs of heads
     decided = _decided(rule, diagnosis, spectra, readings)
     decisions = [
         HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))
@@ -345,15 +351,16 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
 def decide_values(
     diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None], refit: bool = True
 ) -> list[OutputDecision | None]:
-    """Returns the decision about the values of every layer; None if all value dimensions are kept.
+    """Returns the decision about every layer's values, or None if all value dimensions stay.
 
-    Without a rule, all value dimensions of the kept heads stay, and the output projection is refit to them.
+    Without a rule, all value dimensions of the kept heads stay, and the output projection is refitted to them.
 
-    In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
-    the output projection: a squared strength is the error of removing the direction only from that head. The output
-    projection is then refit to the kept directions of all heads together. In "weights" the directions are the singular
-    vectors of every head's W_O W_V; nothing is refit, and the value bias is kept. A refit takes most of the time.
-    Without `refit` there is no output projection, for decisions that are not realized.
+    In the metric "centered", a head's directions are balanced between the covariance of its output and its part of the
+    output projection. A squared strength is the error of removing the direction only from that head. The output
+    projection is then refitted to the kept directions of all heads together. In the metric "weights", the directions
+    are the singular vectors of every head's W_O W_V. Nothing is refitted then, and the value bias is kept.
+
+    A refit takes most of the time. Without `refit`, the decisions have no output projection and cannot be realized.
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -378,8 +385,8 @@ def decide_values(
             continue
         is_centered = metric == CENTERED
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
-        # A constant needs no direction. It is the mean output, or the value bias: this passes unchanged, because the
-        # rows of attention sum to 1.
+        # A constant needs no direction. It is the mean output, or else the value bias, which attention passes unchanged
+        # because its rows sum to 1.
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
         kept = int(decision.keep.sum())
         weight = read_out(directions, decision.keep, covariance) if refit else _no_weight(len(center), kept)
@@ -402,12 +409,12 @@ def _missing(diagnosis: Diagnosis, metric: str) -> set[str]:
 
 
 def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
-    """Returns the spectrum of a layer in which the removed heads have no directions."""
+    """Returns a layer's spectrum in which removed heads have no directions."""
     return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
 
 
 def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
-    """Returns the decision without the directions of removed heads; their reason states the removal."""
+    """Returns the decision without the directions of removed heads. The reason of such a head states its removal."""
     if heads is None:
         return decision
     is_kept = heads.keep.tolist()
@@ -416,7 +423,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the rank of one map of every MLP; None if two factors would not have fewer parameters.
+    """Returns the ranks of one map in every MLP, or None where two factors would not have fewer parameters.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.
@@ -435,13 +442,13 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
     ]
     decisions: list[OutputDecision | None] = [None] * len(maps)
-    # Decides about the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    # Only diagnosed layers are included, so a rule with scope="model" distributes its total over these.
     decided = _decided(rule, diagnosis, spectra)
     for (index, entry), decision, table in zip(entries.items(), decided, tables, strict=True):
         (rank,) = decision.ranks
         if 0 < rank and pays(rank, table.directions.shape[1], entry.inputs):
-            # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because
-            # files hold no tensors that share their memory.
+            # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder. It is a copy,
+            # because files cannot hold tensors that share their memory.
             encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
             factors = encode, encode.mT.clone(), table.center, table.strength[None]
             decisions[index] = OutputDecision((rank,), *factors, reasons)
@@ -449,10 +456,10 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
 
 
 def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
-    """Returns the decision about the hidden units of every MLP; None if all of them stay.
+    """Returns the decision about every MLP's hidden units, or None if all of them stay.
 
-    The rule sees an MLP as one unit whose directions are its hidden units. A refit takes most of the time. Without
-    `refit` there is no second map, for decisions that are not realized.
+    For the rule, an MLP is one unit whose directions are the hidden units. A refit takes most of the time. Without
+    `refit`, the decisions have no second map and cannot be realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
@@ -469,7 +476,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         HIDDEN, rule, {"the moments of the hidden units" for each in entries if metric not in each.strength}
     )
     strengths = [entry.strength[metric][None] for entry in entries]
-    # Rows without features: an identity of all hidden units would be a large table that no rule reads.
+    # The rows have no features. An identity of all hidden units would be a large table, and no rule reads it.
     rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
     spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
     decisions: list[HiddenDecision | None] = []
@@ -482,7 +489,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         if metric != WEIGHTS and refit:
             assert entry.covariance is not None and entry.mean is not None
             new_weight, mean = compensated(entry.covariance, weight, keep), entry.mean.double()
-            # The refit is about the means, so the bias keeps the mean output.
+            # The refit uses activations minus their means, so the bias must keep the mean output.
             bias = bias + weight @ mean - new_weight @ mean[keep]
         reasons = metric_reasons(decision, metric)
         decisions.append(HiddenDecision(keep, entry.strength[metric], new_weight, bias, reasons))
@@ -490,8 +497,8 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
 
 
 def _no_weight(outputs: int, kept: int) -> Float[Tensor, "outputs kept"]:
-    """Returns zeros that nobody reads."""
-    # NumPy does not touch the memory: the weights of all levels of a ViT-L would take gigabytes.
+    """Returns zeros as a placeholder that is never read."""
+    # NumPy does not touch the memory. The weights for all levels of a ViT-L would take gigabytes.
     return torch.from_numpy(np.zeros((outputs, kept)))
 
 
@@ -503,16 +510,16 @@ def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
     if metric == WEIGHTS:
         return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
     covariance = layer.reading("output_covariance").double()  # [heads, v_head_dim, heads * v_head_dim]
-    # The covariance of every head with itself: [heads, v_head_dim, v_head_dim].
+    # Every head's own covariance: [heads, v_head_dim, v_head_dim].
     blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return balance(blocks, layer.reading("readout_gram"))
 
 
 def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
-    """Returns the value directions of a layer; every head uses as many as it has value features."""
+    """Returns the value directions of a layer. Every head uses as many directions as it has value features."""
     spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
-    # Readings are padded with zeros to the widest head. A feature without values and without columns of the output
-    # projection is padding. Directions are sorted by strength, so those that combine padding only are the last ones.
+    # Readings are padded with zeros to the widest head. A feature is padding if it has neither values nor columns of
+    # the output projection. Directions are sorted by strength, so directions that combine only padding are the last.
     names, others = (NEEDS[WEIGHTS][:2], 1) if metric == WEIGHTS else (("output_covariance", "readout_gram"), 2)
     sizes = torch.stack([layer.reading(name).abs().sum(others) for name in names])  # [2, heads, features]
     num_features = (sizes > 0).any(0).sum(-1)
@@ -529,9 +536,9 @@ def _spectrum(
 def _decided(
     rule: Rule, diagnosis: Diagnosis, spectra: Sequence[Spectrum], readings: Sequence[Mapping[str, Tensor]] = ()
 ) -> list[ScoreDecision]:
-    """Returns the decisions of a rule about another map than qk.
+    """Returns a rule's decisions about a map other than qk.
 
-    The rule sees a diagnosis in which this map's spectra replace the spectra of the scores.
+    The rule sees a diagnosis with this map's spectra in place of the score spectra.
     """
     readings = readings or [{}] * len(spectra)
     layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))

@@ -1,6 +1,6 @@
 """Rules: their interface, rules that keep directions by strength, combinations of rules, and rules as text.
 
-Helpers read a diagnosis for a rule, and turn masks into decisions.
+Helper functions read a diagnosis for a rule, and turn masks into decisions.
 """
 
 import math
@@ -38,7 +38,7 @@ from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 RULE = "a rule, e.g. EnergyRetention(0.9)"
-# Sums of shares have rounding errors of about 1e-15. Without this tolerance 0.07 of 100 equal directions would be 8.
+# Sums of shares have rounding errors of about 1e-15. Without this tolerance, 0.07 of 100 equal directions would be 8.
 TOLERANCE = 1e-12
 
 
@@ -46,9 +46,9 @@ TOLERANCE = 1e-12
 class Rule(ABC):
     """Decides which directions of a map are kept, layer by layer.
 
-    Every rule is a frozen dataclass whose fields are its knobs. `metric` is the metric of the directions (METRICS for
-    the scores, OUTPUT_METRICS for other maps); None is its default. `a & b` keeps the intersection, `a | b` the union,
-    and `parse_rule(str(rule))` returns an equal rule.
+    Every rule is a frozen dataclass whose fields are its options. `metric` is the metric of the directions (METRICS for
+    the scores, OUTPUT_METRICS for other maps). None means the rule's default metric. `a & b` keeps the directions that
+    both rules keep, and `a | b` those that either rule keeps. `parse_rule(str(rule))` returns an equal rule.
     """
 
     metric: str | None = None
@@ -56,11 +56,11 @@ class Rule(ABC):
     default_metric: ClassVar[str | None] = None
     """The default metric for scores without norms."""
     applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
-    """The maps that it can decide about; ("qk",) if it uses attention, changeable strengths or shared directions."""
+    """The maps that a rule applies to: only qk if it uses attention, changes strengths or shares directions."""
     head_metric: ClassVar[str] = "centered"
     """The default metric for "heads" (HEAD_METRICS)."""
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The kinds of its knobs, if they differ from the kinds of their types: natural numbers, shares, rules."""
+    """The kinds of the rule's options, where they differ from the kinds for their types (numbers, shares, rules)."""
 
     def __post_init__(self):
         rule = instance(RULE, Rule)
@@ -82,7 +82,7 @@ class Rule(ABC):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Returns the kept directions of one layer, their strengths, and the reasons.
 
-        A rule reads the spectrum of the layer, and `LayerDiagnosis.reading` for everything else.
+        A rule reads the layer's spectrum, and `LayerDiagnosis.reading` for everything else.
         """
 
     def __and__(self, other: "Rule") -> "And":
@@ -93,15 +93,15 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
-        knobs = spelled_knobs(self)  # without those that are rules
+        knobs = spelled_knobs(self)  # without the knobs that are rules
         return text_name(type(self)) + (f"({parts})" if parts else "") + (f":{knobs}" if knobs else "")
 
 
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
+    """Returns one layer's spectrum. Raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
 
-    Other equal strengths are accepted: learned strengths, and the strengths of a dead layer, which are all zero or (in
-    a metric) all at the noise floor.
+    Other equal strengths are accepted. They may be learned, or belong to a dead layer, where all strengths are zero or,
+    in a metric, at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -116,7 +116,7 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns every direction's rank in its head: 0 for the largest amount, ties by index, padding last."""
+    """Returns every direction's position in its head: 0 for the largest amount, ties by index, padding last."""
     # Amounts are not negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
@@ -125,20 +125,20 @@ def rank_positions(
 def largest(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the `ranks` directions of each head with the largest amount; of all if a head has fewer."""
+    """Returns a mask of the `ranks` largest directions in each head, or of all if the head has fewer."""
     return (rank_positions(amount, used) < ranks[:, None]) & used
 
 
 def fewest_holding(
     share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the smallest set of each head that holds this share of the head's amount (SVDA, Eq. 45 for the
-    energy).
+    """Returns a mask of the smallest set in each head that holds this share of the head's amount.
 
-    Ties are resolved by index. At least one direction is kept. A share of 1 keeps all whose amount is not zero.
+    For the energy this is SVDA, Eq. 45. Ties are resolved by index. At least one direction is kept. A share of 1 keeps
+    all directions whose amount is not zero.
     """
     if share == 1:
-        # Counted, because a rounded sum can reach its total before the last amounts.
+        # Directions are counted, because a rounded sum can reach its total before the last amount is added.
         ranks = ((amount > 0) & used).sum(-1)
     else:
         cumulative = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
@@ -148,18 +148,17 @@ def fewest_holding(
 
 @checked()
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
-    """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (SVDA, Theorem 1, Eq.
-    12).
+    """Bounds how much any masked score changes on the same tokens (SVDA, Theorem 1, Eq. 12).
 
-    The bound holds because the rows of query and key have unit length, even if strengths are changed instead of
-    removed. It is infinite for dense attention with any change, because its rows have any length, and for directions
-    that all heads share.
+    The bound is max |change of strength| * scale. It holds because the rows of query and key have unit length, also if
+    strengths are changed instead of removed. For dense attention with any change, the bound is infinite, because rows
+    may have any length. It is also infinite for directions that all heads share.
     """
-    if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
+    if decision.keep.shape != spectrum.used.shape:  # no bound exists for shared directions
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
     prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
-    # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
+    # amax is undefined for an empty row. The padding column of zeros gives heads without directions the bound 0.
     bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
     return bound if spectrum.has_norms else torch.where(bound == 0, bound, math.inf)
 
@@ -167,8 +166,8 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
 def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
     """Returns a decision that keeps these directions at their strengths.
 
-    `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
-    combined only by strength.
+    `notes` are remarks, one per head. Removed directions get strength zero, so decisions can be compared and combined
+    by strength only.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
@@ -182,7 +181,7 @@ def give_strengths(
 ) -> ScoreDecision:
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
-    # Theorem 1 of SVDA bounds scores; the other maps have none.
+    # Theorem 1 of SVDA bounds scores. Other maps have no bound.
     bounds = score_bound(spectrum, decision).tolist() if spectrum.map == "qk" else [0.0] * len(keep)
     reasons = (_reason(spectrum, keep, head, notes[head] if notes else "", bound) for head, bound in enumerate(bounds))
     return replace(decision, reasons=tuple(reasons))
@@ -194,7 +193,7 @@ def at_most(value: float) -> str:
 
 
 def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float) -> str:
-    """Describes what a head keeps, what is removed, and the bound on its scores."""
+    """Describes what a head keeps and what it loses, and the bound on its scores."""
     used, is_removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
     rank, total = int(keep[head].sum()), int(used.sum())
     what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.map, "directions")
@@ -222,9 +221,9 @@ def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
-    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all whose strength is not zero. The
-    removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than sqrt(1 - rho) *
-    norm(strength) * scale. Needs learned strengths.
+    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all directions whose strength is not
+    zero. The removed energy is at most 1 - rho of the head's energy. So no masked score changes by more than
+    sqrt(1 - rho) * norm(strength) * scale. The rule needs learned strengths.
     """
 
     rho: float
@@ -237,12 +236,11 @@ class EnergyRetention(Rule):
 
 @dataclass(frozen=True)
 class UniformRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or that share of its directions (IrrAtt's TruncAtt, Section
-    2.3).
+    """Keeps the `rank` strongest directions of each head, or this share of them (IrrAtt's TruncAtt, Section 2.3).
 
-    With the metric "weights" this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
-    rounded to a `multiple`: kernels load several values at once, and are slower at a rank in between than at the next
-    multiple. The default metric is TotalRank's, except "weights" for scores without norms.
+    With the metric "weights", this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
+    rounded to a `multiple`. Kernels load several values at once, and are slower at a rank in between than at the next
+    multiple. For scores without norms the default metric is "weights". Otherwise it is the same as for TotalRank.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -255,20 +253,22 @@ class UniformRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         available = spectrum.used.sum(-1)
         target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
-        # The number of directions of a head need not be a multiple: a head can always keep all of them.
+        # A head can always keep all its directions, even if their number is not a multiple.
         ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
 
 
 @dataclass(frozen=True)
 class TotalRank(Rule):
-    """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
+    """Keeps the strongest directions of all heads together: `rank` per layer, or this share of all directions.
 
-    This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks.
-    With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and at least
-    `minimum`, even for a smaller requested share. Strengths follow the `metric` (see METRICS), or with "own" the model.
-    The default metric is "mix" for scores without norms, "own" for scores with norms, and "centered" for values and MLP
-    (see OUTPUT_METRICS).
+    The method is water-filling. Of all selections of that size, it removes the least energy, so heads get irregular
+    ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of `multiple` and at
+    least `minimum`, even if you request a smaller share.
+
+    Strengths are measured in the `metric` (see METRICS). With "own", they are the model's own strengths. The default
+    metric is "mix" for scores without norms, "own" for scores with norms, and "centered" for values and MLP (see
+    OUTPUT_METRICS).
     """
 
     default_metric: ClassVar[str | None] = "mix"
@@ -283,9 +283,9 @@ class TotalRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
         spectra = [learned_spectrum(self, diagnosis, index) for index in indices]
-        has_rows = [view.used.any(-1) for view in spectra]  # removed heads take no part of the total
+        has_rows = [view.used.any(-1) for view in spectra]  # removed heads get no part of the total
         ranks = self.allocated(diagnosis, indices, spectra, has_rows)
-        # With scope="model" every layer repeats the whole allocation and takes its part: decisions have no state.
+        # With scope="model", every layer repeats the whole allocation and takes its part, because a rule has no state.
         position = layer if self.scope == "model" else 0
         num_kept = torch.zeros(len(has_rows[position]), dtype=torch.long)
         num_kept[has_rows[position]] = torch.tensor(ranks[position], dtype=torch.long)
@@ -296,18 +296,18 @@ class TotalRank(Rule):
     def allocated(
         self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
     ) -> Sequence[Sequence[int]]:
-        """Returns the ranks of the heads that have rows, `has_rows` [heads], of these layers."""
+        """Returns the ranks of these layers' heads, for the heads that have rows (`has_rows` [heads])."""
         strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
         return water_fill(strengths, total=self.total(spectra), multiple=self.multiple, minimum=self.minimum)
 
     def total(self, spectra: list[Spectrum]) -> int:
-        """Returns the number of directions that heads with these spectra keep together."""
+        """Returns the total number of directions that heads with these spectra keep."""
         available = sum(int(spectrum.used.sum()) for spectrum in spectra)
         target = self.rank * (len(spectra) if isinstance(self.rank, int) else available)
         total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
-        # A share below the minimum of all heads is raised to it; a number below it is refused by the allocation.
+        # A share below the minimum of all heads is raised to it. If a number is below it, the allocation raises.
         units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
         return max(total, units * -(-self.minimum // self.multiple) * self.multiple)
 
@@ -323,7 +323,7 @@ class Combination(Rule):
 
     def __post_init__(self):
         super().__post_init__()
-        # Flat, so that (a & b) & c equals a & (b & c).
+        # Nested combinations are flattened, so that (a & b) & c equals a & (b & c).
         nested = (inner_rules(rule) if type(rule) is type(self) else (rule,) for rule in self.rules)
         object.__setattr__(self, "rules", tuple(part for parts in nested for part in parts))
 
@@ -338,7 +338,7 @@ class Combination(Rule):
         keep = torch.stack([decision.keep for decision in decisions])
         strength = torch.stack([decision.strength for decision in decisions])
         is_and = isinstance(self, And)
-        # Removed directions have strength 0 (`keep_only`), so a union takes the strength of a rule that keeps the
+        # Removed directions have strength 0 (`keep_only`). So in a union, the strength comes from a rule that keeps the
         # direction.
         index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
         spectrum = diagnosis.layers[layer].spectrum
@@ -354,7 +354,7 @@ class Combination(Rule):
 
 @dataclass(frozen=True)
 class And(Combination):
-    """Keeps the directions that all of its rules keep, with the smallest of their strengths."""
+    """Keeps the directions that all of its rules keep, each with the smallest of their strengths."""
 
     how: ClassVar[str] = "All of"
     sign: ClassVar[str] = " & "
@@ -362,7 +362,7 @@ class And(Combination):
 
 @dataclass(frozen=True)
 class Or(Combination):
-    """Keeps the directions that any of its rules keeps, with the largest of their strengths."""
+    """Keeps the directions that any of its rules keeps, each with the largest of their strengths."""
 
     how: ClassVar[str] = "Any of"
     sign: ClassVar[str] = " | "
@@ -372,7 +372,7 @@ class Or(Combination):
 class ByLayer(Rule):
     """Applies a separate rule to every layer, the first rule to the first layer.
 
-    A target per layer resolves to this rule: the rank that meets the target differs from layer to layer. As text:
+    A target per layer becomes such a rule, because the rank that meets the target differs from layer to layer. As text:
     by_layer(total_rank:0.5; total_rank:0.25).
 
     Raises:
@@ -397,10 +397,10 @@ def inner_rules(rule: Rule) -> tuple[Rule, ...]:
 
 
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
-    """Returns the metric that a rule and its parts state, or None; with `defaults`, the default of each part.
+    """Returns the metric that a rule and its parts state, or None. With `defaults`, parts that state none use theirs.
 
     Raises:
-        InvalidRule: Parts have different metrics; their directions cannot be combined.
+        InvalidRule: The parts have different metrics, so their directions cannot be combined.
     """
     own_metric = rule.default_metric if rule.metric is None and defaults else rule.metric
     parts = (metric_of(part, defaults=defaults) for part in inner_rules(rule))
@@ -411,7 +411,7 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
 
 
 def in_metric(rule: Rule, metric: str) -> Rule:
-    """Returns the rule with its metric stated; if it has parts, each of them states it."""
+    """Returns the rule with its metric stated. If the rule has parts, each part states it."""
     if not inner_rules(rule):
         return replace(rule, metric=metric)
     changed: dict[str, Any] = {}
@@ -421,15 +421,15 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = in_metric(value, metric)
         elif isinstance(value, tuple):
             changed[name] = tuple(in_metric(part, metric) for part in value)
-    # Only the parts state it, so that the text of the rule names a metric once for each of them.
+    # Only the parts state the metric, so that the rule's text names it once for each part.
     return replace(rule, metric=None, **changed)
 
 
-# The rules by their names in texts. The laboratory registers the rules of papers and matched controls.
+# The rules by their names in texts. The laboratory registers the rules from papers and the matched controls.
 RULES = Registry[type[Rule]]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | DepthPrescription | None]
-"""The rules of several maps: one text, a mapping from maps to rules or their texts, or only the rule of qk."""
+"""The rules for several maps: one text, a mapping from maps to rules or their texts, or only the rule for qk."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 
@@ -443,9 +443,9 @@ def parse_rule(text: str) -> Rule:
 
 
 def split_maps(text: str) -> dict[str, str]:
-    """Returns the text of every map's rule, from e.g. "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10".
+    """Splits a text like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10" into a rule for every map.
 
-    A text without a map is the rule of qk.
+    A text without a map is the rule for qk.
 
     Raises:
         InvalidRule: A map is given twice or without a rule.
@@ -468,7 +468,7 @@ def _require_map(name: str) -> None:
 
 
 class ParsedRules(NamedTuple):
-    """The rule of every map of layers, the token policy, and the blocks that are removed whole."""
+    """The rule for every map of the layers, the token policy, and the blocks that are removed whole."""
 
     maps: dict[str, Rule]
     tokens: TokenPrescription | None
@@ -476,9 +476,9 @@ class ParsedRules(NamedTuple):
 
 
 def parse_rules(rules: RulesLike) -> ParsedRules:
-    """Returns the rule of every map, the token policy, and the blocks that are removed.
+    """Returns the rule for every map, the token policy, and the blocks that are removed.
 
-    A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
+    A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10". A single rule applies to qk.
 
     Raises:
         InvalidInput: The rules are neither a text, a rule nor a mapping of maps to rules and a token policy.
@@ -490,7 +490,7 @@ def parse_rules(rules: RulesLike) -> ParsedRules:
     for name in values_by_map:
         _require_map(str(name))
     rules_by_map: dict[str, Rule] = {}
-    for name in LAYER_MAPS:  # one order of the maps, whatever the order of the text
+    for name in LAYER_MAPS:  # always in the same order, whatever the order in the text
         rule = values_by_map.get(name)
         rule = parse_rule(rule) if isinstance(rule, str) else rule
         if isinstance(rule, Rule):
@@ -509,11 +509,11 @@ def parse_rules(rules: RulesLike) -> ParsedRules:
 
 
 class _Reader(TextReader):
-    """Reads rules; every method consumes the tokens of one rule of the grammar."""
+    """Reads rules. Every method consumes the tokens of one grammar rule."""
 
     #   any    = all { "|" all }
     #   all    = single { "&" single }
-    #   single = "(" any ")" | call, in which the knobs of controls and `by_layer` are rules
+    #   single = "(" any ")" | call, where the knobs of controls and `by_layer` are rules
     noun, plural, examples, signs, error = "rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule
     nested = Rule
 
@@ -541,5 +541,5 @@ class _Reader(TextReader):
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:
-    """Returns one rule from the rules of all layers: that rule itself if all are equal, else a ByLayer."""
+    """Combines the rules of all layers: returns the common rule if all are equal, else a ByLayer."""
     return rules[0] if all(rule == rules[0] for rule in rules) else ByLayer(tuple(rules))
