@@ -160,7 +160,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 
     Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`.
 
-    attnrx reads your data once. It reads as many images as the effort needs, and at most 10,000 to verify on. The effort
+    attnrx reads your data once. It reads the images that the effort needs, and at most 10,000 to verify on. The effort
     "quick" verifies on fewer images. Their passes take at most 6e12 multiply-accumulates, but there are at least 256
     images. Random transforms and samplers are drawn once, from `seed`. If your data have splits, the plan uses training
     and validation images, and the evidence uses test images. Other data are divided into three parts. No image is in
