@@ -630,7 +630,7 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
     if options.is_fresh(arguments.model) and not arguments.trust:
         import torch
 
-        with torch.device("meta"):  # only shapes: no memory, weights or downloads are needed
+        with torch.device("meta"):  # computes shapes without memory, weights and downloads
             model = rx.models.build_model(arguments.model)
     else:
         model = rx.load(arguments.model, trust=arguments.trust)

@@ -93,7 +93,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns this baseline with attnrx's files of `model`, a changed copy of the original, for its plans."""
+        """Returns this baseline with attnrx's files of `model`, a changed copy of the original that plans are for."""
         if self.form is None:
             return self
         unchanged, empty = _own_files(temporary_files(_own_drafts(model, self.form, images), in_subprocess))
@@ -122,12 +122,12 @@ class Draft:
         *,
         is_compared: bool = False,
     ) -> "Draft":
-        """Returns the draft of attnrx's file of a model. If the format has 8 bits, it is calibrated on these images."""
+        """Returns the draft of a file that attnrx writes. If the format has 8 bits, it is calibrated on the images."""
         return cls(subject_of(model, form, images, class_names), form, is_compared=is_compared)
 
     @classmethod
     def of_vendor(cls, model: nn.Module, form: Format, images: ImageSet) -> "Draft":
-        """Returns the draft of the vendor's file of a model, from its own library's code."""
+        """Returns the draft of a file that the vendor's tool writes, from the model in its own library's code."""
         return cls(library_subject(model, form, images), form, by_vendor=True)
 
     def write(self, path: Path) -> Exported:
@@ -168,7 +168,7 @@ def _attempt(draft: Draft, path: Path) -> Exported | AttnrxError:
 
 
 def _own_drafts(model: nn.Module, form: Format, images: ImageSet) -> dict[str, Draft]:
-    """Returns the drafts of attnrx's files of a model, and of the model without its blocks."""
+    """Returns the drafts of two files that attnrx writes: the model, and the model without its blocks."""
     return {UNCHANGED: Draft.of(model, form, images), EMPTY: Draft.of(without_blocks(model), form, images)}
 
 

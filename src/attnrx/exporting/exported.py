@@ -38,7 +38,7 @@ def _require_file_names(files: Mapping[str, Any], where: str) -> None:
 
 
 def _require_sizes(outputs: Mapping[str, Any], where: str) -> None:
-    """Checks that `outputs` maps names to numbers per image."""
+    """Checks that `outputs` maps names to integers, which are the sizes of the outputs per image."""
     for name, size in outputs.items():
         if type(size) is not int or size < 0:
             raise Invalid(below(where, name), "is no number of values per image")
@@ -313,7 +313,7 @@ def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the files that the facts of a path list and that are unchanged, even if the export was interrupted."""
+    """Returns the unchanged files in the list of a path's facts, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}

@@ -27,7 +27,7 @@ from attnrx.support.text_parsing import spelled_knobs
 INPUT = "images"  # the name of the input in ONNX graphs
 
 Run = Callable[[Tensor], tuple[Tensor, ...]]
-"""Images in, logits out, on the device of the file."""
+"""A function that takes images and returns outputs, both on the device of the file."""
 
 # The largest difference of a logit that counts as rounding, as a share of the largest logit.
 ROUNDING: dict[torch.dtype, float] = {

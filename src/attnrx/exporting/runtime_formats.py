@@ -387,11 +387,11 @@ class _SignalStack(ctypes.Structure):
 
 @contextmanager
 def _signal_stack_kept() -> Iterator[None]:
-    """Restores the memory that this thread handles signals in.
+    """Restores this thread's signal stack, which is the memory for handling signals.
 
-    A compiled OpenVINO model sets its own memory, and when it ends, it restores the memory that it found. If there are
-    two models, the model that ends last restores memory that belonged to the other and no longer exists. The next
-    signal then ends the process, e.g. when a worker of a data loader ends.
+    A compiled OpenVINO model sets its own stack and, when it is deleted, restores the stack that it found. If there are
+    two models, the model that is deleted last restores the other model's stack, which no longer exists. The next signal
+    then ends the process, e.g. when a worker of a data loader ends.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()

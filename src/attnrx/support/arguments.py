@@ -213,7 +213,7 @@ def or_percent(kind: Kind) -> Kind:
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
-    """Numbers in a closed range within float32, which the tensors in files have."""
+    """Finite numbers in a closed range, which by default is the range of float32, as in the tensors of files."""
     return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
 
 
@@ -511,7 +511,7 @@ def kind_of(hint: Any) -> Kind:
     """Returns the kind for an annotation. Numbers must be finite, and texts must not be empty."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        # A text is dropped beside a path, because the kind of paths includes texts.
+        # Beside `Path`, `str` is ignored, because the kind for paths includes texts.
         kinds = [kind_of(part) for part in parts if part is not NoneType and not (part is str and Path in parts)]
         if ANY in kinds:
             return ANY

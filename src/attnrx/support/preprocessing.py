@@ -19,12 +19,12 @@ Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
 SMALL = 96  # if no picture has a shorter side above this, the pictures are not treated as photographs
-MAX_SIDE = 2**15  # the most pixels of a side, of the input and after resizing
+MAX_SIDE = 2**15  # the largest side in pixels, for a model's input and for resized pictures
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 
-# The mean and the standard deviation of ImageNet, by which most models normalize pixels.
+# ImageNet's mean and standard deviation, which most models use to normalize pixels.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -210,7 +210,7 @@ def serve() -> None:
                 _end_with_parent()
                 _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
-            # This process ends like its fork. The caller then finds no result, and reports how the process ended.
+            # This process ends in the same way as its fork. The caller then finds no result, and reports how it ended.
             if os.WIFSIGNALED(status):
                 os.kill(os.getpid(), os.WTERMSIG(status))
             if status:

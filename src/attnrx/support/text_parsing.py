@@ -27,8 +27,8 @@ WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 NAME, NUMBER = r"[A-Za-z_][\w-]*", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 # Texts that are values, which are names of choices and paths.
 WORD, WORD_OF_SEVERAL = re.compile(r"\s*([^\s:,;()&|@<=]+)"), re.compile(r"\s*([^\s:,;()&|@<=/]+)")
-# Before "=", a name is at the start of the text, or follows a space after a complete text. If it follows one of
-# , ; : ( & | it is a knob.
+# Before "=", a name is at the start of the text, or follows a space after a complete text. After one of , ; : ( & |
+# it would be a knob.
 _NAMED = re.compile(rf"(?:^|(?<=[^\s,;:(&|])\s+)({NAME})=")
 _DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "none"}
 

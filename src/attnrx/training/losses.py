@@ -215,7 +215,7 @@ class _Reader(TextReader):
 
 @checked()
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
-    """Builds a loss from a text, its class name in snake case with knobs, e.g. `target_rank:16:0.1`.
+    """Builds a loss from a text with its class name in snake case and its knobs, e.g. `target_rank:16:0.1`.
 
     `shared` has defaults for knobs. Values without a name in the text are assigned to the other knobs.
 

@@ -72,7 +72,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
     The `factor` of a group scales its learning rate.
     """
-    strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
+    strengths = {id(strength) for strength in strengths_of(model)}  # by identity, as tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

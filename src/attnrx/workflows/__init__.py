@@ -1,1 +1,1 @@
-"""The functions that users call. Each has a module here, from its arguments to its result."""
+"""The functions that users call, each in a module of its own."""

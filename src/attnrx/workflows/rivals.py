@@ -1,7 +1,7 @@
 """Measures a result's file in one run with the files that you would get without a plan.
 
-These other files are made from the unchanged model. The vendor's own tool converts it to float and, with the tool's
-defaults, to 8 bits. attnrx also writes its own file of it.
+The other files are made from the unchanged model. The vendor's own tool converts this model to float and, with the
+tool's defaults, to 8 bits. attnrx also writes its own file of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -153,10 +153,10 @@ class FileRun:
 def measure_baseline(
     original: nn.Module, form: Format, images: ImageSet, settings: PlanSettings, limit: float
 ) -> tuple[Baseline, float]:
-    """Returns the vendor's file of the unchanged model, and the relative speed of attnrx's own file of it.
+    """Returns the vendor's file of the unchanged model, and the speed of attnrx's own file relative to it.
 
-    8-bit files are calibrated on `images`. The speeds of both files and of eager PyTorch are logged. The model without
-    its blocks is also timed, because no plan can be faster than that.
+    8-bit files are calibrated on `images`. The log shows the speeds of both files and of eager PyTorch. The model
+    without its blocks is also timed, because no plan can be faster than that.
 
     Raises:
         NotSupported: `limit` (a share of the baseline's latency) is below the latency of the model without its blocks.

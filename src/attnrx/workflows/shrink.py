@@ -169,9 +169,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get this model.
 
     With `to`, the vendor's own tool also converts your unchanged model to files in float and, with the tool's defaults,
-    in 8 bits. One run times all files and compares their outputs. If a file that attnrx wrote of the unchanged model is
-    faster than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names the
-    format of this file.
+    in 8 bits. One run times all files and compares their outputs. If attnrx's own file of the unchanged model is faster
+    than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names the format of
+    this file.
 
     Args:
         model: A model, or anything that `load` accepts.
@@ -542,7 +542,7 @@ class ShrinkRun:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
-            # The prescription is about the blocks, and the copy that was planned for has the original's blocks.
+            # The prescription is about the blocks. They are the original's, although the plan is for a copy of it.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
         # `attnrx realize` and the matched controls repeat the settings in this record.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
@@ -650,8 +650,8 @@ class _Made:
 class _Loss(NamedTuple):
     """The loss that a target limits.
 
-    `allowed` is the loss that the target allows. `limit` limits the divergence of the first plan. The divergence grows
-    like the loss to the `power`. `measured` returns the loss of a model, and `advice` says what to request instead.
+    `allowed` is the loss that the target allows. `limit` is the limit for the first plan's divergence. The divergence
+    grows like the loss to the `power`. `measured` returns a model's loss, and `advice` says what to request instead.
     """
 
     name: str

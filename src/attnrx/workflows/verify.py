@@ -1,4 +1,4 @@
-"""`verify`: compares a candidate with its reference, and returns the evidence."""
+"""`verify` compares a candidate with its reference, and returns the evidence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ def realization_of(prescription: Prescription | None) -> str | None:
 def stored_prescription(
     source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
-    """Returns a candidate's prescription, from its folder or else as given, and notes.
+    """Returns a candidate's prescription (from its folder, or else the prescription `given`) and notes.
 
     If a model was realized twice, its folder has the prescription of the second step. This prescription was made for
     the result of the first step. A comparison with the original therefore ignores it and adds a note.

@@ -201,13 +201,14 @@ class Latency(Check):
 class Promises(Check):
     """Compares the predictions of the prescription's plan with measurements.
 
-    There is a claim about divergence, one about agreement, and one about the change of accuracy. A claim fails if the
-    mean over these images is worse than the worse end of the plan's prediction interval for this number of images. It
-    holds if the mean is not worse, and if the interval of the mean also excludes twice the promised loss. The loss is
-    the divergence, or the share of images with changed decisions or lost accuracy. For shares, twice the loss is at
-    least `MIN_LOSS` more than the loss. If the interval does not exclude it, there are too few images. The claim
-    is then undecided, with twice the promised loss as its limit. If the prediction interval ends at the end of the
-    quantity's range, no model can miss it. The mean is then reported without a limit.
+    There are claims about the divergence, the agreement, and the change of accuracy. A claim fails if the mean over
+    these images is worse than the whole interval that the plan predicts for this number of images. If the mean is not
+    worse, the interval of the mean decides. The claim holds if this interval also excludes twice the promised loss. If
+    it does not, there are too few images. The claim is then undecided, with twice the promised loss as its limit.
+
+    The loss is the divergence, or the share of images with changed decisions or lost accuracy. For shares, twice the
+    loss is at least `MIN_LOSS` more than the loss. If the predicted interval ends at the end of the quantity's range,
+    no model can miss it. The mean is then reported without a limit.
 
     The claim about speed in PyTorch is relative to the library's reference implementation. It holds if a pass takes at
     most the share `within` longer than predicted. Precision, threads, clock and batch size are the same as in the plan.

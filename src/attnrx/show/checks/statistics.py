@@ -88,9 +88,9 @@ def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     """Returns a change, whose estimate may be biased, with an interval from its bootstrap samples.
 
-    The samples are biased relative to the value as the value is biased relative to the truth. So their percentiles have
-    the bias twice. The returned interval covers two intervals: the samples' interval, shifted to the value, and the
-    basic interval, which is shifted to the value minus the bias. It contains the value.
+    The samples differ from the value by the same bias by which the value differs from the truth. So their percentiles
+    have the bias twice. The returned interval covers two intervals: the samples' interval, shifted to the value, and
+    the basic interval, which is shifted to the value minus the bias. It contains the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
     # The basic interval is the percentile interval, reflected at the value.

@@ -160,7 +160,7 @@ def ranks(
             full = [int(rank) for rank in diagnosis.layers[index].spectrum.rank]
         scores.append([(qk.kept, qk.directions)] if qk.is_shared else by_head(index, qk.ranks, full))
     tables = {SCORES: (head_columns, scores)}
-    # A layer without a decision keeps all directions of a map, which are as many as in the other layers.
+    # A layer without a decision keeps all directions of a map. Their number is the same as in the other layers.
     full_ranks = {
         name: max(layer.outputs[name].strength.shape[1] for layer in layers if name in layer.outputs)
         for name in ("vo", *LINEAR_MAPS)

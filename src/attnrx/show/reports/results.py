@@ -167,7 +167,7 @@ def _signed(value: float) -> str:
 
 
 def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
-    """Returns the first finding of a quantity, of one model if it is given."""
+    """Returns the first finding about a quantity, for one model if you pass `model`."""
     for finding in evidence.findings:
         details = finding.details
         # Findings about single corruptions have the same quantities, but they are not about the data themselves.
@@ -395,7 +395,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def evidence_stem(stem: str) -> str:
-    """Returns the stem of the evidence's file name for an exported file, evidence-FORMAT."""
+    """Returns the stem of the file with an exported file's evidence, evidence-FORMAT."""
     return f"evidence{stem.removeprefix('model') or '-onnx'}"
 
 

@@ -48,7 +48,7 @@ class TokenSamples:
 
 
 def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns at most `count` first images with the names of their classes, or no names without labels."""
+    """Returns the first `count` images, or fewer, with their class names, or without names if there are no labels."""
     batch = next(iter(images.take(min(count, len(images))).batches(count)))
     # -1: without a label
     if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
