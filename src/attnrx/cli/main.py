@@ -58,7 +58,7 @@ exit codes:
 """
 
 
-# It is a KeyboardInterrupt, so that no `except Exception` on the way to the handler catches it.
+# The base class is KeyboardInterrupt, so that no `except Exception` on the way to the handler catches the error.
 class _Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP outside a training run."""
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()
         return code
-    # This also handles interrupts before and after the command, e.g. while its results are printed.
+    # Interrupts before and after the command are also handled here, e.g. while its results are printed.
     except KeyboardInterrupt as stop:
         message = str(stop) or "interrupted; every file that was written is whole."
         return _report_error(words, stop, message, stop.code if isinstance(stop, _Terminated) else INTERRUPTED)
@@ -269,7 +269,7 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
 
 def _is_first_process() -> bool:
     """Whether this process has rank 0, by the variable RANK that launchers set."""
-    # This does not use torch, whose import takes seconds.
+    # torch is not used here, because importing it takes seconds.
     return os.environ.get("RANK", "0") == "0"
 
 

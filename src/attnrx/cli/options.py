@@ -456,7 +456,7 @@ def parse_losses(
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
         raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
-    # An option without effect is an error, because the user expects one.
+    # An option without effect is an error, because the user expects an effect.
     unused = [knob for knob in shared or {} if not any(hasattr(loss, knob) for loss in losses)]
     if unused:
         raise InvalidInput(

@@ -210,7 +210,7 @@ def without_8_bits(form: Format) -> Format:
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
     """Returns a model in its own library's code, as the subject of a file at the precision of the format."""
-    # This is not the library model that latencies in PyTorch are relative to, because that model has other weights.
+    # Latencies in PyTorch are relative to another library model, which has other weights than this one.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 
 

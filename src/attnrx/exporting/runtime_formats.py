@@ -72,7 +72,7 @@ class Onnx(Format):
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
             scale: float | None = None, enable_gqa: bool = False,
         ) -> Any:  # fmt: skip
-            # This is faster than torch's exporter, which copies the keys twice and scales both operands.
+            # These operations are faster than torch's, which copy the keys twice and scale both operands.
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             if factor != 1:
                 query = op.Mul(query, op.CastLike(op.Constant(value_float=factor), query))

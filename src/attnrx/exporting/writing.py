@@ -392,8 +392,8 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
 class Runtime:
     """The place where parts of a model run for timing.
 
-    It is PyTorch under the `conditions`. With a `form`, it is the runtime of this format, with the conditions' device
-    and threads.
+    Without a `form`, this is PyTorch under the `conditions`. With a `form`, this is the runtime of the format, with the
+    device and the threads of the conditions.
     """
 
     conditions: Conditions

@@ -150,7 +150,7 @@ def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **ki
     """
     typed = {field.name: by_type[field.type] for field in fields(item) if field.type in by_type} if by_type else {}
     for name, kind in {**_annotated(type(item)), **typed, **kinds}.items():
-        # This assigns converted values, e.g. Python numbers for NumPy numbers, although the class is frozen.
+        # The converted value, e.g. a Python number for a NumPy number, is assigned although the class is frozen.
         object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
 
 

@@ -343,7 +343,7 @@ def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Returns the reason why a folder cannot be renamed, or None if it can."""
+    """Returns the reason why a folder cannot be renamed, or None if there is no such reason."""
     if folder.is_mount():
         return "it is a mount point"
     with suppress(OSError):

@@ -61,7 +61,7 @@ def _prescription(record: Entries, path: Path) -> dict[str, Any]:
     how = about.get("realized") if isinstance(about, Mapping) else None
     if not isinstance(about, Mapping) or not isinstance(how, Mapping):
         return dict(record)
-    # Earlier versions stored the norms of a compression in a field of their own, and had a fit of queries and keys.
+    # Earlier versions stored a compression's norms in a separate field, and could also fit queries and keys.
     norms = how.get("norms", "exact")
     how = {key: value for key, value in how.items() if key != "norms"}
     if norms != "exact" and how.get("by") == "compress":

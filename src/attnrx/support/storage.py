@@ -90,7 +90,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @checked()
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors, with the texts `about`, as safetensors with `write_atomically`, and returns the path."""
+    """Writes tensors and the texts `about` to a safetensors file with `write_atomically`, and returns the path."""
     content = _encoded(tensors, dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 

@@ -28,8 +28,8 @@ ROOT = Path(os.sep).absolute()
 POSIX = os.name == "posix"
 VARIABLES = {
     # By default, glibc returns large free blocks to the operating system, and later faults them in again page by page.
-    # This is not a cost of the model, and it varied by a tenth within a quarter of an hour. Systems without glibc
-    # ignore the two variables.
+    # The page faults are not a cost of the model, and their time varied by a tenth within a quarter of an hour. Systems
+    # without glibc ignore the two variables.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     # If a library looks for CUDA devices while it is imported, it must not start CUDA, because forks could not use it

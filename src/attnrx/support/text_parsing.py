@@ -130,7 +130,7 @@ class TextReader:
         return Token(text if kind == "sign" else kind, text, start)
 
     def take(self, kind: str) -> bool:
-        """Consumes the next token if it is of this kind, and returns whether it was."""
+        """Consumes the next token if it is of this kind. Returns whether a token was consumed."""
         token = self.token
         if token.kind == kind != "end":
             self.position = token.start + len(token.text)

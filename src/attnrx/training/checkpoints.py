@@ -211,8 +211,8 @@ def identity(
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
     """Raises CheckpointError with a list of differences if the run differs from the saved run.
 
-    The weights may be the weights before the first step. They may also have the fingerprint `reached` of the weights in
-    the folder, because a run changes the model in place and may be called again with it.
+    The model may have the weights before the first step, or the weights in the folder, whose fingerprint is `reached`.
+    The latter are allowed because a run changes the model in place, and you may call it again with this model.
     """
     # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

@@ -44,7 +44,8 @@ class TrainingConfig:
         strength_learning_rate: Factor on the strengths' learning rate. A larger factor spreads the strengths sooner.
         precision: Precision of the forward pass.
         compile: Train through torch.compile.
-        parallel: How several processes (accelerate launch, torchrun) share the model: ddp copies it, fsdp shards it.
+        parallel: How several processes (accelerate launch, torchrun) hold the model. With ddp each has a copy, and with
+            fsdp a shard.
         ema: Decay of a running mean of the weights. The mean is then validated and saved instead of the last weights
             (off).
         seed: Seeds weights, order, augmentation and noise.

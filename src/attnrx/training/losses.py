@@ -94,7 +94,7 @@ class TeacherLoss(Loss):
     weights: str | None
 
     def __post_init__(self):
-        # This is checked before any message shows the loss, because the message would print all layers of a module.
+        # The teacher is checked before any message shows the loss, which would print all layers of a module.
         if not isinstance(self.teacher, str | os.PathLike):
             raise InvalidInput(
                 f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "

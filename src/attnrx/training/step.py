@@ -238,7 +238,7 @@ class Learner:
             NotSupported: The config has settings for learned strengths, but the model has no learned strengths.
         """
         strengths, device = strengths_of(model), accelerator.device
-        # An option without effect is an error, because the user expects one.
+        # An option without effect is an error, because the user expects an effect.
         given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
         if given and not strengths:
             raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
@@ -332,7 +332,7 @@ class Learner:
         answers.
         """
         config = self.config
-        # This seeds dropout and sampled tokens. Every process has other random numbers, because it has other images.
+        # Dropout and sampled tokens use this seed. Every process has other random numbers, because it has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, shard[0]))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass

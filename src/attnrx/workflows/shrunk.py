@@ -85,8 +85,8 @@ class Shrunk:
             outputs are not maps.
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text. None without `to`. Usually it is the `to` of the call. If the
-            unchanged model in another format is better than the plan, it is that format.
+        form: The format of the file to write, as text. None without `to`. Usually this is the `to` of the call. But if
+            the unchanged model in another format is better than the plan, this is the other format.
         file: The temporary file in this format that the evidence was measured on. `save` copies it.
     """
 

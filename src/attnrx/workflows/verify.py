@@ -166,7 +166,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     candidate = _loaded(candidate, device)
     require_weights(candidate, "candidate")
     reference = at_size_of(reference, candidate)
-    # This is checked before any measurement, which may take long.
+    # The weights are checked before any measurement, because measurements may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
     fingerprint, notes = model_fingerprint(reference), list[str]()

@@ -64,7 +64,7 @@ class Accuracy(Check):
         n, measure = len(before), predictions.kind.accuracy
         findings = []
         for role, correct in (("reference", int(before.sum())), ("candidate", int(after.sum()))):
-            # This is not a bootstrap, because at 0 or 100 % all resamples are equal and its interval has no width.
+            # A bootstrap interval would have no width at 0 or 100 %, because all resamples are equal.
             share = proportion(correct, n).scaled(100.0)
             details = {"model": role, "correct": correct, "measure": measure, "interval": "Wilson"}
             findings.append(self.finding("accuracy", f"{measure} of the {role}", share, "%", n=n, details=details))

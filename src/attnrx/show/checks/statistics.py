@@ -100,7 +100,7 @@ def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 
 
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean over images with its studentized bootstrap interval. If no value is negative, no end is."""
+    """Returns the mean over images and its studentized bootstrap interval, clipped at 0 if no value is negative."""
     minimum = 0.0 if bool((values >= 0).all()) else -math.inf
     return studentized(values[:, None], lambda means: means[..., 0], seed, minimum)
 
