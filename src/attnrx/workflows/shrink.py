@@ -266,7 +266,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         settings = PlanSettings.preset(effort, portable=portable, **about)
         if portable:  # before the work starts
             require_portable(original, settings)
-        # The decoder is made smaller only if a smaller decoder is not expected to reach the target on its own.
+        # The decoder is made smaller only for targets that also need a smaller model in the blocks.
         decoder = target.quantity == target.minimized == "latency" and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)

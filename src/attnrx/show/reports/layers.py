@@ -104,7 +104,7 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns texts about what was removed, and a heat map for every map that lost ranks, or None if nothing changed."""
+    """Returns texts about what was removed, and a heat map per map that lost ranks, or None if nothing changed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]

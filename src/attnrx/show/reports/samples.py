@@ -172,7 +172,7 @@ def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
 
 
 def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images stages patches"] | None:
-    """Returns, for each patch after every stage, the patch whose token represents it, or None without merging."""
+    """Returns the index of the patch that represents each patch after every stage, or None if nothing is merged."""
     stages = zip(reduction.policy.layers, run.trail, strict=False)  # there is no trail if no stage pruned a token
     found = [(run.representatives(layer), indices) for layer, indices in stages]
     if not isinstance(reduction.policy.reducer, Merging) or all(tokens is None for tokens, _ in found):
