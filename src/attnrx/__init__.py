@@ -52,7 +52,7 @@ HOMES = {
     "write_report": "attnrx.show.reports",
 }
 
-# Packages available as attributes, e.g. `rx.models.family_of` -> the package.
+# Public attribute -> the package, e.g. for `rx.models.family_of`.
 _PACKAGES = {
     "checks": "attnrx.show.checks",
     "costs": "attnrx.vit.costs",
@@ -70,7 +70,8 @@ _PACKAGES = {
     "training": "attnrx.training",
 }
 
-# The same names once more, as exports (`as`): type checkers and editors evaluate neither `__getattr__` nor `__all__`.
+# The same names are imported again as exports (`as`), because type checkers and editors evaluate neither `__getattr__`
+# nor `__all__`.
 if TYPE_CHECKING:  # isort: off
     from attnrx import data as data, training as training
     from attnrx import exporting as exporting, realization as realization

@@ -1,4 +1,4 @@
-"""The command line; the inputs and outputs of every command are files."""
+"""The command line, in which every command takes files and writes files."""
 
 from attnrx.cli.main import main
 

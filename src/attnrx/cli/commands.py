@@ -1,7 +1,7 @@
-"""The commands of attnrx, each a function that runs it, declared by `command` with its options.
+"""The commands of attnrx. Every command is a function that runs it, which `command` registers with its options.
 
-attnrx is accessed as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages declare commands
-in the same way, in modules that entry points of the group `attnrx.commands` name.
+attnrx is used as `rx.NAME`. A name is imported on first use, so --help is fast. Other packages register commands in the
+same way, in modules that entry points in the group `attnrx.commands` name.
 """
 
 import json
@@ -22,11 +22,11 @@ from attnrx.vit.maps import FITS
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["COMMANDS"]  # has attnrx's own commands once this module is imported
+__all__ = ["COMMANDS"]  # it contains attnrx's own commands once this module is imported
 
 Part = TypeVar("Part")
 
-# The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
+# The quantities of claims about measured targets. Targets of MACs and parameters are met by construction.
 MEASURED_TARGETS = {
     "latency": ("promised speed", "speed"),
     "max-drop": ("promised_change",),
@@ -88,12 +88,12 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:
-    """Whether a claim is about the target, and not about another prediction of the plan."""
+    """Whether a claim is about the target, and not about another of the plan's predictions."""
     return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a failed claim as a line; a prediction of the plan that is not the user's target is called so."""
+    """Returns a failed claim as a line, which says if the claim is only a prediction and not the user's target."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -133,7 +133,7 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
     fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    # Settings that are one number, a flag or a choice.
+    # These settings are a single number, a flag or a choice.
     plain = [name for name, kind in fields.items() if kind != "TEXT" and not getattr(kind, "several", False)]
     options.add_arguments(knobs, "TrainingConfig", *plain)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -148,7 +148,7 @@ def _train_options(parser: Parser) -> None:
     _train_options,
 )
 def train(arguments: Namespace, log: Log) -> Outcome:
-    # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
+    # The losses are parsed first, so that a typo is reported before the dataset is loaded.
     settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
@@ -163,11 +163,11 @@ def train(arguments: Namespace, log: Log) -> Outcome:
         config = replace(config, batch_size=max(1, len(splits.train) // 4))
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
-        # Before training, because predictors are trained with the model.
+        # Attached before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
     trained = rx.train(model, splits, config, arguments.out, log=log)
     accuracy = trained.record["accuracy"]
-    best = accuracy["best_epoch"]  # None if the validation images have no labels of the model
+    best = accuracy["best_epoch"]  # None if the validation images do not have the model's labels
     names = ("test", "validation, last epoch", "validation, best epoch" + ("" if best is None else f" ({best})"))
     shares = (accuracy[name] for name in ("test", "validation", "best_validation"))
     rows = [(name, "-" if each is None else f"{100 * each:.2f} %") for name, each in zip(names, shares, strict=True)]
@@ -178,7 +178,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
 def _reducing(
     model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
 ) -> "nn.Module":
-    """Attaches the token policy to the model, with predictors initialized from the seed of the run."""
+    """Attaches the token policy to the model, with predictors initialized from the run's seed."""
     if policy.reducer.learned and "keep_ratio" not in [loss.name for loss in config.losses]:
         log(
             f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
@@ -191,8 +191,8 @@ def _reducing(
 
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
-    """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
-    # A new model is built twice: this one states the image size that the data are loaded with.
+    """Returns model and data. The data are normalized for the model, or a new model gets the data's shape and scale."""
+    # A new model is built twice. The first one determines the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     family = rx.models.own_family(arguments.model)
     if family is None or not family.fits_data or Path(arguments.model).exists():
@@ -210,7 +210,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     return rx.models.build_model(arguments.model, seed, mean=scale.mean, std=scale.std, **shape), splits
 
 
-# The readings in the printed table; the file contains all.
+# The readings in the printed table. The file contains all readings.
 SHOWN = ("effective_rank", "effective_rank_mix", "sparsity", "alignment", "selectivity")
 
 
@@ -242,7 +242,7 @@ def diagnose(arguments: Namespace, log: Log) -> Outcome:
         "notes": diagnosis.about.get("notes", []),
         "layers": rx.serialization.read_json(path)["layers"],
     }
-    # Which readings there are depends on the form of attention.
+    # The form of attention determines which readings there are.
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
         (
@@ -285,8 +285,8 @@ def _prescribe_options(parser: Parser) -> None:
     _prescribe_options,
 )
 def prescribe(arguments: Namespace, log: Log) -> Outcome:
-    """Prescribes and saves the prescription."""
-    # The shell splits the rules at spaces, and a rule may contain some.
+    """Makes and saves the prescription."""
+    # The shell splits the rules at spaces, and a rule may contain spaces.
     rules = rx.rules.split_maps(" ".join(arguments.rules))
     settings = options.given_arguments(arguments, "prescribe")
     prescription = rx.prescribe(_diagnosis(arguments), rules, **settings)
@@ -320,7 +320,7 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
-    """Reads the diagnosis, or loads the model given instead: a folder, a size of an elastic model, or KIND:NAME."""
+    """Loads the diagnosis, or the model that was named instead: a folder, an elastic size, or KIND:NAME."""
     from attnrx.nouns.elastic import is_elastic  # imports torch
 
     path, elastic = Path(arguments.diagnosis), arguments.diagnosis.rpartition("@")[0]  # FOLDER@macs=0.6
@@ -368,16 +368,16 @@ def realize(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
     from attnrx.vit.spec import compression_of
 
-    # Before the model is realized, which takes long with --repair.
+    # Checked before the model is realized, because --repair takes long.
     rx.models.require_model_folder(arguments.out)
     compression = compression_of(arguments.by)
     prescription = rx.Prescription.load(arguments.prescription)
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    # The settings are saved with the model, because its matched controls are realized with the same settings.
+    # The settings are saved with the model, because its matched controls must be realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
-    # Data that nothing is fitted on are not loaded.
+    # The data are loaded only if something is fitted on them.
     images, fitted = None, [f"--{name}" for name in FITS if getattr(arguments, name)]
     fitted += [f"--by {arguments.by}"] * (compression is not None and compression.fit is not None)
     if fitted:
@@ -429,7 +429,7 @@ def _verify_options(parser: Parser) -> None:
     _verify_options,
 )
 def verify(arguments: Namespace, log: Log) -> Outcome:
-    # The checks are parsed before the models are loaded, so that a typing error is reported at once.
+    # The checks are parsed before the models are loaded, so that a typo is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
         raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
@@ -456,7 +456,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
         evidence.save(arguments.out)
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
-    # The detour over JSON text replaces NaN with null.
+    # Converting to JSON text and back replaces NaN by null.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
@@ -578,13 +578,13 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
     evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
-    # Evidence of another model would be wrong, and no reader could notice.
+    # Evidence about another model would be wrong, and no reader could notice that.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
         title=f"attnrx: {_public(name or arguments.out)}",
-        # The fields of the evidence take precedence, because they describe its numbers.
+        # The evidence's fields come last and take precedence, because they describe its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
         diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
@@ -596,15 +596,15 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read; an absolute path is cut to its name, to hide the user's folders."""
+    """Returns a path for a page that others read. An absolute path is cut to its name, to hide the user's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the given file, or else `name` from the candidate's folder. Returns None if there is no such file."""
-    # A file that is named must exist; the candidate's files are optional.
+    """Loads the file `given`, or else `name` from the candidate's folder. Returns None if there is no such file."""
+    # A file that the user names must exist, but the candidate's files are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
     return None if given is None else load(given)
@@ -624,13 +624,13 @@ def _costs_options(parser: Parser) -> None:
     _costs_options,
 )
 def costs(arguments: Namespace, log: Log) -> Outcome:
-    """Computes the costs in closed form; a model given by name is built without weights."""
+    """Computes the costs in closed form. If the user names an architecture, it is built without weights."""
     # An invalid policy raises before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     if options.is_fresh(arguments.model) and not arguments.trust:
         import torch
 
-        with torch.device("meta"):  # shapes without memory, weights and downloads
+        with torch.device("meta"):  # computes shapes without memory, weights and downloads
             model = rx.models.build_model(arguments.model)
     else:
         model = rx.load(arguments.model, trust=arguments.trust)
@@ -641,13 +641,13 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
         return Outcome(record, (_parts_table(costs), *_token_lines(costs)))
     after = family.costs(model, tokens=policy)
     changes, table = _cost_changes(costs, after)
-    # "compressed" comes last: it replaces the shorter record of the changes.
+    # "compressed" comes last, because it replaces the shorter record in the changes.
     record |= {**changes, "policy": arguments.tokens, "compressed": after.to_record()}
     return Outcome(record, (_parts_table(after), table, *_token_lines(after)))
 
 
 def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> tuple[dict[str, Any], str]:
-    """Returns the record and the table of two models' costs, with savings in percent of the first model's."""
+    """Returns a record and a table of two models' costs, with savings in percent of the first model's costs."""
     record: dict[str, Any] = {
         name: {"params": each.params, "macs": each.macs}
         for name, each in (("original", original), ("compressed", smaller))
@@ -661,14 +661,14 @@ def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts
 
 
 def _parts_table(costs: "rx.costs.ModelCosts") -> str:
-    """Returns the table of the parts with nonzero costs, and their sum."""
+    """Returns a table of all parts with nonzero costs, and their sum."""
     parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
     return aligned_table(("part", "parameters", "MACs"), tuple(rows))
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
-    """Returns a line with the number of tokens per layer, if it is not constant."""
+    """Returns a line with the number of tokens per layer, if this number is not constant."""
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)

@@ -32,11 +32,11 @@ from attnrx.support.optional import environment, import_file
 from attnrx.support.progress import DETAILED, SETTING, say
 from attnrx.support.signals import STOPPING, handling
 
-# 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
+# 70 is EX_SOFTWARE in sysexits.h. Codes above 128 are 128 plus the number of a signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
-# Files that a command may replace in its output folder.
+# The files that a command may replace in its output folder.
 _REPLACED = (
     *("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json"),
     "attnrx.json",
@@ -58,9 +58,9 @@ exit codes:
 """
 
 
-# A KeyboardInterrupt, so that no `except Exception` between here and the handler catches it.
+# The base class is KeyboardInterrupt, so that no `except Exception` on the way to the handler catches the error.
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP outside of a training."""
+    """SIGTERM or SIGHUP outside a training run."""
 
     def __init__(self, number: int):
         super().__init__(f"terminated ({signal.Signals(number).name}); every file that was written is whole.")
@@ -68,40 +68,40 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; every exception is reported and mapped to a code."""
+    """Runs one command and returns its exit code. Every exception is reported, and becomes an exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
         with _terminable():
             code = _guarded(words)
-        # Flushed here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
+        # The buffer is flushed here and not at exit, because only a write shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
             from torch import distributed
 
-            # A process of a launcher that exits inside its group can abort in gloo's threads.
+            # If a process exits while it is in its launcher's group, it can abort in gloo's threads.
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()
         return code
-    # Includes interrupts before or after the command, e.g. while its results are printed.
+    # Interrupts before and after the command are also handled here, e.g. while its results are printed.
     except KeyboardInterrupt as stop:
         message = str(stop) or "interrupted; every file that was written is whole."
         return _report_error(words, stop, message, stop.code if isinstance(stop, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
-        # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
+        # The reader closed the pipe, e.g. `| head`. Without the next line, Python would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # raised by the flush, e.g. for a full disk; errors of commands are handled before
+    except OSError as error:  # the flush failed, e.g. because the disk is full (`_guarded` handles errors of commands)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _report_error([], error, f"the results cannot be printed: {error.strerror or error}.", BAD_INPUT)
 
 
 def _open_streams() -> None:
-    """Replaces standard streams that were closed (`>&-`), and lets others print names that their encoding lacks."""
+    """Replaces closed standard streams (`>&-`), and lets the others print characters that their encoding lacks."""
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            # Otherwise a file could get the number of the stream, to which libraries print.
+            # Otherwise a file could get the stream's number, and libraries would print into the file.
             setattr(sys, name, Path(os.devnull).open(mode))
         elif hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -109,14 +109,14 @@ def _open_streams() -> None:
 
 @wraps(say)
 def log(line: str) -> None:
-    """Prints a progress message to stderr, only in the process of rank 0."""
+    """Prints a progress message to stderr, only in the process with rank 0."""
     if _is_first_process():
         say(line)
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raises on SIGTERM and SIGHUP, so that temporary files are deleted; handlers of the caller keep precedence."""
+    """Raises on SIGTERM and SIGHUP, so that temporary files are deleted. Handlers of the caller are kept."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Terminated(number)
@@ -129,11 +129,11 @@ def _guarded(words: list[str]) -> int:
     """Runs the command line and maps every error to a message and an exit code."""
     try:
         return _run(words)
-    except BrokenPipeError:  # an OSError, which `main` handles
+    except BrokenPipeError:  # it is an OSError, but `main` handles it
         raise
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
-    # An OSError names the file that is missing or cannot be written, which is input too.
+    # An OSError names a file that is missing or cannot be written, so it is also an input error.
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
@@ -146,7 +146,7 @@ def _guarded(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        # Without a command it is the answer to a wrong usage, and not a result.
+        # Without a command, the overview answers a usage error and goes to stderr.
         print(overview(), file=sys.stdout if words else sys.stderr)
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
@@ -154,7 +154,7 @@ def _run(words: list[str]) -> int:
         return 0
     require_environment()
     command, parser, arguments = parsed(words)
-    # Before the command runs, so that no work is lost by a path that cannot be written.
+    # Checked before the command runs, so that no work is lost because a path cannot be written.
     require_out(arguments, parser)
     for plugin in arguments.plugin:
         import_file(plugin)
@@ -162,20 +162,20 @@ def _run(words: list[str]) -> int:
     is_detailed = "--debug" in words
     detailed = environment(SETTING, os.environ.get(SETTING, DETAILED)) if is_detailed else nullcontext()
     with detailed, warnings.catch_warnings():
-        warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
+        warnings.simplefilter("always", ScaleWarning)  # by default, Python shows a repeated warning only once
         warnings.showwarning = show_warning
         try:
             outcome = command.run(arguments, log)
-        except SystemExit as stop:  # its code is not the command's
+        except SystemExit as stop:  # its code is not an exit code of the command
             raise UserCodeError(f"code of a model or of data ended the process (SystemExit: {stop}).") from stop
     if _is_first_process():
-        # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
+        # json.dumps would write NaN and infinity as words that JSON does not have.
         print(rx.serialization.json_text(outcome.record).rstrip() if "--json" in words else "\n".join(outcome.shown))
     return outcome.code
 
 
 def require_environment() -> None:
-    """Raises InvalidInput if the process numbers of a launcher, the flags or the cache folder are not valid."""
+    """Raises InvalidInput if an environment variable is invalid: a launcher's numbers, flags, or the cache folder."""
     given = {name: os.environ[name] for name in PROCESS_VARIABLES if name in os.environ}
     are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in given.values())
     if not are_numbers or 0 < int(given.get("RANK", 0)) >= int(given.get("WORLD_SIZE", 0)):
@@ -193,7 +193,7 @@ def require_environment() -> None:
 
 
 def require_out(arguments: Namespace, parser: Parser) -> None:
-    """Raises InvalidInput if --out would overwrite an input, or is not what the command writes.
+    """Raises InvalidInput if --out would overwrite an input, or something that the command does not write.
 
     An existing file is replaced only if attnrx wrote it with the `kind` of the command's output.
     """
@@ -201,7 +201,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
         return
     out = Path(arguments.out)
     for name, path in _inputs(arguments):
-        # Files of its folder that the command replaces. samefile, because a link or another spelling may name an input.
+        # The command replaces some files in its output folder. samefile also detects links and other spellings.
         is_replaced = parser.writes_folder and path.name in _REPLACED and out.samefile(path.parent)
         if is_replaced or out.samefile(path):
             described = f"{path} (--{name.replace('_', '-')})"
@@ -213,7 +213,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
     require_replaceable(out)
     from attnrx.support.storage import file_kind  # imports torch
 
-    # For an exported model the kind is in its facts, FILE.json.
+    # The kind of an exported model is in its facts, FILE.json.
     found = file_kind(out) or file_kind(out.with_name(f"{out.name}.json"))
     if found != parser.kind:
         what = "a file that attnrx did not write" if found is None else f"an {found}"
@@ -226,7 +226,7 @@ def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
         for text in texts_of(value) if name != "out" else ():
             try:
                 exists = bool(text) and Path(text).exists()
-            except (OSError, ValueError):  # a text too long for a name, or with a zero byte
+            except (OSError, ValueError):  # the text is too long for a name, or has a zero byte
                 exists = False
             if exists:
                 yield name, Path(text)
@@ -247,18 +247,18 @@ def parsed(words: Sequence[str]) -> tuple[Command, Parser, Namespace]:
 
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """Logs a warning of attnrx without source location, and other warnings in Python's format."""
+    """Logs attnrx's own warnings without their source location, and other warnings in Python's format."""
     is_own = issubclass(category, ScaleWarning | CardWarning)
-    # They are about the user's images and files, so the line of code that warns does not help.
+    # attnrx's own warnings are about the user's images and files, so the line of code does not help.
     text = f"attnrx: warning: {message}" if is_own else warnings.formatwarning(message, category, filename, lineno)
     log(text.rstrip())
 
 
 def _report_error(words: list[str], error: BaseException, message: str, code: int) -> int:
-    """Prints an error to stderr, and with --json as a JSON object to stdout; returns the code."""
+    """Prints an error to stderr and, with --json, as a JSON object to stdout, and returns the code."""
     if code == DEFECT or "--debug" in words:
         traceback.print_exception(error)
-    # Every process of a launcher prints: the one that failed may not be rank 0.
+    # Every process of a launcher prints, because the process that failed may not have rank 0.
     with suppress(OSError):  # the terminal was closed
         line = message if isinstance(error, KeyboardInterrupt) else f"attnrx: {message}"
         print(line, file=sys.stderr, flush=True)
@@ -268,8 +268,8 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
 
 
 def _is_first_process() -> bool:
-    """Whether this process has rank 0; launchers set RANK."""
-    # Without torch, whose import takes seconds.
+    """Whether this process has rank 0, by the variable RANK that launchers set."""
+    # torch is not used here, because importing it takes seconds.
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,10 +1,12 @@
-"""What a command is made of: its parser, its outcome, its options, and the models and data that their values name.
+"""The parts of commands: the parser, the outcome, the options, and the models and data that option values name.
 
-`option` adds one option, `add_arguments` the options of a public function, `add_*` what commands share. A type maps the
-text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the
-name of the option. The parameters of functions are read from the source, because importing a function imports torch,
-which takes seconds and --help does not need. The range of a value comes from the function (`support.arguments.Kind`),
-which is imported when a value is given.
+`option` adds one option, `add_arguments` adds a public function's arguments as options, and `add_*` add options that
+commands share. A type maps the text of an option to its value. For a wrong text it raises ArgumentTypeError with the
+text and the allowed values, and the parser adds the name of the option.
+
+The parameters of functions are parsed from the source code. To import a function would import torch, which takes
+seconds and which --help does not need. The range of a value comes from the function (`support.arguments.Kind`). It is
+imported when an option has a value.
 """
 
 import argparse
@@ -32,16 +34,16 @@ class UsageError(AttnrxError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError with the closest options instead of exiting."""
+    """An argument parser that raises UsageError with the closest options, and does not exit."""
 
     def __init__(self, command: str, summary: str, example: str):
-        # `add_out` sets them; `require_out` reads them after parsing.
-        self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind
+        # `add_out` sets these two, and `require_out` uses them after parsing.
+        self.writes_folder, self.kind = False, ""  # whether --out is a folder, or else the kind of its file
         super().__init__(
             prog=f"attnrx {command}",
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"example:\n  {example}",
-            # Keeps the lines of the example.
+            # This formatter keeps the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation could become ambiguous with a new option
         )
@@ -55,22 +57,22 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with a hint for unknown options."""
-        # Read from argparse's message, because none of its exceptions holds the option.
+        # The option is parsed from argparse's message, because none of its exceptions contains it.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
         hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
     def parse_args(self, *given: Any, **named: Any) -> Any:
-        """Parses the arguments; raises InvalidInput for texts that are empty or not UTF-8."""
+        """Parses the arguments, and raises InvalidInput for texts that are empty or not UTF-8."""
         namespace = super().parse_args(*given, **named)
-        # For all options at once, so that no command has to check its texts.
+        # The texts of all options are checked here, so that no command has to check its own.
         for action in self._actions:
             option = action.option_strings[-1] if action.option_strings else action.dest
             for text in texts_of(getattr(namespace, action.dest, None)):
                 if not text.strip():
                     raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
-                # Python reads bytes of the command line that are not UTF-8 as surrogates, which are not text.
+                # Python decodes bytes of the command line that are not UTF-8 as surrogates, which are not text.
                 if re.search("[\0\ud800-\udfff]", text):
                     raise InvalidInput(
                         f"{option} {text!r} has characters that are not UTF-8 text, or a null character."
@@ -80,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command: the record for --json, the texts to print, and the exit code."""
+    """The result of a command: a record for --json, texts to print, and the exit code."""
 
     record: Mapping[str, Any]
     shown: tuple[str, ...]
@@ -89,7 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its name, its line in the overview, an example, and the functions that add its options and run it."""
+    """A command: its name, its line in the overview, an example, and functions that add its options and run it."""
 
     name: str
     summary: str
@@ -98,7 +100,7 @@ class Command:
     run: Callable[[Namespace, Log], Outcome]
 
     def parser(self) -> Parser:
-        """Returns the parser of its options."""
+        """Returns a parser with the command's options."""
         parser = Parser(self.name, self.summary, self.example)
         self.options(parser)
         return parser
@@ -110,7 +112,7 @@ COMMANDS = Registry[Command]("command", group="attnrx.commands")
 def command(
     summary: str, example: str, options: Callable[[Parser], None]
 ) -> Callable[[Callable[[Namespace, Log], Outcome]], Callable[[Namespace, Log], Outcome]]:
-    """Returns a decorator that declares a command: it has the name of the function, which runs it."""
+    """Returns a decorator that registers a function as the command of the same name."""
 
     def declare(run: Callable[[Namespace, Log], Outcome]) -> Callable[[Namespace, Log], Outcome]:
         COMMANDS.register(Command(run.__name__, summary, example, options, run))
@@ -120,17 +122,17 @@ def command(
 
 
 def texts_of(value: object) -> list[str]:
-    """Returns the texts of one argument, which may have several."""
-    # With nargs an argument is a list.
+    """Returns the texts in the value of one argument, which may have several."""
+    # With nargs, the value is a list.
     values = value if isinstance(value, list | tuple) else (value,)
     return [each for each in values if isinstance(each, str)]
 
 
 @dataclass(frozen=True)
 class Number:
-    """The type of a number, or of `several` with commas between them: reads the text, and accepts values of a kind.
+    """The type of an option that is a number or, with `several`, numbers separated by commas.
 
-    `kind` returns the kind of the value, given the module `support.arguments`, which is imported with the first value.
+    `kind` returns the allowed values from the module `support.arguments`, which is imported with the first value.
     """
 
     read: type[int] | type[float]
@@ -143,7 +145,7 @@ class Number:
         from attnrx.support import arguments  # imports torch
 
         kind, parts = self.kind(arguments), text.split(",") if self.several else [text.removesuffix(self.unit)]
-        # int() and float() are not enough: they also read the digits of other scripts, 1_000 and nan.
+        # int() and float() are not enough, because they also accept digits of other scripts, 1_000 and nan.
         form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
         unread = [part for part in parts if len(part) > LONGEST_NUMBER or not re.fullmatch(form, part)]
         value, problem = text, f"{text[:60]!r}"
@@ -152,7 +154,7 @@ class Number:
         else:
             numbers = tuple(int(part) if self.read is int else share(part) for part in parts)
             value = numbers if self.several else numbers[0]
-        # A text may be allowed, too: the batch "dynamic" of an exported file.
+        # A text may also be allowed, e.g. the batch "dynamic" of an exported file.
         if not kind.accepts(value) or (value is text and kind is arguments.ANY):
             expected = (kind.expected or noun).removesuffix(", or None") + ", with commas between them" * self.several
             raise ArgumentTypeError(f"{problem}: give {expected}")
@@ -161,9 +163,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function, or a field of a dataclass: the type of its option, its default, and its help."""
+    """A function's parameter or a dataclass's field: the type of its option, its default, and its help."""
 
-    value: Any  # as `options.option` takes it: bool, a type, or the placeholder of a text
+    value: Any  # an argument of `option`: bool, a type, or the placeholder of a text
     default: Any
     help: str
 
@@ -191,10 +193,10 @@ def parameters(function: str) -> Mapping[str, Parameter]:
 
 
 def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
-    """Returns the definition of a name in a module, or in the one that it is imported from."""
+    """Returns the definition of a name in a module, or in the module that the name is imported from."""
     path = Path(rx.__file__).parent.joinpath(*module.split(".")[1:])
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    # Includes definitions under `if TYPE_CHECKING:`, where a module has the names that it imports on first use.
+    # Blocks of `if TYPE_CHECKING:` are included, because a module imports some names there that it loads on first use.
     for node in [each for part in tree.body for each in (part.body if isinstance(part, ast.If) else [part])]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
@@ -204,7 +206,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _described(docstring: str) -> dict[str, str]:
-    """Returns the texts of the sections `Args` and `Attributes` as help: no capital, no code marks, no full stop."""
+    """Returns the `Args` and `Attributes` of a docstring as help texts, without capital, backticks and full stop."""
     texts = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE):
         for name, text in re.findall(r"^    (\w+): (.*\n?(?:^ {5,}.*\n?)*)", section, re.MULTILINE):
@@ -228,7 +230,7 @@ def _type_of(function: str, name: str, hint: ast.expr | None) -> Any:
         return bool
     for read in (float, int):
         if read.__name__ in words:
-            # Fields of a dataclass have no kinds here: its `__post_init__` validates them.
+            # Fields of a dataclass have no kinds here, because its `__post_init__` validates them.
             return Number(
                 read,
                 lambda kinds: getattr(getattr(rx, function), "kinds", {}).get(name, kinds.ANY),
@@ -238,7 +240,7 @@ def _type_of(function: str, name: str, hint: ast.expr | None) -> Any:
     return "TEXT"
 
 
-COUNT = Number(int, lambda kinds: kinds.COUNT)  # of images, epochs, steps
+COUNT = Number(int, lambda kinds: kinds.COUNT)  # a number of images, epochs or steps
 SEED = Number(int, lambda kinds: kinds.SEED)
 BATCH = Number(int, lambda kinds: kinds.BATCH)
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
@@ -246,7 +248,7 @@ POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POI
 
 
 def device(text: str) -> str:
-    """The type of a device.
+    """The type of an option that names a device.
 
     Raises:
         ArgumentTypeError: torch finds no such device here.
@@ -261,7 +263,7 @@ def device(text: str) -> str:
 def option(
     group: argparse._ActionsContainer, name: str, value: Any, help: str, default: Any = None, **more: Any
 ) -> None:
-    """Adds an option to a parser or one of its groups. The help ends with the default in brackets.
+    """Adds an option to a parser or to one of its groups. The help ends with the default in brackets.
 
     `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text option.
     """
@@ -272,20 +274,20 @@ def option(
     elif isinstance(value, str):
         more["metavar"] = value
     else:
-        # A given placeholder replaces the type's. If it is None, argparse derives one from the option.
+        # A placeholder in `more` replaces the type's. If it is None, argparse derives a placeholder from the option.
         more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
-    # The help states every default. A default that depends on other options is None here; the text describes it.
+    # The help states every default. If a default depends on other options, it is None here and the text describes it.
     if default is not None:
-        # An option without help text only shows its default.
+        # If there is no help text, only the default is shown.
         more["default"], help = default, f"{help} ({default})".strip()
-    group.add_argument(name, help=help.replace("%", "%%"), **more)  # argparse formats it with %
+    group.add_argument(name, help=help.replace("%", "%%"), **more)  # argparse applies % to the help
 
 
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
-    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help and defaults.
+    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with help and defaults.
 
-    `names` keep the types of the signature. `values` sets other types, or the placeholder of a number. Options that the
-    user omits are None, so that only the function states the defaults (see `given_arguments`).
+    `names` are arguments whose types come from the signature. `values` sets other types, or a number's placeholder. If
+    the user omits an option, it is None, so that only the function states the defaults (see `given_arguments`).
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
@@ -295,14 +297,14 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
             value = parameter.value
         elif isinstance(value, str) and isinstance(parameter.value, Number):
             value = replace(parameter.value, metavar=value)
-        # If the default is not a plain value, or depends on something, the text states it.
+        # If the default is not a plain value, or depends on other values, the text states it.
         states_default = parameter.help.endswith(")") or any(parameter.default is each for each in (None, False, ()))
         help = parameter.help if states_default else f"{parameter.help} ({parameter.default})"
         option(group, f"--{name.replace('_', '-')}", value, help)
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns the options of this function (see `add_arguments`) that the user gave, and its flags."""
+    """Returns a function's flags, and its options that the user passed (see `add_arguments`)."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -331,7 +333,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Loads a model to the requested device, by default CUDA if available."""
+    """Loads a model onto the requested device, by default CUDA if it is available."""
     return rx.load(source, weights=weights, trust=trust).to(device or default_device())
 
 
@@ -346,13 +348,13 @@ def default_device() -> str:
 
 
 def is_fresh(source: str) -> bool:
-    """Whether a source is the name of an architecture, and not a location of weights."""
-    # A path may contain a colon too, so an existing one is a location.
+    """Whether a source is the name of an architecture, and not the location of weights."""
+    # A path may also contain a colon, so an existing path is a location.
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
 def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = True) -> None:
-    """Adds the dataset and the options for reading it."""
+    """Adds the option for the dataset, and options that say how to load it."""
     group = parser.add_argument_group("data")
     kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet or a folder of images"
     option(group, "--data", "NAME", f"{purpose}: {kinds}", required=required)
@@ -370,12 +372,12 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
 def splits_argument(
     model: "nn.Module", arguments: Namespace, log: Log | None = None, distinct: bool = False
 ) -> "rx.data.Splits":
-    """Loads the dataset with the preprocessing of the model, and logs how it was read.
+    """Loads the dataset with the model's preprocessing, and logs how it was loaded.
 
     With `distinct`, an image in several splits is used only once.
 
     Raises:
-        InvalidInput: The class map is not a JSON object.
+        InvalidInput: The file of --label-map is not a JSON object.
     """
     path = arguments.label_map
     splits = rx.adapt_preprocessing(load_splits(arguments), model, None if path is None else _label_map(path))
@@ -387,14 +389,14 @@ def splits_argument(
 
 
 def _columns(arguments: Namespace) -> "rx.data.Columns":
-    # Not every command with data has these options.
+    # Some commands with data do not have these options.
     image, label, test = (getattr(arguments, f"{name}_column", None) for name in ("image", "label", "test"))
     return rx.data.Columns(image_column=image, label_column=label, test_column=test)
 
 
 def _label_map(path: str) -> dict[str, int]:
     label_map = rx.serialization.read_json(path)
-    # read_json accepts any JSON, a list too.
+    # read_json accepts any JSON, e.g. a list.
     if not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
     return label_map
@@ -411,17 +413,17 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks the dataset, columns, class map, formats and result folder before a model is loaded.
+    """Checks the dataset, the columns, the label map, formats and the result folder before a model is loaded.
 
     Raises:
-        InvalidInput: The class map is not a JSON object.
+        InvalidInput: The file of --label-map is not a JSON object.
     """
     data, to = (getattr(arguments, name, None) for name in ("data", "to"))
     if data is None and to is None:
         return
     from attnrx.workflows.load import preflight  # imports torch
 
-    # Shrink and elastic, which have an effort, write a folder with a report.
+    # Only the commands shrink and elastic have an effort, and they write a folder with a report.
     opset = getattr(arguments, "opset", None)
     onnx = "onnx" if opset is None else f"onnx(opset={opset})"
     texts = to, None if to or getattr(arguments, "no_onnx", True) else onnx
@@ -442,18 +444,19 @@ def add_running(parser: Parser, batch_size: int) -> None:
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses; the default task loss comes first if `task` is true and no text contains a task loss.
+    """Returns the losses. If `task` is true and no text names a task loss, the default task loss comes first.
 
-    `shared` has default knobs for all losses that accept them: the teacher and its weights.
+    `shared` has default knobs (the teacher and its weights) for all losses that accept them.
 
     Raises:
-        InvalidInput: A task loss is given although `task` is false, no loss uses a shared knob, or there is no loss.
+        InvalidInput: A text names a task loss although `task` is false. Or no loss uses a shared knob, or there are no
+            losses.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
         raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
-    # An option without effect is an error, because the user expects one.
+    # An option without effect is an error, because the user expects an effect.
     unused = [knob for knob in shared or {} if not any(hasattr(loss, knob) for loss in losses)]
     if unused:
         raise InvalidInput(
@@ -466,6 +469,6 @@ def parse_losses(
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
-    """Adds --out, a folder or a file of this `kind`, required if it has no default. See `main.require_out`."""
+    """Adds --out, a folder or a file of this `kind`. It is required if it has no default. See `main.require_out`."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind

@@ -1,4 +1,4 @@
-"""Exporting: files that run without attnrx. Each is compared with the model before it is saved.
+"""Exports models to files that run without attnrx. Every file is compared with its model before it is saved.
 
 rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "program", "aotinductor" ...
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime

@@ -1,7 +1,7 @@
-"""What you would run without attnrx: the baseline of every speed.
+"""The baseline of every speed, which is what you would run without attnrx.
 
-This is your model in eager PyTorch, or the file that the vendor's own tools make of it in the runtime and precision
-that you name.
+The baseline is your model in eager PyTorch, or the file that the vendor's own tools convert it to, in the runtime and
+precision that you name.
 """
 
 import weakref
@@ -42,7 +42,7 @@ class Baseline:
     Attributes:
         title: Its name in logs, claims and reports.
         model: What is timed: a module, or a file.
-        form: The format of the file; None for eager PyTorch.
+        form: The format of the file. None for eager PyTorch.
         unchanged: attnrx's file of the model with nothing removed, if it was written.
         empty: attnrx's file of the model without its blocks, if it was written.
     """
@@ -55,7 +55,7 @@ class Baseline:
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
-        """Returns a model in the code of its own library; attnrx's own models have only attnrx's code."""
+        """Returns a baseline that runs the model in its own library's code, or in attnrx's code for attnrx's models."""
         name = getattr(family_of(model), "library", None)
         if name is None:
             return cls("the unchanged model in the same kernels", model)
@@ -67,10 +67,11 @@ class Baseline:
     def as_file(
         cls, model: nn.Module, form: Format, images: ImageSet, log: Log, in_subprocess: bool = False
     ) -> "Baseline":
-        """Returns the vendor's file of a model in the runtime and precision of a format, beside attnrx's files.
+        """Returns a baseline with the vendor's file of a model, in a format's runtime and precision.
 
-        If the format has 8 bits, all are quantized on these images. If the vendor's tool fails, attnrx's file takes its
-        place. With `in_subprocess`, some files are written in another process at the same time.
+        attnrx's files of the model are also written. Files in 8 bits are calibrated on these images. If the vendor's
+        tool fails, attnrx's file is the baseline instead. With `in_subprocess`, some files are written in another
+        process at the same time.
 
         Raises:
             NotSupported: attnrx cannot write the model in the format.
@@ -92,7 +93,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns this baseline with attnrx's files of a changed copy of the model, to plan for the copy."""
+        """Returns this baseline with attnrx's files of `model`, a changed copy of the original that plans are for."""
         assert self.form is not None  # plans for a copy are timed as files
         unchanged, empty = _own_files(temporary_files(_own_drafts(model, self.form, images), in_subprocess))
         return replace(self, unchanged=unchanged, empty=empty)
@@ -100,9 +101,9 @@ class Baseline:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A file that is to be written: the model, its format, and by whose tool.
+    """A file to write: the model, the format, and whether the vendor's tool or attnrx writes it.
 
-    A file of attnrx that `is_compared` has the outputs of its model, or it is an error.
+    If attnrx writes the file and it `is_compared`, its outputs must match the model's, or an error is raised.
     """
 
     subject: ExportSubject
@@ -120,12 +121,12 @@ class Draft:
         *,
         is_compared: bool = False,
     ) -> "Draft":
-        """Returns the draft of attnrx's file of a model, calibrated on these images if the format has 8 bits."""
+        """Returns the draft of a file that attnrx writes. If the format has 8 bits, it is calibrated on the images."""
         return cls(subject_of(model, form, images, class_names), form, is_compared=is_compared)
 
     @classmethod
     def of_vendor(cls, model: nn.Module, form: Format, images: ImageSet) -> "Draft":
-        """Returns the draft of the vendor's file of a model in the code of its own library."""
+        """Returns the draft of a file that the vendor's tool writes, from the model in its own library's code."""
         return cls(library_subject(model, form, images), form, by_vendor=True)
 
     def write(self, path: Path) -> Exported:
@@ -140,10 +141,10 @@ class Draft:
 
 
 def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[str, Exported | AttnrxError]:
-    """Writes files to temporary folders; for a file that cannot be written, returns the error in its place.
+    """Writes files to temporary folders. If a file cannot be written, the error is returned in its place.
 
-    A folder exists as long as its file is in use. With `in_subprocess`, every second file is written in another
-    process, because each takes one core.
+    A folder is deleted once its file is no longer in use. With `in_subprocess`, every second file is written in another
+    process, because writing a file takes only one core.
     """
     with ExitStack() as opened:
         folders = {name: opened.enter_context(ExitStack()) for name in drafts}
@@ -166,7 +167,7 @@ def _attempt(draft: Draft, path: Path) -> Exported | AttnrxError:
 
 
 def _own_drafts(model: nn.Module, form: Format, images: ImageSet) -> dict[str, Draft]:
-    """Returns the drafts of attnrx's files of a model, and of the model without its blocks."""
+    """Returns the drafts of two files that attnrx writes: the model, and the model without its blocks."""
     return {UNCHANGED: Draft.of(model, form, images), EMPTY: Draft.of(without_blocks(model), form, images)}
 
 
@@ -178,7 +179,7 @@ def _own_files(files: Mapping[str, Exported | AttnrxError]) -> tuple[Exported, E
 
 
 def without_blocks(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose blocks return their tokens."""
+    """Returns a copy of a model in which every block returns its input tokens."""
     empty = copy_module(model)
     for block in blocks_of(empty, family_of(empty)):
         block.forward = lambda tokens, *_, **__: tokens
@@ -186,7 +187,7 @@ def without_blocks(model: nn.Module) -> nn.Module:
 
 
 def with_8_bits(form: Format) -> Format | None:
-    """Returns the 8-bit format in the runtime of a format; None if it has none, or a library is missing."""
+    """Returns the 8-bit format for a format's runtime, or None if there is none or a library is missing."""
     if isinstance(form, Onnx):
         found = form if isinstance(form, Int8) else Int8(form.opset)
     elif isinstance(form, OpenVINO):
@@ -197,9 +198,9 @@ def with_8_bits(form: Format) -> Format | None:
 
 
 def without_8_bits(form: Format) -> Format:
-    """Returns the float format in the runtime of a format.
+    """Returns the float format for a format's runtime.
 
-    For OpenVINO with 8 bits it is bfloat16, because the rest of such a file is in bfloat16, too.
+    For OpenVINO with 8 bits, the result is bfloat16, because the other operations of such a file run in bfloat16.
     """
     if isinstance(form, Int8):
         return Onnx(form.opset)
@@ -207,13 +208,13 @@ def without_8_bits(form: Format) -> Format:
 
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
-    """Returns a model in the code of its own library as the subject of a file, at the precision of the format."""
-    # This is not the library's model that latencies in PyTorch are relative to, which has other weights.
+    """Returns a model in its own library's code, as the subject of a file at the precision of the format."""
+    # Latencies in PyTorch are relative to another library model, which has other weights than this one.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 
 
 def vendor_title(form: Format) -> str:
-    """Returns how the vendor's file in a format is made, in a few words."""
+    """Returns a few words that say how the vendor's file in a format is made."""
     if isinstance(form, OpenVINO):
         precision = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}[form.precision]
         return f"OpenVINO's own conversion to {precision}"
@@ -224,9 +225,9 @@ def vendor_title(form: Format) -> str:
 
 
 def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
-    """Writes the vendor's file of a model, as a user would without attnrx, for any number of images.
+    """Writes the vendor's file of a model for any batch size, as a user would without attnrx.
 
-    `subject` is the model in its own code; files with 8 bits are calibrated on its images.
+    `subject` is the model in its own code. Files in 8 bits are calibrated on its images.
 
     Raises:
         NotSupported: The tool cannot convert the model.
@@ -265,6 +266,6 @@ def _write_onnx(model: nn.Module, path: Path, example: Tensor, images: Sequence[
 
 
 def _reader(batches: Iterable[Any]) -> Any:
-    """Returns the interface of ONNX Runtime's CalibrationDataReader."""
+    """Returns an object with the interface of ONNX Runtime's CalibrationDataReader."""
     inputs = ({INPUT: batch} for batch in batches)
     return SimpleNamespace(get_next=lambda: next(inputs, None))

@@ -1,4 +1,4 @@
-"""Exported files as modules, and which files in a folder belong to exports."""
+"""Runs exported files as modules, and finds the files in a folder that belong to exports."""
 
 import hashlib
 import os
@@ -31,14 +31,14 @@ SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines 
 
 
 def _require_file_names(files: Mapping[str, Any], where: str) -> None:
-    """Checks that `files` maps plain file names to hashes as text."""
+    """Checks that `files` maps plain file names to hashes, which are texts."""
     for name, sha256 in files.items():
         if Path(name).name != name or not isinstance(sha256, str):
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
 
 
 def _require_sizes(outputs: Mapping[str, Any], where: str) -> None:
-    """Checks that `outputs` maps names to numbers per image."""
+    """Checks that `outputs` maps names to integers, which are the sizes of the outputs per image."""
     for name, size in outputs.items():
         if type(size) is not int or size < 0:
             raise Invalid(below(where, name), "is no number of values per image")
@@ -68,7 +68,7 @@ FACTS = kinds.record(
 RECORD = kinds.record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
-# Kinds of outputs that a file has to state, because their width does not decide what they are.
+# The kinds of outputs that a file must state, because the width of the outputs does not determine their kind.
 OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map", "several")
 
 
@@ -76,8 +76,8 @@ OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic. `item` is the shape of one input of the file if the module takes other
-    axes than these, e.g. for a video, a volume or a series.
+    `batch` is None if the batch size is dynamic. If the module takes other axes than these, e.g. for a video, a volume
+    or a series, `item` is the shape of one input.
     """
 
     shape: tuple[int, int, int]
@@ -96,32 +96,33 @@ class Images:
         return self.item or self.shape
 
     def described(self) -> dict[str, Any]:
-        """Returns the input as JSON values, without an `item` if images have their usual axes."""
+        """Returns the fields as JSON values, without `item` if images have their usual axes."""
         values = to_dict(self, typed=False)
         return values if self.item else {name: value for name, value in values.items() if name != "item"}
 
     def as_items(self, images: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *items"]:
-        """Returns images in the shape in which the file takes them."""
+        """Returns images in the shape that the file takes."""
         return images.flatten(1).unflatten(1, self.item) if self.item else images
 
 
 class Exported(nn.Module):
-    """Runs a file written by `export`, with torch's current number of CPU threads. It cannot be trained.
+    """Runs a file that `export` wrote, with torch's current number of CPU threads. The module cannot be trained.
 
-    For a file with a fixed batch size, other batches are split into chunks of this size, the last one zero-padded.
-    Images are moved to the file's device. `facts` is the content of PATH.json: normalization, classes, parity ...
+    If the file has a fixed batch size, other batches are split into chunks of this size, and the last chunk is padded
+    with zeros. Images are moved to the file's device. `facts` is the content of PATH.json: normalization, classes,
+    parity and more.
     """
 
     def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
         super().__init__()
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
-        # The state dict: an empty parameter for dtype and device, and the hash of the file for the fingerprint.
+        # The state dict has an empty parameter for dtype and device, and the file's hash for the fingerprint.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
-        # bytearray, because torch warns of buffers that cannot be written.
+        # A bytearray is used, because torch warns of buffers that cannot be written.
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
-        # For class logits the width decides; a file of features has no kind.
+        # For class logits the width determines the kind, and a file of features has no kind.
         if self.facts.get("output") in OF_FILES:
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
@@ -131,24 +132,24 @@ class Exported(nn.Module):
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The numbers per image of every output, by name, if there are several."""
+        """How many numbers per image every output has, by the output's name, if there are several outputs."""
         return self.facts.get("outputs", {})
 
     @property
     def bytes(self) -> int:
-        """The size of the files that the runtime reads."""
+        """The size in bytes of the files that the runtime loads."""
         names = self.facts.get("files") or [path.name for path in self.form.files(self.path)]
         return sum(self.path.with_name(name).stat().st_size for name in names)
 
     def forward(self, images: Float[Tensor, "batch *sizes"]) -> Any:
         """Returns the logits, or the features of all patches, on the device of the images.
 
-        This is a tensor [batch, ...], or several by their names. Images are [batch, channels, height, width], or items
-        as the file takes them.
+        The result is a tensor [batch, ...], or several tensors by their names. Images are [batch, channels, height,
+        width], or have the axes that the file takes.
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
-            NotSupported: The file was exported for a device that is not here.
+            NotSupported: The file was exported for a device that this machine does not have.
         """
         fits = images.shape[1:] in (self.images.shape, self.images.sizes)
         if not fits or images.dtype != self.images.dtype or not len(images):
@@ -156,7 +157,7 @@ class Exported(nn.Module):
                 f"{self.path.name} takes [batch, {', '.join(map(str, self.images.sizes))}] at {self.images.precision}; "
                 f"found {list(images.shape)} at {dtype_name(images.dtype)}."
             )
-        run = self._run(torch.get_num_threads())  # first: it requires the device
+        run = self._run(torch.get_num_threads())  # this comes first, because it checks the device
         placed = self.images.as_items(images.to(self.images.device))
         with torch.no_grad():
             found = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
@@ -166,7 +167,7 @@ class Exported(nn.Module):
         return dict(zip(self.output_sizes, outputs, strict=True)) if self.output_sizes else outputs
 
     def _run(self, threads: int) -> Run:
-        # A session keeps the number of threads that it was started with, so every number has its own.
+        # A session keeps the number of threads that it was started with, so every number has its own session.
         if threads not in self._runs:
             if not DEVICE.accepts(self.images.device):
                 raise NotSupported(
@@ -186,7 +187,7 @@ class Exported(nn.Module):
 def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
     parts = []
     for part in images.split(size):
-        # F.pad takes the axes from the last one on: the image's axes without padding, then the batch.
+        # F.pad takes the axes from the last to the first. Only the batch is padded, and not the image's axes.
         missing = size - len(part)
         found = run(F.pad(part, (0, 0) * (part.ndim - 1) + (0, missing)) if missing else part)
         parts.append(tuple(each[: len(part)] for each in found))
@@ -194,23 +195,23 @@ def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def result_path(folder: Path, form: Format) -> Path:
-    """Returns the path of a file in a folder of results: model.onnx, or model-FORMAT.SUFFIX."""
+    """Returns the path of a file in a result folder, model.onnx or model-FORMAT.SUFFIX."""
     return folder / f"{'model' if form.name == Onnx.name else f'model-{form.name}'}{form.suffix}"
 
 
 def facts_path(path: Path | str) -> Path:
-    """Returns the path of the facts of a file: its full name followed by .json."""
+    """Returns the path of a file's facts, which is the path of the file followed by .json."""
     path = Path(path)
     return path.with_name(f"{path.name}.json")
 
 
 def is_exported(path: Path | str) -> bool:
-    """Whether a path is a file with facts in PATH.json."""
+    """Whether the path is a file, with facts in PATH.json."""
     return Path(path).is_file() and facts_path(path).is_file()
 
 
 def present_facts(path: Path) -> dict[str, Any] | None:
-    """Returns the facts of the export at a path; None if there is none, or a file was changed."""
+    """Returns the facts of the export at a path, or None if there is no export or one of its files was changed."""
     if not is_exported(path):
         return None
     try:
@@ -222,8 +223,8 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the earlier facts if an interrupted replacement has not yet replaced the files, else the new ones."""
-    # The new facts are valid once their files are in place. Until then the old files are there with their own facts.
+    """Returns the earlier facts if a replacement was interrupted before it replaced the files, else the new facts."""
+    # The new facts are valid once their files are in place. Until then, the old files and the earlier facts are valid.
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
     if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
@@ -241,9 +242,10 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
 
 
 def load_exported(path: Path | str, trust: bool = False) -> Exported:
-    """Opens a file written by `export` as a module that runs it with its runtime.
+    """Opens a file that `export` wrote, as a module that runs it in its runtime.
 
-    A .pt2 file (program or aotinductor) can run code by its author. It raises InvalidInput unless `trust` is True.
+    A .pt2 file (program or aotinductor) can run code by its author. It is only opened if `trust` is True. Otherwise
+    `load_exported` raises InvalidInput.
 
     Raises:
         CheckpointError: The file was changed or renamed after the export, or its facts name an unknown format.
@@ -254,14 +256,14 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
-    # Checked before a runtime, most of them in C++, parses the file.
+    # The hashes are checked before a runtime parses the file, because most runtimes are written in C++.
     changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
         raise CheckpointError(
             f"{changed} is not the file that was exported (its name or its sha256 differs): the files are "
             f"{', '.join(sorted(facts['files']))}; name them so again, or export again."
         )
-    # The hashes prove nothing here: whoever writes the file writes them too.
+    # The hashes do not make the file safe, because whoever writes the file also writes them.
     if form.runs_code and not trust:
         raise untrusted(f"{path} is {form.name}: such a file", "; onnx and openvino need no trust")
     images = from_dict(facts["images"], Images)
@@ -274,24 +276,24 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
 
 
 def sealed_script(script: str) -> str:
-    """Returns a script with a last line that shows whether it was edited."""
+    """Returns a script with an additional last line, which shows whether the script was edited later."""
     return script + SEAL.format(hashlib.sha256(script.encode()).hexdigest()[:16])
 
 
 def present_script(path: Path) -> Path | None:
-    """Returns the script beside an exported file; None if there is none, or another file, or an edited script."""
+    """Returns the script beside an exported file, or None if it is missing, was edited, or belongs to another file."""
     script = script_path(path)
     try:
         text = script.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
     body = text[: text.rfind(SEAL.partition("{")[0])]
-    # Files with the same stem have the same name for their scripts: a script belongs to the file that it opens.
+    # Files with the same stem share the name of their scripts. A script belongs to the file that it opens.
     return script if text == sealed_script(body) and f'"{path.name}"' in body else None
 
 
 def require_export_path(path: Path, form: Format, with_script: bool) -> None:
-    """Raises InvalidInput if an export would overwrite facts, further files or a script that attnrx did not write."""
+    """Raises InvalidInput if an export would overwrite facts, other files or a script that attnrx did not write."""
     require_replaceable(path)
     require_absent([facts_path(path)], lambda file: file_kind(file) == KIND)
     script = script_path(path)
@@ -311,7 +313,7 @@ def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the unchanged files that the facts of a path state, even if the export was interrupted."""
+    """Returns the unchanged files in the list of a path's facts, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}
@@ -323,30 +325,30 @@ def stated_files(path: Path) -> list[Path]:
 
 
 def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Returns the facts of the exports in a folder by their main files; exports with changed files are left out."""
+    """Returns the facts of the exports in a folder, by main file. Exports with changed files are left out."""
     paths = (facts.with_name(facts.name.removesuffix(".json")) for facts in sorted(folder.glob("*.json")))
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
 
 
 def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Returns the file of an export's facts, its files, and its script unless that was edited."""
+    """Returns an export's facts file, its other files, and its script if this was not edited."""
     script = present_script(path)
     return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
 
 
 def copy_export(exported: Exported, path: Path) -> None:
-    """Copies an export, under its own name, with its facts and its script.
+    """Copies an export, with its facts and its script, to the folder of `path`. The files keep their names.
 
-    The facts are copied last: without them the files are not taken for an export.
+    The facts are copied last, because files without facts do not count as an export.
     """
     for each in reversed(files_of_export(exported.path, exported.facts)):
         write_atomically(path.with_name(each.name), partial(shutil.copyfile, each))
 
 
 def remove_export(path: Path) -> None:
-    """Deletes an export, even an interrupted one: its files and its script, unless they were changed, and its facts."""
-    # The facts are deleted last: they tell whose the files are if this is interrupted. The main file is deleted first:
-    # without it there is no export.
+    """Deletes an export, even an interrupted one: its facts, and its files and script if they were not changed."""
+    # The main file is deleted first, because without it there is no export. The facts are deleted last, because they
+    # state which files belong to the export if the deletion is interrupted.
     for each in sorted(stated_files(path), key=lambda file: file != path):
         each.unlink(missing_ok=True)
     if (script := present_script(path)) is not None:

@@ -1,4 +1,4 @@
-"""The base class of the export formats, what they share (scripts, errors, dtypes), and PyTorch's own formats.
+"""The base class of export formats, the code that formats share (scripts, errors, dtypes), and PyTorch's own formats.
 
 PyTorch's formats are programs of torch.export and AOTInductor packages.
 """
@@ -24,12 +24,12 @@ from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.text_parsing import spelled_knobs
 
-INPUT = "images"  # the name of the input in the graphs of ONNX
+INPUT = "images"  # the name of the input in ONNX graphs
 
 Run = Callable[[Tensor], tuple[Tensor, ...]]
-"""Images in, logits out, on the device of the file."""
+"""A function that takes images and returns outputs, both on the device of the file."""
 
-# The largest difference of a logit attributed to rounding, as a share of the largest logit.
+# The largest difference of a logit that counts as rounding, as a share of the largest logit.
 ROUNDING: dict[torch.dtype, float] = {
     torch.float64: 1e-8,
     torch.float32: 1e-4,
@@ -73,25 +73,25 @@ PRECISIONS: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in ROUN
 
 
 class Format(ABC):
-    """One kind of file that runs without attnrx. Every format is a frozen dataclass whose fields are its knobs."""
+    """One kind of file that runs without attnrx. Every format is a frozen dataclass, and its fields are its knobs."""
 
     name: ClassVar[str]
     suffix: ClassVar[str]
     runtime: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
-    """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
+    """Whether a model on a CUDA device is exported for CUDA. Files of other formats run on the CPU."""
     runs_code: ClassVar[bool] = False
-    """Whether a file of this format can contain code that runs when it is opened: machine code, or pickles."""
+    """Whether a file of this format can contain code that runs when the file is opened: machine code or pickles."""
 
     def __str__(self) -> str:
-        """Returns the text by which a call names the format, e.g. "openvino(precision=bf16)"."""
+        """Returns the format as text, which you can pass instead of the format, e.g. "openvino(precision=bf16)"."""
         knobs = spelled_knobs(self)
         return self.name + (f"({knobs})" if knobs else "")
 
     @abstractmethod
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the program to `path`, whose suffix is the format's, and further files to the same folder.
+        """Writes the program to `path`, which has the format's suffix, and further files to the same folder.
 
         `images` are normalized batches for calibration, of shape [batch, channels, height, width].
         """
@@ -108,11 +108,11 @@ class Format(ABC):
         del path, facts
 
     def example(self, path: Path) -> str | None:
-        """Returns a script that classifies an image with only the file; None if the format has none."""
+        """Returns a script that classifies an image with only the file, or None if the format has no script."""
         return None
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime and the precision it computes in, for a file at this precision."""
+        """Returns the name of the runtime and the precision that it computes in, for a file at `precision`."""
         return f"{self.runtime} in {precision}"
 
     def limit(self, dtype: torch.dtype) -> float:
@@ -120,17 +120,17 @@ class Format(ABC):
         return ROUNDING[dtype]
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Returns the paths of the files that every export to `path` has; weights above MOST_BYTES may add others."""
+        """Returns the files of every export to `path`. If weights exceed MOST_BYTES, there may be other files, too."""
         return (path,)
 
     @property
     def place(self) -> str:
-        """The name in RUNTIMES of the place where files of this format run."""
+        """The key in RUNTIMES of the runtime that runs files of this format."""
         return self.name
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """The optional libraries that write and run the file, which `extra` installs."""
+        """The optional libraries that write and run the file. `extra` installs them."""
         return ()
 
     @property
@@ -144,11 +144,11 @@ class Format(ABC):
 
     @property
     def wanted(self) -> int:
-        """The number of images for parity and calibration, if there are enough."""
+        """The number of images for parity and calibration, unless there are fewer."""
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:
-        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype that it cannot have."""
+        """Raises InvalidInput for a path without the format's suffix, and NotSupported for an unsupported dtype."""
         if path.suffix != self.suffix:
             renamed = path.with_suffix(self.suffix).name
             raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {renamed}.")
@@ -161,17 +161,17 @@ class Format(ABC):
 
 
 def script_path(path: Path) -> Path:
-    """Returns the path of the script beside a file."""
+    """Returns the path of the script for a file, in the same folder."""
     return path.with_name(f"run_{path.stem}.py")
 
 
 def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
     """Returns the script of the file at `path`.
 
-    `opening` are statements that set `about`, the facts of the file, and `batch`, the number of images that it takes.
-    `call` is an expression that returns the outputs of `images`.
+    `opening` are statements that set `about` to the file's facts, and `batch` to the number of images that it takes.
+    `call` is an expression that returns the outputs for `images`.
     """
-    # This is the text of the module itself, so that a script and attnrx compute the same.
+    # The script contains the source of the module `pictures`, so that it computes the same as attnrx.
     computing = inspect.getsource(pictures).partition("import numpy as np\n")[2]
     head = HEAD.format(script=script_path(path).name, runtime=runtime)
     return head + computing + TAIL.format(opening=opening, call=call)
@@ -179,26 +179,26 @@ def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
 
 @contextmanager
 def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
-    """Turns any exception of a runtime or a translator into an error of this `kind` with this message."""
+    """Turns any exception of a runtime or translator into an error of the class `kind` with this message."""
     try:
         yield
     except AttnrxError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):  # this says nothing about the file
+        if is_out_of_memory(error):  # too little memory says nothing about the file
             raise
-        # The exporter appends whole reports to its messages.
+        # Only the first line is kept, because the exporter appends whole reports to its messages.
         reason = str(error).strip().partition("\n")[0]
         raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
 
 
 def library(module: str, extra: str = "onnx") -> Any:
-    """Imports a module that a format needs; `extra` is the extra of attnrx that installs it."""
+    """Imports a module that a format needs. `extra` is attnrx's extra that installs it."""
     return required_module(module, extra, "this format")
 
 
 def to_numpy(inputs: Float[Tensor, "batch *sizes"]) -> Any:
-    """Returns images, or tokens of blocks, as a contiguous NumPy array: the input of CPU runtimes other than torch."""
+    """Returns images or tokens as a contiguous NumPy array, which CPU runtimes other than torch take as input."""
     return inputs.detach().cpu().contiguous().numpy()
 
 
@@ -215,9 +215,9 @@ def _returning_all(run: Callable[[Tensor], Any]) -> Run:
 
 @dataclass(frozen=True)
 class Program(Format):
-    """A program captured by torch.export, with its weights; you only need PyTorch to load it.
+    """A program captured by torch.export, with its weights. You only need PyTorch to load it.
 
-    torch unpickles parts of the file when it opens it, e.g. weights and constants, and a pickle can run any code.
+    When torch opens the file, it unpickles parts of it, e.g. weights and constants. A pickle can run any code.
     """
 
     name: ClassVar[str] = "program"
@@ -232,22 +232,22 @@ class Program(Format):
         return "eager"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        # Written to memory first: on a full disk torch's own writer of files ends the process.
+        # The program is written to memory first. If the disk is full, torch's own file writer would end the process.
         content = BytesIO()
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Loads the program; it uses torch's threads."""
-        # Guards are off, because `Exported` validates shapes.
+        """Loads the program, which runs on torch's threads."""
+        # Guards are not needed, because `Exported` validates shapes.
         return _returning_all(open_program(path).module(check_guards=False))
 
 
 def remove_folders(package: BytesIO) -> BytesIO:
-    """Returns an AOTInductor package without the parts that name folders of this machine; none of them is run.
+    """Returns an AOTInductor package without parts that name this machine's folders. None of these parts is run.
 
-    These are the sources of its libraries with their compiler's command, and the names of source files in the messages
-    of these libraries.
+    The removed parts are the source code of the package's libraries, which contains the compiler's command, and the
+    names of source files in the libraries' messages.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -258,7 +258,7 @@ def remove_folders(package: BytesIO) -> BytesIO:
         for entry in archive.infolist():
             content = archive.read(entry)
             for name in names if entry.filename.endswith(".so") else ():
-                content = content.replace(name, b"/" * len(name))  # of the same length, as addresses must not change
+                content = content.replace(name, b"/" * len(name))  # keeps the length, because addresses must not change
             if not entry.filename.endswith(".cpp"):
                 smaller.writestr(entry, content)
     return written
@@ -266,9 +266,9 @@ def remove_folders(package: BytesIO) -> BytesIO:
 
 @dataclass(frozen=True)
 class AOTInductor(Program):
-    """An AOTInductor package: compiled for this kind of machine, loads in seconds, and also runs from C++.
+    """An AOTInductor package, compiled for this kind of machine. It loads in seconds and also runs from C++.
 
-    Export needs a C++ compiler; the runtime needs the same version of PyTorch.
+    You need a C++ compiler to export, and the same version of PyTorch to run the package.
     """
 
     name: ClassVar[str] = "aotinductor"
@@ -279,13 +279,13 @@ class AOTInductor(Program):
         return "compiled"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Compiles the program with its weights; torch's own error names the compilers that it tried."""
+        """Compiles the program with its weights. If that fails, torch's own error names the compilers that it tried."""
         from torch._inductor import aoti_compile_and_package
 
-        package = BytesIO()  # in memory, like a program
+        package = BytesIO()  # compiled to memory, for the same reason as a program
         aoti_compile_and_package(program, package_path=package)
         path.write_bytes(remove_folders(package).getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Loads the package; it uses torch's threads."""
+        """Loads the package, which runs on torch's threads."""
         return _returning_all(open_package(path))

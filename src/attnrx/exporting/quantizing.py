@@ -10,17 +10,17 @@ import numpy as np
 
 from attnrx.support.optional import environment, required_module
 
-# With this environment variable NNCF reports its use to nobody; it is read at the import.
+# If this environment variable is set while NNCF is imported, NNCF sends no reports about its use.
 UNREPORTED = "NNCF_CI"
 
 
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
-    """Returns a graph whose matrix products have 8 bits, by NNCF's scheme for transformers.
+    """Returns a graph with 8-bit matrix products, quantized by NNCF's scheme for transformers.
 
-    The scheme has SmoothQuant, corrected biases, and ranges of activations from the `inputs`, each one call of the
-    graph. Operations with the names `floats` stay as they are. The range of an activation covers all inputs. With
-    `by_defaults` it is NNCF's own: the mean of the ranges of single inputs, which cuts off the outliers of pre-trained
-    models.
+    The scheme uses SmoothQuant and corrects biases. Every item of `inputs` is the input of one call, and the calls
+    determine the ranges of activations. By default, the range of an activation covers all inputs. With `by_defaults` it
+    is NNCF's own range, the mean over the ranges of single inputs, which cuts off the outliers of pre-trained models.
+    Operations with the names `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.
@@ -53,14 +53,14 @@ def imported() -> Any:
 
 
 def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:
-    """Yields the inputs of calls: single images if the graph takes any number of them, else the batches."""
+    """Yields the inputs of calls, which are single images if the graph takes any batch size, else whole batches."""
     for batch in batches:
         yield from np.split(batch, len(batch)) if is_free else [batch]
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Silences the logs and the progress of other libraries; not all of them have their own loggers."""
+    """Silences the logs and the progress of other libraries, even if they have no loggers of their own."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Files of ONNX Runtime and OpenVINO, in float and with 8-bit linear maps."""
+"""Formats for ONNX Runtime and OpenVINO, in float and with 8-bit linear maps."""
 
 import ctypes
 import json
@@ -22,14 +22,14 @@ from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
 
 BATCH = "batch"
-# The statements of the script beside the file, whose metadata has the facts.
+# The opening statements of the script beside an ONNX file. The file's metadata contain the facts.
 ONNX_OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
 batch = session.get_inputs()[0].shape[0]
 batch = batch if isinstance(batch, int) else 1"""
-OLDEST_OPSET = 18  # the oldest of torch's exporter
-ATTENTION_OPSET = 23  # the first one that has attention in one operation
-# Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
+OLDEST_OPSET = 18  # the oldest version that torch's exporter writes
+ATTENTION_OPSET = 23  # the first version with attention as one operation
+# Protocol buffers are limited to two gigabytes, so larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 HEADS_FIRST = (0, 2, 1, 3)  # [batch, tokens, heads, features] to [batch, heads, tokens, features] and back
 
@@ -38,10 +38,11 @@ HEADS_FIRST = (0, 2, 1, 3)  # [batch, tokens, heads, features] to [batch, heads,
 class Onnx(Format):
     """An ONNX file with input "images" and output "logits", "embedding" or "features" of all patches.
 
-    Weights above MOST_BYTES are in an external file.
+    If the weights exceed MOST_BYTES, they are stored in an external file.
 
-    `opset` is the operator set version, 17 to 23. It has GELU from 20 on, and attention in one operation from 23 on.
-    Choose a smaller one for a runtime or a tool that does not have these yet, e.g. 22 for `quantize_dynamic`.
+    `opset` is the operator set version, 17 to 23. From version 20 on there is a GELU operation, and from 23 on there is
+    an attention operation. Choose a smaller version if your runtime or tool does not support these, e.g. 22 for
+    `quantize_dynamic`.
     """
 
     name: ClassVar[str] = "onnx"
@@ -57,13 +58,13 @@ class Onnx(Format):
         return "onnx", "onnxscript", "onnxruntime"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program, folds constants and removes repeated and unused nodes."""
-        library("onnx")  # the exporter imports both, but its own message does not name attnrx's extra
+        """Translates the program, folds constants, and removes repeated and unused nodes."""
+        library("onnx")  # the exporter also imports both libraries, but its message does not name attnrx's extra
         op = library("onnxscript").opset18
 
         def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-            # Token reducers sort stably, which torch's exporter cannot translate. TopK of all elements is a stable
-            # sort: of two equal values it returns the one with the lower index first.
+            # Token reducers need a stable sort, which torch's exporter cannot translate. TopK over all elements is a
+            # stable sort, because for two equal values it returns the lower index first.
             count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
             return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
 
@@ -71,7 +72,7 @@ class Onnx(Format):
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
             scale: float | None = None, enable_gqa: bool = False,
         ) -> Any:  # fmt: skip
-            # torch's exporter copies the keys twice, and multiplies both operands by the root of the scale.
+            # These operations are faster than torch's, which copy the keys twice and scale both operands.
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             if factor != 1:
                 query = op.Mul(query, op.CastLike(op.Constant(value_float=factor), query))
@@ -88,19 +89,20 @@ class Onnx(Format):
             dynamo=True,
             opset_version=max(self.opset, OLDEST_OPSET),
             input_names=[INPUT],
-            dynamic_shapes=({0: BATCH},),  # its name in the graph, unless it is fixed
-            output_names=[f"outputs{index}" for index in range(num_outputs)],  # until `describe` names them
+            dynamic_shapes=({0: BATCH},),  # the batch size's name in the graph, unless the size is fixed
+            output_names=[f"outputs{index}" for index in range(num_outputs)],  # `describe` renames them
             custom_translation_table=translations,
             verbose=False,
-            optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
+            optimize=False,  # the exporter's rewriting would take two thirds of an export, and runtimes rewrite, too
         )
-        # Folds weights of any size, which would otherwise be transposed or joined in every call, and never be
-        # quantised.
+        # Weights of any size are folded. Otherwise they would be transposed or joined in every call, and they could not
+        # be quantized.
         library("onnxscript.optimizer").fold_constants(
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
         passes = library("onnx_ir.passes.common")
-        # The order matters: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
+        # The order matters. First equal weights become one weight, then nodes with equal inputs become one node, and
+        # then the copies are unused.
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
         use_flat_attention(translated.model)
@@ -114,17 +116,17 @@ class Onnx(Format):
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Writes image shape, preprocessing and class names into the metadata, as JSON, and names the output."""
+        """Writes image shape, preprocessing and class names into the metadata, as JSON, and names the outputs."""
         ir = library("onnx_ir")
-        model = ir.load(path)  # weights in an external file are neither read nor written
+        model = ir.load(path)  # this neither loads nor writes weights in an external file
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         shown["preprocessing"] = facts["preprocessing"]
-        model.metadata_props.clear()  # it has the quantiser's, which is not JSON
+        model.metadata_props.clear()  # removes the quantizer's metadata, which are not JSON
         model.metadata_props.update({name: json.dumps(value) for name, value in shown.items()})
         names = list(facts.get("outputs", ())) or [facts["output"]]
         for output, name in zip(model.graph.outputs, names, strict=True):
             output.name = name
-        # torch names values by their operators, and "embedding" is one of CLIP's operators.
+        # torch names values after their operators, so an inner value may also have the name "embedding", as in CLIP.
         library("onnx_ir.passes.common").NameFixPass()(model)
         forget_shapes_of_weights(model)
         ir.save(model, path)
@@ -135,20 +137,20 @@ class Onnx(Format):
         )
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Starts an ONNX Runtime session on the CPU; its threads sleep while idle instead of spinning."""
+        """Starts an ONNX Runtime session on the CPU, whose threads sleep while they are idle, and do not spin."""
         runtime = library("onnxruntime")
         options = runtime.SessionOptions()
-        # The graph is run node by node, so threads between nodes would have no work.
+        # The graph runs node by node, so threads that run nodes in parallel would have no work.
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = open_session(path, options)
-        # None: all outputs.
+        # None requests all outputs.
         return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a node of a program is not attention, or attention of four axes whose mask, if any, has numbers."""
+    """Whether a node is not attention, or is attention over four axes with no mask or a floating-point mask."""
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
@@ -160,9 +162,9 @@ def _is_plain(node: Any) -> bool:
 
 
 def remove_notes(model: Any) -> None:
-    """Removes the exporter's notes about every node and value, most of a small file: names, classes, lines of code.
+    """Removes the exporter's notes (names, classes, lines of code) about every node and value.
 
-    The lines name folders of this machine.
+    The notes take most of a small file, and they name folders of this machine.
     """
     ir, graphs = library("onnx_ir"), [model.graph, *model.functions.values()]
     nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
@@ -177,27 +179,27 @@ def remove_notes(model: Any) -> None:
 def to_older_opset(model: Any, opset: int) -> None:
     """Converts the model to an operator set version before OLDEST_OPSET."""
     for node in model.graph:
-        if node.op_type.startswith("Reduce"):  # the converter keeps it where the older operation has no such attribute
+        if node.op_type.startswith("Reduce"):  # the converter keeps the attribute, which the older operation lacks
             node.attributes.pop("noop_with_empty_axes", None)
     with silent():
         library("onnxscript.version_converter").convert_version(model, opset, fallback=True)
 
 
 def forget_shapes_of_weights(model: Any) -> None:
-    """Removes the types and shapes that the graph states beside its weights; the weights have them themselves.
+    """Removes the types and shapes that the graph states for its weights, because the weights contain them, too.
 
-    ONNX Runtime's dynamic quantization transposes the weight of a classifier, and leaves what is stated beside it.
+    ONNX Runtime's dynamic quantization transposes the weight of a classifier, but it does not update the stated shape.
     """
     for value in model.graph.initializers.values():
         value.type = value.shape = None
 
 
 def use_flat_attention(model: Any) -> None:
-    """Makes every Attention operation take and return [batch, tokens, heads * features], if its graph allows it.
+    """Changes Attention operations so that they take and return [batch, tokens, heads * features], where possible.
 
-    torch writes it with the heads as a separate axis, between a reshape and a transposition of every operand. The
-    operation itself can divide the features into heads (operator set 23), without copies. Masks get an entry for every
-    query, which ONNX Runtime requires.
+    torch writes the operation with a separate axis of heads, so every operand is reshaped and transposed. In operator
+    set 23, the operation itself can divide the features into heads without copies. A mask is repeated for every query,
+    because ONNX Runtime requires that.
     """
     ir = library("onnx_ir")
     expanded: dict[Any, Any] = {}
@@ -205,7 +207,7 @@ def use_flat_attention(model: Any) -> None:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
         heads = query.shape[1]
         if mask is not None and mask.shape[2] != query.shape[2]:
-            # The last layer may only have the queries of the tokens before the patches.
+            # In the last layer, only the tokens before the patches may have queries.
             key = mask, query.shape[2]
             if key not in expanded:
                 expanded[key] = _with_all_queries(ir, node, mask, query)
@@ -223,10 +225,10 @@ def use_flat_attention(model: Any) -> None:
 
 
 def _with_all_queries(ir: Any, node: Any, mask: Any, query: Any) -> Any:
-    """Inserts an operation before a node, which repeats the mask for every query, and returns its output."""
+    """Inserts an operation before a node that repeats the mask for every query, and returns its output."""
     if isinstance(query.shape[2], int):
         new = [_constant(ir, [1, 1, query.shape[2], 1])]
-    else:  # the size of the axis is only known in the runtime
+    else:  # only the runtime knows the size of the axis
         parts = _constant(ir, [1, 1]), ir.node("Shape", [query], {"start": 2, "end": 3}), _constant(ir, [1])
         new = [*parts, ir.node("Concat", [part.outputs[0] for part in parts], {"axis": 0})]
     new.append(ir.node("Expand", [mask, new[-1].outputs[0]]))
@@ -242,7 +244,7 @@ def _constant(ir: Any, numbers: list[int]) -> Any:
 
 
 def _flat_input(value: Any) -> Any:
-    """Returns the [batch, tokens, features] that were divided into heads to give this operand, or None."""
+    """Returns the value [batch, tokens, features] that this operand was divided into heads from, or None."""
     transpose = value.producer()
     if not _is_heads_first(transpose):
         return None
@@ -253,7 +255,7 @@ def _flat_input(value: Any) -> Any:
 
 
 def _flat_output(value: Any) -> Any:
-    """Returns the [batch, tokens, features] into which the heads of this output are joined, or None."""
+    """Returns the value [batch, tokens, features] that the heads of this output are joined to, or None."""
     for op_type in ("Transpose", "Reshape"):
         consumers = [use.node for use in value.uses()]
         if len(consumers) != 1 or consumers[0].op_type != op_type:
@@ -272,9 +274,9 @@ def _is_heads_first(node: Any) -> bool:
 class Int8(Onnx):
     """ONNX with 8-bit matrix products, quantized by NNCF on `images` calibration images (see `quantizing`).
 
-    Weights have one scale for every output feature, activations one for every tensor. Norms, softmax, activation
+    Weights have one scale per output feature, and activations have one scale per tensor. Norms, softmax, activation
     functions and the comparison of tokens stay in float. `most_difference` is the largest allowed difference of a logit
-    from eager PyTorch, as a share of the largest logit; use `verify` to measure the loss of accuracy.
+    from eager PyTorch, as a share of the largest logit. To measure the loss of accuracy, use `verify`.
     """
 
     name: ClassVar[str] = "int8"
@@ -286,7 +288,7 @@ class Int8(Onnx):
         require_fields(self, images=COUNT, most_difference=number(0.0))
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime; matrix products have 8 bits, whatever precision the file has."""
+        """Returns the runtime's name with the precision int8, whatever precision the file's input has."""
         del precision
         return super().runtime_at("int8")
 
@@ -308,7 +310,7 @@ class Int8(Onnx):
         onnx = library("onnx")
         model = open_graph(path)
         graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
-        # Attention is one operation, so these are the comparisons of tokens.
+        # Attention is one operation, so these products are the comparisons of tokens.
         floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
         is_free = not graph.input[0].type.tensor_type.shape.dim[0].dim_value
         batches = single_images(map(to_numpy, images), is_free)
@@ -330,10 +332,10 @@ class Int8(Onnx):
 
 
 def use_unsigned_activations(model: Any) -> None:
-    """Makes signed 8-bit activations unsigned, with zero points that are larger by 128: the same numbers.
+    """Makes signed 8-bit activations unsigned, with zero points that are larger by 128, so the numbers stay the same.
 
-    ONNX Runtime does so itself. It then refuses a file if it has moved such an operation before a reshape, because the
-    signed type stays beside it (1.31).
+    ONNX Runtime would do the same. But if it has moved such an operation before a reshape, it then refuses the file,
+    because the stated type is still signed (1.31).
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}
@@ -350,11 +352,11 @@ def use_unsigned_activations(model: Any) -> None:
 
 
 def keep_biases_apart(model: Any) -> None:
-    """Gives the biases of linear maps the axes of the tokens that they are added to, [features] as [1, 1, features].
+    """Reshapes the biases of linear maps to the axes of the tokens, from [features] to [1, 1, features].
 
-    ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed, it makes one
-    operation of a product and a bias of one axis, which it only has in float. It then converts every weight in every
-    call, and the file takes 2.3 times as long (1.31).
+    ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed and the bias has one
+    axis, it fuses product and bias into one operation, which only exists in float. It then converts every weight in
+    every call, and the file takes 2.3 times as long (1.31).
     """
     arrays = library("onnx.numpy_helper")
     tensors = {each.name: each for each in model.graph.initializer}
@@ -372,7 +374,7 @@ def keep_biases_apart(model: Any) -> None:
 
 # OpenVINO -------------------------------------------------------------------------------------------------------------
 
-# The statements of the script beside the file; the JSON file of the export has the facts.
+# The opening statements of the script beside an OpenVINO file. The export's JSON file contains the facts.
 OPENVINO_OPENING = """about = json.loads(here.with_name("{file}.json").read_text(encoding="utf-8"))
 batch = about["images"]["batch"] or 1
 hints = {{"INFERENCE_PRECISION_HINT": "{precision}"}}
@@ -385,11 +387,11 @@ class _SignalStack(ctypes.Structure):
 
 @contextmanager
 def _signal_stack_kept() -> Iterator[None]:
-    """Restores the memory in which this thread handles signals.
+    """Restores this thread's signal stack, which is the memory for handling signals.
 
-    A compiled OpenVINO model brings its own memory, and restores at its end what it found. If there are two models, the
-    one that ends last restores memory of the other, which is gone. The next signal then ends the process, e.g. when a
-    child process ends after a loader with workers was used.
+    A compiled OpenVINO model sets its own stack and, when it is deleted, restores the stack that it found. If there are
+    two models, the model that is deleted last restores the other model's stack, which no longer exists. The next signal
+    then ends the process, e.g. when a worker of a data loader ends.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()
@@ -403,10 +405,10 @@ def _signal_stack_kept() -> Iterator[None]:
 
 
 def fold_norms_(model: Any) -> None:
-    """Moves the scale g and the offset b of every layer norm into the linear maps W that follow it.
+    """Folds the scale g and the offset b of every layer norm into the linear maps W that follow it.
 
-    W (g x + b) = (W g) x + W b, with g as a factor of the columns, if only linear maps follow. OpenVINO does not do
-    this: it computes g x + b for all tokens in a separate operation.
+    W (g x + b) = (W g) x + W b, where W g scales the columns of W. This is done if only linear maps follow. OpenVINO
+    itself computes g x + b for all tokens in a separate operation.
     """
     op = library("openvino.opset13", "openvino")
     for norm in [node for node in model.get_ordered_ops() if node.get_type_name() == "MVN"]:
@@ -417,7 +419,7 @@ def fold_norms_(model: Any) -> None:
         gains, offsets, maps = _constant_of(scaled), _constant_of(shifted), _users(shifted)
         if gains is None or offsets is None or not gains.size == offsets.size == gains.shape[-1]:
             continue
-        # [outputs, inputs] or its transpose.
+        # The weights are [outputs, inputs] or their transposes.
         found = [_constant_of(each) if each.get_type_name() == "MatMul" else None for each in maps]
         weights = [weight for weight in found if weight is not None and weight.ndim == 2]
         if len(weights) < len(maps):
@@ -438,15 +440,15 @@ def fold_norms_(model: Any) -> None:
 
 
 def divide_attention_(model: Any) -> None:
-    """Replaces scaled dot-product attention by its products and softmax.
+    """Replaces scaled dot-product attention by its two products and its softmax.
 
-    OpenVINO runs both as one kernel, but for the fused operation it transposes the keys in memory
+    OpenVINO runs either form as one kernel. But for the single operation it transposes the keys in memory
     (docs/results/speed.md).
     """
     op = library("openvino.opset13", "openvino")
     for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
         query, key, value, *others = node.input_values()
-        # A mask (which may be one number) and the scale: programs of torch state both.
+        # Programs of torch state both a mask, which may be one number, and the scale.
         if len(others) != 2 or node.get_attributes()["causal"]:
             continue
         mask, scale = others
@@ -462,7 +464,7 @@ def divide_attention_(model: Any) -> None:
 
 
 def _number_of(node: Any) -> float | None:
-    """Returns the value of a constant of one number, or None."""
+    """Returns the value of a constant that is a single number, or None for any other node."""
     is_number = node.get_type_name() == "Constant" and node.get_data().size == 1
     return float(node.get_data().item()) if is_number else None
 
@@ -472,13 +474,13 @@ def _users(node: Any) -> list[Any]:
 
 
 def _only_user(node: Any, type_name: str) -> Any:
-    """Returns the only operation that takes the output of a node, if it is of this type, or None."""
+    """Returns the operation of this type that is the only user of a node's output, or None."""
     users = _users(node)
     return users[0] if len(users) == 1 and users[0].get_type_name() == type_name else None
 
 
 def _constant_of(node: Any) -> "np.ndarray | None":
-    """Returns the second operand of an operation in float32, or None if it is not a constant."""
+    """Returns the second operand of an operation, or None if it is not a float32 constant."""
     source = node.input_value(1).get_node()
     if source.get_type_name() != "Constant" or source.get_element_type().to_string() != "f32":
         return None
@@ -486,7 +488,7 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 
 
 def comparisons(model: Any) -> list[str]:
-    """Returns the names of products of two activations: if attention is one operation, the comparisons of tokens."""
+    """Returns the names of products of two activations. If attention is one operation, they are token comparisons."""
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():
         are_constant = [value.get_node().get_name() in constants for value in node.input_values()]
@@ -501,9 +503,10 @@ def comparisons(model: Any) -> list[str]:
 class OpenVINO(Format):
     """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
-    The `precision` f32 is float32, even on CPUs that support narrower types. bf16 is bfloat16 on CPUs that compute in
-    it, and float32 on others; the weights are stored in float32. With int8 the matrix products have 8 bits, quantized
-    by NNCF on `images` calibration images (see `quantizing`), and everything else is as with bf16.
+    With the `precision` f32, the file runs in float32, even on CPUs that support narrower types. With bf16, it runs in
+    bfloat16 on CPUs that support this type, and in float32 on others, and the weights are stored in float32. With int8,
+    NNCF quantizes the matrix products to 8 bits on `images` calibration images (see `quantizing`), and all other
+    operations run as with bf16.
     """
 
     name: ClassVar[str] = "openvino"
@@ -540,9 +543,9 @@ class OpenVINO(Format):
         return self.images if self.calibrated else super().wanted
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime with the precision of this format.
+        """Returns the runtime's name with the precision of this format.
 
-        The file's input may have another precision.
+        The input of the file may have another precision.
         """
         return super().runtime_at({"bf16": "bfloat16", "int8": "int8"}.get(self.precision, precision))
 
@@ -552,7 +555,7 @@ class OpenVINO(Format):
         return limits[self.precision]
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program, and quantizes its graph for int8."""
+        """Translates the program and, for int8, quantizes its graph."""
         openvino = library("openvino", "openvino")
         model = openvino.convert_model(program)
         fold_norms_(model)
@@ -560,7 +563,7 @@ class OpenVINO(Format):
             batches = single_images(map(to_numpy, images), model.input(0).partial_shape[0].is_dynamic)
             model = quantized(model, batches, comparisons(model))
         divide_attention_(model)
-        # By default the weights would be stored in float16.
+        # By default, OpenVINO would store the weights in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
     def example(self, path: Path) -> str | None:
@@ -570,17 +573,17 @@ class OpenVINO(Format):
 
     @property
     def _hint(self) -> str:
-        # f32 has to be requested: by default OpenVINO computes in bfloat16 on CPUs that have it.
+        # f32 must be requested, because by default OpenVINO computes in bfloat16 on CPUs that support it.
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for every shape that occurs: this is up to a third faster than for any number of images."""
+        """Compiles the file anew for every input shape. It runs up to a third faster than if the batch size is free."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        library("openvino", "openvino")  # raises an error that names the extra, if it is not installed
+        library("openvino", "openvino")  # if OpenVINO is not installed, this raises an error that names the extra
         (core, model), compiled = open_openvino(path), {}
 
         def run(images: Tensor) -> tuple[Tensor, ...]:
@@ -589,7 +592,7 @@ class OpenVINO(Format):
                 with _signal_stack_kept():
                     compiled[images.shape] = core.compile_model(model, "CPU", hints)
             found = compiled[images.shape](to_numpy(images))
-            # Copies, which the next call cannot overwrite.
+            # The outputs are copied, because the next call would overwrite them.
             return tuple(torch.from_numpy(found[index].copy()) for index in range(len(model.outputs)))
 
         return run

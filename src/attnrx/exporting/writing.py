@@ -1,4 +1,4 @@
-"""Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
+"""Captures a model, writes it to a temporary folder, compares it with eager PyTorch, and moves it to its path."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,21 +52,21 @@ from attnrx.vit.models.working.adoption_proof import PLAIN_PACKAGES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of, output_sizes
 
 DYNAMIC = "dynamic"
-GRAPH_BYTES = 2**18  # about what a file has in addition to the weights
-# Batch sizes for capture and for parity if the batch size of the file is dynamic. The capture needs more than one
-# image, because torch.export makes sizes of one constant.
+GRAPH_BYTES = 2**18  # the approximate size of a file without its weights
+# Batch sizes for capture and for parity, if the batch size of the file is dynamic. The capture needs more than one
+# image, because torch.export treats a size of 1 as a constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
-# Batch sizes and rounds for the speed of a file, unless its batch size is fixed.
+# Batch sizes and rounds for timing a file. A file with a fixed batch size is timed at that size.
 TIMED, ROUNDS = (1, 32), 20
-# The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
-# equal scores, and rounding to bfloat16 or 8 bits swaps some in most images. A wrong file differs in all images, and
-# `verify` states what a file loses.
+# The share of images whose logits may differ in models with token reduction. Rounding may swap two tokens with nearly
+# equal scores, and rounding to bfloat16 or 8 bits swaps some tokens in most images. A wrong file differs in all images.
+# `verify` measures what a file loses.
 MAY_DIFFER, MAY_DIFFER_AT_LOW_PRECISION = 0.1, 0.5
 PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
 
 
 class PatchFeatures(nn.Module):
-    """Returns the last features of all patches of the images, [batch, patches, width].
+    """Returns the last features of all patches, [batch, patches, width].
 
     If tokens are pruned or merged, they are restored.
     """
@@ -81,10 +81,10 @@ class PatchFeatures(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ExportSubject:
-    """The model to export, in evaluation mode, with the input of the file and facts for PATH.json.
+    """The model to export, in evaluation mode, with the file's input and the facts for PATH.json.
 
-    `calibration` are normalized images; without them parity is measured on noise. `outputs` is the kind of the model's
-    outputs, or None for features of patches.
+    `calibration` are normalized images. Without them, parity is measured on noise. `outputs` is the kind of the model's
+    outputs, or None for patch features.
     """
 
     model: nn.Module
@@ -105,13 +105,13 @@ class ExportSubject:
         """Copies a model of a known family, converts it to `precision`, and collects its facts.
 
         Raises:
-            NotSupported: The model takes inputs that no file takes.
+            NotSupported: The model takes inputs that a file cannot take.
         """
         family = family_of(model)
         if (inputs := family.inputs(model)) is not None:
             inputs.require_exportable(family.input_shape(model))
         require_ordinary_weights(model)
-        # The caller's model keeps its mode, device and precision.
+        # The copy is changed, so the caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
         is_inside = isinstance(model, Adopted) and model.around is not None
@@ -143,17 +143,17 @@ class ExportSubject:
 
     @property
     def of_items(self) -> nn.Module:
-        """The model, with inputs as the file takes them."""
+        """The model, with inputs in the shape that the file takes."""
         return _OfItems(self.model, self.images.shape).eval() if self.images.item else self.model
 
     def example(self, batch: int) -> Tensor:
-        """Returns zeros as the file takes them."""
+        """Returns a batch of zeros in the shape that the file takes."""
         images = self.images
         return torch.zeros(batch, *images.sizes, dtype=images.dtype, device=images.device)
 
     @property
     def noun(self) -> str:
-        """The word for one number of the outputs."""
+        """The word for a single number in the outputs."""
         if self.outputs is None:
             return "feature"
         return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
@@ -168,13 +168,13 @@ class ExportSubject:
         if self.calibration is not None:
             images = self.calibration.take(min(max(count, size), len(self.calibration)))
             batches = [batch.images for batch in images.batches(size, device=self.images.device)]
-            # A runtime calibrates on the graph itself, which only takes its own batch size.
+            # A runtime calibrates by running the graph, which may only take a fixed batch size.
             full_batches = [each for each in batches if self.images.batch is None or len(each) == size]
             if not full_batches:
                 raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
             return [each.to(self.images.dtype) for each in full_batches]
         generator = torch.Generator().manual_seed(0)
-        # Noise is drawn in float64 and then converted, so that it is the same for every precision.
+        # Noise is drawn in float64 and then converted, so that all precisions have the same noise.
         sizes = COMPARED if self.images.batch is None else (size, size)
         noise = [torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes]
         return [each.to(self.images.device, self.images.dtype) for each in noise]
@@ -201,30 +201,32 @@ def export(
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
-    The outputs of the file are compared with the model's. If they differ by more than rounding (for int8: than
-    `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and preprocessing
-    of images, the class names, versions, and the measured parity. An ONNX file contains preprocessing and class names,
-    too. Run the script run_NAME.py beside an ONNX or OpenVINO file to classify an image. It only needs the runtime,
-    NumPy and Pillow, and preprocesses as the model's library does. An earlier export at the path is replaced with its
-    script. Your other files beside it are never overwritten.
+    The outputs of the file are compared with the model's. If they differ by more than rounding (by more than
+    `most_difference` for int8), no file is written. PATH.json contains the model's fingerprint, the images' shape and
+    preprocessing, the class names, versions, and the measured parity. An ONNX file also contains the preprocessing and
+    the class names.
+
+    To classify an image, run the script run_NAME.py, which is written beside an ONNX or OpenVINO file. It only needs
+    the runtime, NumPy and Pillow, and preprocesses like the model's library. If there is an earlier export at the path,
+    it is replaced, together with its script. Your other files are never overwritten.
 
     Args:
-        model: The model. The file of a model without a classifier returns its embeddings, and has no class names.
+        model: The model. If it has no classifier, the file returns its embeddings and has no class names.
         path: The file.
         to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
             e.g. openvino(precision=bf16).
         batch: The number of images that the file takes at once, or dynamic for any (dynamic).
         precision: The precision of weights and images (the model's own).
-        calibration: Images, normalized for the model, to measure parity on; by default noise. int8 requires them.
-        class_names: The name of every class; by default the model's, else the names of a calibration dataset with as
-            many classes, e.g. an ImageFolder.
-        features: Whether to write the features of all patches instead of the answer of the model.
+        calibration: Images, normalized for the model, to measure parity on. By default, noise. int8 requires images.
+        class_names: The name of every class. By default, the model's own names. If it has none, the names of the
+            calibration dataset are used (e.g. an ImageFolder), if it has the same number of classes.
+        features: Whether the file returns the features of all patches instead of the model's answer.
 
     Returns:
         The file as a module, which runs in the runtime of the format.
 
     Raises:
-        NotSupported: The model cannot be written in this format, or the logits differ.
+        NotSupported: The model cannot be written in this format, or the file's outputs differ from the model's.
         InvalidInput: The suffix, the batch or the precision is invalid, or a file that attnrx did not write would be
             overwritten.
 
@@ -235,7 +237,7 @@ def export(
         'model.onnx'
     """
     form = parse_format(to) if isinstance(to, str) else to
-    wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
+    wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # the number of calibration images
     images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
     subject = ExportSubject.of(model, form, batch, precision, images)
     class_names = class_names or fitting_names(model, dataset_classes(calibration))
@@ -250,24 +252,25 @@ def export(
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the class names of a dataset if the model has none and has as many classes, else none."""
+    """Returns a dataset's class names if the model has the same number of classes and no names, else no names."""
     fits = len(class_names) == num_classes(model) > 0
     return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
 
 
 def precision_for(model: nn.Module, form: Format) -> str | None:
-    """Returns the `precision` to export a model at.
+    """Returns the `precision` at which to export a model.
 
-    None is the model's own, if files of the format have it and it is timed. Otherwise it is float32.
+    None stands for the model's own precision. It is returned if the format has this precision and latencies are timed
+    in it. Otherwise the result is float32.
     """
     dtype = next(model.parameters()).dtype
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
 def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
-    """Returns a model as the subject of a file for any number of images, at the precision that it is timed at.
+    """Returns a model as the subject of a file for any batch size, at the precision of `precision_for`.
 
-    The file has these class names, or those of the calibration images, if the model has none.
+    If the model has no class names, the file gets `class_names`, or else the names of the calibration images.
     """
     subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
     names = fitting_names(model, class_names or dataset_classes(calibration))
@@ -284,10 +287,10 @@ def compare_with_original(
     batches: Sequence[int] = TIMED,
     rounds: int = ROUNDS,
 ) -> tuple[LatencyComparison, ...]:
-    """Times a file beside the original model, written in the same format, and adds the speeds to PATH.json.
+    """Times a file against the original model in the same format, and adds the speeds to PATH.json.
 
-    The original has the attention of its own library. Both run in turns in the same runtime with this number of CPU
-    threads, on batches of the file's size, or of each of `batches`.
+    The original has the attention of its own library. Both files run in turns in the same runtime, with `threads` CPU
+    threads. They are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -295,7 +298,7 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    # Long passes have few rounds, and one round warms them up.
+    # Long passes have only a few rounds, and then one round is enough to warm up.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
     with scratch_folder() as folder:
@@ -310,16 +313,17 @@ def compare_with_original(
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_compared: bool = True) -> Exported:
-    """Writes the file and its facts, and returns it as a module; a file that is only timed need not be compared.
+    """Writes the file and its facts, and returns it as a module. A file that is only timed need not be compared.
 
     Raises:
-        NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
-        InvalidInput: The format is calibrated on images, and there are none.
+        NotSupported: The model cannot be captured, or the file's outputs differ from the model's. No file is written.
+        InvalidInput: The format needs calibration images, and there are none.
         CheckpointError: The files cannot be written.
     """
     path = Path(path)
     form.require(path, subject.images.dtype)
-    # A subject without facts has no known family, e.g. the reference of a timing. Pictures have 1 or 3 channels.
+    # A subject without facts has no known family, e.g. the reference of a timing. Only images with 1 or 3 channels have
+    # preprocessing.
     classifies = subject.facts.get("preprocessing") is not None and isinstance(subject.outputs, Logits)
     example = form.example(path) if classifies else None
     require_export_path(path, form, with_script=example is not None)
@@ -354,10 +358,10 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
         described = {"images": subject.images.described(), **subject.facts}
         if subject.facts:
             form.describe(written, described)
-        # The main file is the last: `_put` moves it after the files that it needs.
+        # The main file comes last, because `_put` must move it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         next(steps)
-        # Compared in the temporary folder, so that a file that does not match the model never gets to its path.
+        # The file is compared in the temporary folder, so a file that differs from the model never gets to its path.
         findings = _parity(subject, form, written, batches) if is_compared else ()
         steps.close()
         facts = {
@@ -378,7 +382,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
-    """Captures a model, or a part of it, for inputs like the example; `shapes` states their free sizes."""
+    """Captures a model, or a part of it, for inputs like the example. `shapes` states which sizes are free."""
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
@@ -386,19 +390,19 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where parts of a model run to be timed.
+    """The place where parts of a model run for timing.
 
-    This is PyTorch under some conditions or, with a `form`, the runtime of files of this format on their device and
-    threads.
+    Without a `form`, this is PyTorch under the `conditions`. With a `form`, this is the runtime of the format, with the
+    device and the threads of the conditions.
     """
 
     conditions: Conditions
     form: Format | None = None
 
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
-        """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.
+        """Returns a function that runs a module, e.g. some blocks, on inputs like the example.
 
-        The module itself is unchanged.
+        The second size of the inputs, e.g. the number of tokens, may be any. The module itself is not changed.
 
         Raises:
             NotSupported: The module cannot be written in the format.
@@ -408,7 +412,8 @@ class Runtime:
         form = self.form
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
-        # AUTO and not a named size: if a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
+        # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size would
+        # raise an error.
         with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
             program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
             path = folder / f"part{form.suffix}"
@@ -417,7 +422,7 @@ class Runtime:
 
 
 class _FourAxes(TorchFunctionMode):
-    """Gives a library's attention without an axis of heads, like SAM's, an axis of size 1, which ONNX requires."""
+    """Adds an axis of size 1 to attention without an axis of heads, like SAM's, because ONNX requires the axis."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -431,12 +436,12 @@ class _FourAxes(TorchFunctionMode):
 
 @contextmanager
 def _free_lengths(model: nn.Module) -> Iterator[None]:
-    """Lets `len(images)` in the code of a user's module be the free number of images.
+    """Lets `len(images)` in a user's module return the free number of images.
 
-    Python's own `len` returns a plain number, which fixes the batch in torch.export, and no mode of PyTorch can change
-    that. So the parts of the model, which is attnrx's own copy, get their methods once more, as attributes that hide
-    the class's methods. They have the same code, with the names of its module and another `len`. The user's classes and
-    modules stay as they are. Methods that are called by `super()` are the class's own: there, use `images.shape[0]`.
+    Python's own `len` returns a plain number, which fixes the batch size in torch.export. No mode of PyTorch can change
+    that. The model here is attnrx's own copy. So its parts get copies of their methods as attributes, which hide the
+    class's methods. The copies have the same code and the same global names, but another `len`. The user's classes and
+    modules are not changed. Calls by `super()` reach the class's own methods, which must use `images.shape[0]`.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
@@ -455,9 +460,9 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
 
 
 def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns copies of a class's methods that the user wrote, in which `len` is the first size of a tensor."""
+    """Returns copies of a class's methods that the user wrote, in which `len` returns the first size of a tensor."""
     methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
-    spaces: dict[str, dict[str, Any]] = {}  # by module; a copied function and the functions that it calls share one
+    spaces: dict[str, dict[str, Any]] = {}  # global names by module, shared by a copy and the functions that it calls
 
     def freed(function: FunctionType) -> FunctionType:
         module = function.__globals__["__name__"]
@@ -486,9 +491,9 @@ def _free_length(value: Any) -> Any:
 
 @contextmanager
 def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
-    """Runs the model's attention in one operation per layer, with the weights that it needs as constants.
+    """Runs the model's attention as one operation per layer, with the weights that it needs as constants.
 
-    Layers whose attention is captured for a token reducer keep their backend.
+    If a token reducer needs a layer's attention, the layer keeps its backend.
     """
 
     def portable(backend: Backend) -> Backend:
@@ -505,12 +510,12 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 
 
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Removes operations that change nothing or have no users, and weights that no operation reads.
+    """Removes operations that change nothing or have no users, and weights that no operation uses.
 
-    Also removes the lines of code that made the operations, which name folders of this machine in every file.
+    Also removes stack traces, because they would write this machine's folders into every file.
     """
     graph, aten = program.graph, torch.ops.aten
-    for part in program.graph_module.modules():  # branches of a condition are graphs too
+    for part in program.graph_module.modules():  # the branches of a condition are graphs, too
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
     for node in graph.nodes:
@@ -522,7 +527,7 @@ def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
-        # A constant was made from several weights, and nothing reads these any more.
+        # A constant was computed from these weights, and nothing uses them any more.
         if spec.kind != InputKind.USER_INPUT and not node.users:
             graph.erase_node(node)
             program.graph_signature.input_specs.remove(spec)
@@ -533,18 +538,18 @@ def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> bool:
-    """Whether aten.slice with these arguments returns all of its input; Python writes one for each `:` of an index."""
+    """Whether aten.slice with these arguments returns its whole input, as it does for a `:` in an index."""
     return not start and step == 1 and (stop is None or stop == sys.maxsize)
 
 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
-    """Compares the outputs of the file with the model's on the same images.
+    """Compares the file's outputs with the model's on the same images.
 
-    In models with token reduction, at most the share MAY_DIFFER of the images is excluded from the differences, or
+    In models with token reduction, some images that differ are excluded. At most the share MAY_DIFFER is excluded, or
     MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
 
     Raises:
-        NotSupported: The file does not run, or its logits differ.
+        NotSupported: The file does not run, or its outputs differ.
     """
     exported = Exported(path, form, subject.images, {})
 
@@ -554,11 +559,11 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
 
     with raising(f"the file written as {form.name} does not run", f"{path.name} was not written."), torch.no_grad():
         expected, actual = outputs_of(subject.model), outputs_of(exported)
-    # NaN in the file's outputs is the largest difference, and amax would not find it. [outputs, images]
+    # NaN in the file's outputs counts as an infinite difference. The shape is [outputs, images].
     differences = torch.stack(
         [(one - other).abs().amax(-1).nan_to_num(nan=inf) for one, other in zip(expected, actual, strict=True)]
     )
-    # If there are several outputs, each is compared with its own largest number.
+    # If there are several outputs, the differences of each are relative to its own largest number.
     sizes = torch.stack([each.abs().amax(-1) for each in expected]).clamp(min=torch.finfo(torch.float64).tiny)
     difference = differences.amax(0)
     # Each image's largest difference relative to its largest logit, in increasing order.
@@ -567,7 +572,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())
     may_differ = MAY_DIFFER_AT_LOW_PRECISION if limit >= ROUNDING[torch.bfloat16] else MAY_DIFFER
     allowed = int(may_differ * images) if prunes_tokens else 0
-    # Only images that differ are excluded, so the largest difference is the one of all others.
+    # Only images that differ are excluded. The largest difference is computed over all other images.
     differing = min(allowed, int((shares > limit).sum()))
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
     noun, kind = subject.noun, subject.outputs
@@ -594,22 +599,23 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
 
 
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
-    """Moves the exported files to their path.
+    """Moves the exported files from the folder `room` to their path.
 
-    A file and its facts cannot be replaced in one step. Between the two steps the facts also contain the earlier
-    export's, and the hash of the file decides which are valid. If there are several files, no hash decides, so the
-    earlier export is removed first. The facts come before the files, so that files of an interrupted export are known
-    as its own.
+    A file and its facts cannot be replaced in one step. Between the two steps, the new facts therefore also contain the
+    earlier facts, and the hash of the file determines which facts are valid. If there are several files, their hashes
+    cannot determine this, so the earlier export is removed first. The facts are written before the files. If the export
+    is interrupted, the facts then show which files belong to it.
     """
     files = facts["files"]
     if len(files) > 1:
         require_replaceable_files(path, [path.with_name(name) for name in files])
         remove_export(path)
     earlier = present_facts(path)
-    # Facts without their files are not taken for an export.
+    # Facts without their files do not count as an export.
     write_json(facts_path(path), facts if earlier is None else {**facts, "earlier": earlier})
     for name in files:
-        # Content before name, as in `write_atomically`: after a power failure a new name must not point to nothing.
+        # The content is flushed before the rename, as in `write_atomically`. Otherwise a power failure could leave a
+        # new name without content.
         flush(room / name)
         (room / name).replace(path.with_name(name))
     if earlier is not None:
@@ -619,7 +625,7 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _OfItems(nn.Module):
-    """A model of images of this shape that takes them with the axes of its own module."""
+    """Wraps a model that takes images of this shape, so that it takes inputs with the axes of the user's module."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
         super().__init__()
@@ -630,7 +636,7 @@ class _OfItems(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Returns the first tensor that a model returns, e.g. the logits in a transformers output, or all tensors."""
+    """Returns the first tensor in a model's outputs, e.g. the logits of a transformers model, or all tensors."""
 
     def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()
@@ -642,6 +648,6 @@ class _Answer(nn.Module):
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
-    """Returns the subject of a model without a known family, e.g. a reference implementation, with `like`'s input."""
+    """Returns the subject for a model of unknown family, e.g. a reference implementation, with `like`'s input."""
     converted = _Answer(copy_module(model), has_several=isinstance(like.outputs, Several)).eval()
     return replace(like, model=converted.to(like.images.device, like.images.dtype), facts={})

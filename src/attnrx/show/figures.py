@@ -1,7 +1,7 @@
 """Figures for papers: spectra, readings, ranks, tokens, kept patches and trade-offs, as SVG, PDF and CSV.
 
-A `Figure` is numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers.
-`DRAWN` knows what can be drawn; another package registers its own results there.
+A `Figure` contains numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers.
+`DRAWN` is the registry of results that can be drawn. Other packages register their own results there.
 """
 
 import csv
@@ -33,21 +33,21 @@ from attnrx.support.storage import file_kind
 
 FORMATS = ("svg", "pdf", "csv")
 COLUMNS = ("panel", "series", "x", "y", "low", "high")
-# Panels in a row; inches of one panel, of a figure of one panel, and of one cell of a grid.
+# The number of panels in a row, and the inches of one panel, of a figure with one panel, and of one cell in a grid.
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
 PICTURE = (1.5, 1.7)  # inches of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
-MOST_LABELS = 12  # series that have a legend
-# Text stays text: it can be searched, and conferences ask for fonts that are embedded as such.
+MOST_LABELS = 12  # the most series for which a legend is drawn
+# Text is stored as text, which can be searched. Conferences also require embedded fonts.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "attnrx", "pdf.fonttype": 42, "font.size": 8, "axes.grid": True}
 STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-# Files have neither a date nor a path, so the same numbers give the same file.
+# Files contain neither a date nor a path, so the same numbers give the same file.
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one line, or one row of a grid; `low` and `high` are the ends of intervals, if there are any."""
+    """The points of one line, or one row of a grid. `low` and `high` are the ends of intervals, if there are any."""
 
     label: str
     x: tuple[float, ...]
@@ -58,7 +58,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """The series that share a pair of axes, and the picture that shows them, if there is one, in the unit range."""
+    """The series that share a pair of axes, or the picture in the unit range that is drawn in their place."""
 
     series: tuple[Series, ...]
     title: str = ""
@@ -67,10 +67,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: its name, which is the name of its files, the labels of its axes, and its panels.
+    """One figure: its name (also the name of its files), the labels of its axes, and its panels.
 
-    `marks` is "lines", "steps", "points", "grid": cells in the colour of y, one row per series, or "pictures". Panels
-    are drawn `in_a_row`.
+    `marks` is "lines", "steps", "points", "grid" or "pictures". A grid has one row per series, with cells in the colour
+    of y. `in_a_row` is the number of panels in a row.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How results of one class become figures, and how their files are read; `name` is the kind of these files."""
+    """How results of one class become figures, and how their files are loaded. `name` is the kind of these files."""
 
     name: str
     result: type
@@ -103,19 +103,20 @@ class Drawing:
 
 @checked(source=kinds.ANY, formats=kinds.each(kinds.one_of(*FORMATS), "formats, e.g. ('svg', 'csv')", least=1))
 def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Draws what is known of a model as figures for a paper, each in a file per format.
+    """Draws results as figures for a paper, and writes every figure in each format.
 
-    A diagnosis gives spectra, kept energy and the readings of heads. A prescription gives the ranks and tokens that
-    stay. The sizes of an elastic model, and a comparison of methods, give their trade-off of cost and divergence. A
-    result of `shrink` gives all that it has. `rx.reports.sample_tokens(model, images)` gives images with the patches
-    that every stage of token pruning leaves. Files are named after their figure, and existing ones are replaced.
-    Colours are matplotlib's. If you draw by yourself, `Figure` has the numbers.
+    For a diagnosis, the figures show spectra, kept energy and the readings of heads. For a prescription, they show the
+    kept ranks and tokens. For an elastic model or a comparison of methods, they show the trade-off between cost and
+    divergence. For a result of `shrink`, they show its diagnosis and its prescription. For the result of
+    `rx.reports.sample_tokens(model, images)`, they show the patches that every stage of token pruning keeps. Files are
+    named after their figure, and existing files are replaced. Colours are matplotlib's. To draw figures yourself, take
+    the numbers from `Figure`.
 
     Args:
-        source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, or the path of a file or folder
-            of one of these; or `TokenSamples`. Several in a list.
-        folder: Where the figures are written.
-        formats: Some of svg, pdf and csv.
+        source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, `TokenSamples`, or a list of
+            these. All but `TokenSamples` may also be the path of a file or folder.
+        folder: The folder that the figures are written to.
+        formats: One or more of svg, pdf and csv.
 
     Returns:
         The written files.
@@ -163,7 +164,7 @@ def figures_of(source: Any) -> list[Figure]:
         return list(chain.from_iterable(map(figures_of, source)))
     if isinstance(source, str | Path):
         return list(chain.from_iterable(figures_of(result) for result in _read(Path(source))))
-    if isinstance(source, TokenSamples):  # no file holds them
+    if isinstance(source, TokenSamples):  # they are not stored in files
         return [kept_patches(source)]
     for drawing in DRAWN.values():
         if isinstance(source, drawing.result):
@@ -234,7 +235,7 @@ def _draw(figure: Figure, path: Path, formats: Sequence[str]) -> Iterator[Path]:
 def _draw_panel(figure: Figure, panel: Panel, axis: Any, sheet: Any) -> None:
     if panel.picture is not None:
         axis.set_title(panel.title, fontsize="small")
-        # The pixels as they are: a resampled picture would have blurred patches.
+        # Pixels are not interpolated, because that would blur the patches.
         axis.imshow(panel.picture.movedim(0, -1).clamp(0, 1).numpy(), interpolation="none")
         axis.set_axis_off()
         return
@@ -300,10 +301,10 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 
 
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
-    """Returns a metric in words, and the strengths of all score directions in it, the largest first.
+    """Returns a metric's name, and the strengths of all score directions in this metric, sorted from the largest.
 
-    This is the metric of plans, else the metric of the weights. If directions must not be combined, the strengths are
-    the model's own.
+    The metric is the one that plans use, or else the metric of the weights. If directions cannot be combined, the
+    strengths are the model's own.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):
@@ -314,7 +315,7 @@ def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads dir
 
 
 def _grid(name: str, label: str, diagnosis: Diagnosis, reading: str) -> Figure:
-    """Returns a reading of every head: rows are layers, columns are heads at their place in the original model."""
+    """Returns a grid of one reading, with a row per layer and a column per head of the original model."""
     heads = range(1 + max(head for layer in diagnosis.layers for head in layer.spectrum.heads))
     rows = list[Series]()
     for index, layer in enumerate(diagnosis.layers, 1):
@@ -330,7 +331,7 @@ def _row(layer: int, values: Sequence[float]) -> Series:
 def _of_prescription(prescription: Prescription) -> Iterator[Figure]:
     lines = list[Series]()
     for title, (_, rows) in ranks(prescription).items():
-        # The share of all directions, or units, of a layer that stays.
+        # The kept share of a layer's directions or units.
         shares = list[float]()
         for row in rows:
             parts = [part for part in row if part is not None]
@@ -351,9 +352,9 @@ def _of_prescription(prescription: Prescription) -> Iterator[Figure]:
 
 
 def kept_patches(samples: TokenSamples) -> Figure:
-    """Returns a figure of images with the patches that every stage leaves, one image per row (SPOT, Figures 3 and 6).
+    """Returns a figure of images with the patches that every stage keeps, one image per row (SPOT, Figures 3 and 6).
 
-    The numbers are 1 for a patch that is left and 0 for one that was pruned or merged into another.
+    The numbers are 1 for a kept patch, and 0 for a patch that was pruned or merged into another.
     """
     rows, columns = samples.grid
     across = tuple(map(float, range(1, columns + 1)))
@@ -384,7 +385,7 @@ def _of_elastic(elastic: Elastic) -> Iterator[Figure]:
 
 
 def trade_off(name: str, label: str, sizes: Sequence[tuple[float, Any]]) -> Figure:
-    """Returns the divergence of sizes by a cost or a speed."""
+    """Returns a figure of the sizes' divergence against a cost or a speed."""
     points = tuple(x for x, _ in sizes), tuple(size.divergence or 0.0 for _, size in sizes)
     return Figure(name, label, "divergence", (Panel((Series("sizes", *points),)),), marks="points")
 

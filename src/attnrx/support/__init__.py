@@ -1,1 +1,1 @@
-"""Files, processes, arguments, errors, progress: nothing here knows of attention."""
+"""Files, processes, arguments, errors and progress. No module here depends on attention."""

@@ -1,10 +1,11 @@
-"""Kinds of values: of function arguments, of dataclass fields, and of values in JSON files.
+"""Kinds of values, which validate function arguments, dataclass fields, and values in JSON files.
 
     @checked(faster=optional(FASTER))
     def shrink(model: nn.Module, faster: float | None = None, batch: int = 32, ...):
 
-An argument of another kind raises InvalidInput before the function does any work: `shrink(batch=0): give a positive
-whole number, at most 65536.` A value of a file raises CheckpointError, with its path (`records.validated`).
+If an argument is of another kind, InvalidInput is raised before the function does any work: `shrink(batch=0): give a
+positive whole number, at most 65536.` For a value in a file, CheckpointError is raised with the path of the value
+(`records.validated`).
 """
 
 import inspect
@@ -29,11 +30,11 @@ from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError, near
 Function = TypeVar("Function", bound=Callable[..., Any])
 LONGEST_NAME = 255  # bytes in one part of a path, on all common file systems
 LARGEST, LARGEST_FLOAT32 = 2**63 - 1, 3.4028234663852886e38
-LONGEST_PATH = 4000  # bytes; systems take 4,096, including the folder before a relative path
+LONGEST_PATH = 4000  # bytes (systems allow 4,096, including the folder before a relative path)
 
 
 class Invalid(Exception):
-    """A value that its kind does not allow, with its path and the problem."""
+    """The error for a value that its kind does not allow, with the value's path and the problem."""
 
     def __init__(self, where: str, problem: str):
         super().__init__(f"{where} {problem}" if where else problem)
@@ -41,12 +42,11 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that are allowed; `expected` completes the sentences "give ..." and "it must be ...".
+    """A set of allowed values. `expected` completes the sentences "give ..." and "it must be ...".
 
-    `allows` tests a value, `inside` checks its parts as `check` does, and `convert` returns what a function receives
-    for it. `explain` returns the end of the message about an argument of any class: what is wrong with it. A value in a
-    file must have one of the `classes`, if any are stated. Arguments may be numbers of NumPy, and a bool is an int in
-    Python.
+    `allows` tests a value, and `inside` checks its parts like `check`. `convert` returns the value that a function
+    receives. `explain` returns the end of an error message, which says what is wrong with an argument of any class. If
+    there are `classes`, a value in a file must have one of them. Arguments need not, because they may be NumPy numbers.
     """
 
     expected: str
@@ -57,14 +57,14 @@ class Kind:
     inside: Callable[[Any, str, bool], None] = field(default=lambda value, where, in_file: None, kw_only=True)
 
     def check(self, value: Any, where: str, in_file: bool = True) -> None:
-        """Raises Invalid for a value, at the path `where` of a file, that is not allowed."""
-        # Values of any class are tested, and their comparisons and conversions may raise.
+        """Raises Invalid if a value is not allowed. `where` is the path of the value in a file."""
+        # The value may have any class, and its comparisons and conversions may raise errors.
         try:
             is_allowed = bool(self.allows(value)) and not (in_file and self.classes and type(value) not in self.classes)
         except Exception:
             is_allowed = False
         if not is_allowed:
-            # Only `checked` describes an argument: the repr of a model takes long.
+            # An argument is not described here, because the repr of a model takes long. `checked` describes it.
             raise Invalid(where, f"is {described(value)}; it must be {self.expected}" if in_file else "is not allowed")
         self.inside(value, where, in_file)
 
@@ -72,16 +72,16 @@ class Kind:
         """Whether an argument is of this kind."""
         try:
             self.check(value, "", in_file=False)
-        except Exception:  # e.g. of a list of the user's, which has no length
+        except Exception:  # e.g. raised by a user's list that has no length
             return False
         return True
 
     def checked(self, value: Any, where: str, name: str) -> Any:
-        """Returns an argument, converted.
+        """Returns an argument after its conversion.
 
         Raises:
-            InvalidInput: It is not of this kind; the message names the function (`where`), the argument and what to
-                give.
+            InvalidInput: The argument is not of this kind. The message names the function (`where`), the argument and
+                what to pass.
         """
         if not self.accepts(value):
             raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{self.explain(value) or '.'}")
@@ -89,10 +89,10 @@ class Kind:
 
 
 def checked(**stated: Kind) -> Callable[[Function], Function]:
-    """Returns a decorator that validates the arguments of a function, including those of a **keyword parameter.
+    """Returns a decorator that validates a function's arguments, including its **keyword arguments.
 
-    Arguments are validated by the stated kinds, else by their names (NAMED) or annotations. An argument that the
-    function does not take raises TypeError, as in Python, with the nearest name.
+    Arguments are validated by the `stated` kinds, or else by their names (NAMED) or annotations. If the function does
+    not take an argument, TypeError is raised, as in Python, and the message suggests the nearest name.
     """
 
     def decorate(function: Function) -> Function:
@@ -121,7 +121,7 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
 
 
 def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    # The result is left out: a method may return its class, which does not exist yet.
+    # The return annotation is left out, because a method may return its class, which does not exist yet.
     written = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
     return get_type_hints(SimpleNamespace(__annotations__=written), inspect.unwrap(function).__globals__)
 
@@ -129,11 +129,11 @@ def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
 def _misused(
     function: str, signature: inspect.Signature, hints: Mapping[str, Any], named: Mapping[str, Any], error: TypeError
 ) -> str:
-    """Returns the message about arguments that a function does not take, with the nearest one that it takes."""
+    """Returns the error message about arguments that a function does not take, with the nearest argument."""
     unknown = [name for name in named if name not in signature.parameters]
     if not unknown or "unexpected" not in str(error):
         return f"{function}() {error}"
-    # A field of a dataclass that the function takes, e.g. of `Columns`, or another name.
+    # The name may be a field of a dataclass that the function takes, e.g. `Columns`.
     for name, hint in hints.items():
         for kind in (hint, *get_args(hint)):
             if is_dataclass(kind) and unknown[0] in {each.name for each in fields(kind)}:
@@ -143,19 +143,19 @@ def _misused(
 
 
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
-    """Validates the fields of a dataclass in its __post_init__: by these `kinds`, else by `by_type` or annotations.
+    """Validates a dataclass's fields in its __post_init__, by `kinds`, or else by `by_type` or the annotations.
 
     Raises:
-        InvalidInput: A field has a value of another kind; the message names class and field.
+        InvalidInput: A field has a value of another kind. The message names the class and the field.
     """
     typed = {field.name: by_type[field.type] for field in fields(item) if field.type in by_type} if by_type else {}
     for name, kind in {**_annotated(type(item)), **typed, **kinds}.items():
-        # The classes are frozen, and a number of numpy becomes one of Python.
+        # The converted value, e.g. a Python number for a NumPy number, is assigned although the class is frozen.
         object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
 
 
 def described(value: Any) -> str:
-    """Returns a short text of any value: its repr, or its type if the repr raises."""
+    """Returns a short text for any value, which is its repr, or its type if the repr raises an error."""
     try:
         text = short_value(value)
     except Exception:
@@ -171,7 +171,7 @@ def _is_real(value: Any) -> bool:
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Kind:
-    """Whole numbers in a closed range, including NumPy's integers; a bool is not one."""
+    """Whole numbers in a closed range, including NumPy integers but not bools."""
     ending = "" if most == 2**31 - 1 else f", at most {most}"
     smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
     expected = "a whole number" if least < 0 else f"{smallest}{ending}"
@@ -179,14 +179,14 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
-    def explain(value: Any) -> str:  # where `expected` does not state the limit
+    def explain(value: Any) -> str:  # states the limit if `expected` does not
         return f", at most {most}." if not ending and isinstance(value, Integral) and int(value) > most else ""
 
     return Kind(expected, accepts, lambda value, name: int(value), explain, classes=(int,))
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
-    """Finite numbers from `least` (excluded with `above`) to `most`."""
+    """Finite numbers from `least` to `most`. With `above`, `least` itself is excluded."""
     ending = "" if most == math.inf else f", at most {most:g}"
     expected = expected or f"a number {f'above {least:g}' if above else f'of {least:g} or more'}{ending}"
 
@@ -197,7 +197,7 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
 
 
 def or_percent(kind: Kind) -> Kind:
-    """The shares of a kind, or texts of them in percent, which become numbers."""
+    """The shares of a kind, or texts in percent, which are converted to shares."""
 
     def read(value: Any) -> Any:
         is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
@@ -213,7 +213,7 @@ def or_percent(kind: Kind) -> Kind:
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
-    """Numbers in a closed range that float32 can hold, like the tensors of files."""
+    """Finite numbers in a closed range, which by default is the range of float32, as in the tensors of files."""
     return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
 
 
@@ -221,7 +221,7 @@ def _float_of(value: Any, name: str) -> int | float:
     return value if isinstance(value, int) else float(value)
 
 
-# For measured values: includes NaN and infinity.
+# REAL is for measured values, so it includes NaN and infinity.
 REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _float_of)
 COUNT = whole(1)
 NATURAL = whole(0)
@@ -232,14 +232,14 @@ RATE = Kind("a number between 0 and 1, without both ends", lambda value: _is_rea
 BELOW_ONE = Kind("a number of 0 or more, below 1", lambda value: _is_real(value) and 0 <= value < 1)
 FASTER = number(1.0, 1000.0, "a number above 1, e.g. 1.6 for 1.6 times the speed")
 POSITIVE, NOT_NEGATIVE = number(0.0), number(0.0, above=False)
-SIDE = whole(1, 65_536)  # of an image in pixels
+SIDE = whole(1, 65_536)  # a side of an image in pixels
 SHARE = number(0.0, 1.0, "a share above 0, at most 1, e.g. 0.5")
 
 # Other values ---------------------------------------------------------------------------------------------------------
 
 
 def instance(expected: str, *classes: type) -> Kind:
-    """Instances of a class."""
+    """Instances of one of the classes."""
     return Kind(expected, lambda value: isinstance(value, classes))
 
 
@@ -247,7 +247,7 @@ def one_of(*values: str | int) -> Kind:
     """One of several names or numbers."""
 
     def allows(value: Any) -> bool:
-        # True == 1 in Python.
+        # A bool is excluded, because True == 1 in Python.
         return isinstance(value, str | int) and not isinstance(value, bool) and value in values
 
     return Kind(f"one of {', '.join(map(str, values))}", allows)
@@ -259,7 +259,7 @@ def matching(pattern: str, expected: str) -> Kind:
 
 
 def parsed(parse: Callable[[str], object]) -> Kind:
-    """Texts for which a function raises no AttnrxError; for others `check` raises Invalid."""
+    """Texts for which a function raises no AttnrxError. For others, `check` raises Invalid."""
 
     def inside(value: Any, where: str, in_file: bool) -> None:
         try:
@@ -274,7 +274,7 @@ def parsed(parse: Callable[[str], object]) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """The values of a kind, or None, which is null in files."""
+    """The values of a kind, and None, which is null in files."""
 
     def convert(value: Any, name: str) -> Any:
         return None if value is None else kind.convert(value, name)
@@ -296,9 +296,9 @@ def either(expected: str, *kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
-    """A list of `least` to `most` values of a kind; an argument may also be a tuple, and becomes one.
+    """A list of `least` to `most` values of a kind. An argument may also be a tuple, and is converted to a tuple.
 
-    With `unique`, no value (a text or a number) is given twice. `check` raises Invalid with the index of the first
+    With `unique`, no value (a text or a number) may occur twice. `check` raises Invalid with the index of the first
     wrong value.
     """
     length = f"{least} or more" if most == 2**31 else f"{least} to {most}"
@@ -330,7 +330,7 @@ def record(
     then: Callable[[Mapping[str, Any], str], None] | None = None,
     open: bool = False,
 ) -> Kind:
-    """An object with required `fields` and optional fields `more`; `then` checks the fields together.
+    """An object with the required `fields` and the optional fields `more`. `then` checks the fields together.
 
     Other names are allowed only if the record is `open`. `check` raises Invalid with the path of the first field that
     is missing, unknown or wrong.
@@ -344,7 +344,7 @@ def record(
         for name in values:
             if name not in known and not open:
                 raise Invalid(below(where, name), f"is unknown; known are {', '.join(known)}")
-        # `then` comes last: it may rely on every field being valid by itself.
+        # `then` comes last, so it may rely on every field being valid on its own.
         for name in known.keys() & values.keys():
             known[name].check(values[name], below(where, name), in_file)
         if then is not None:
@@ -354,7 +354,7 @@ def record(
 
 
 def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
-    # This has its own stack, because files may nest deeper than Python's.
+    # The loop has its own stack, because files may nest deeper than Python's recursion allows.
     parts = [(value, where)]
     while parts:
         value, where = parts.pop()
@@ -366,14 +366,14 @@ def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
             parts += [(part, f"{where}[{index}]") for index, part in enumerate(value)]
 
 
-# JSON has no NaN and no infinity; Python reads both, and numbers that are too large as infinity.
+# JSON has neither NaN nor infinity, but Python accepts both, and turns numbers that are too large into infinity.
 FINITE = Kind("a value of JSON", inside=_every_number_is_finite)
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
-    """Objects whose integers, including nested ones, have an absolute value of at most `most`.
+    """Objects in which all integers, including nested ones, have an absolute value of at most `most`.
 
-    In the fields `counted` any integer is allowed.
+    The fields `counted` may contain any integer.
     """
     integer = Kind(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
@@ -400,7 +400,7 @@ def below(where: str, name: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    # A surrogate is not a character: a text with one cannot be written to any file.
+    # `encode` raises an error for a surrogate, which is not a character and cannot be written to a file.
     return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(value.encode())
 
 
@@ -414,7 +414,7 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", _is_text)
-ANY_TEXT = Kind("a text", lambda value: isinstance(value, str))  # for files: may be empty
+ANY_TEXT = Kind("a text", lambda value: isinstance(value, str))  # for files, in which a text may be empty
 JSON_OBJECT = record(open=True)
 PATH = Kind("a path, as a text or a pathlib.Path", _is_path)
 MODEL = instance("a model (a torch.nn.Module), e.g. attnrx.load(FOLDER)", nn.Module)
@@ -426,7 +426,7 @@ IMAGES = Kind(
         and any(hasattr(data, name) for name in ("__getitem__", "__iter__", "batches"))
     ),
 )
-# For values that the function itself validates, with its own message: datasets, rules, names of models.
+# ANY is for values that the function itself validates with its own message: datasets, rules, names of models.
 ANY = Kind("")
 
 
@@ -446,12 +446,13 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Names the user's code in the errors that it raises; errors of attnrx pass unchanged.
+    """Names the user's code in errors that this code raises. Errors of attnrx pass unchanged.
 
-    SystemExit is named too, because it would end the process with a code that means something else.
+    SystemExit is also turned into such an error, because otherwise it would end the process with a misleading exit
+    code.
 
     Raises:
-        UserCodeError: (or `error_class`) The block raised another exception, which is the `__cause__`.
+        UserCodeError: (or `error_class`) The block raised any other exception, which is the `__cause__`.
     """
     try:
         yield
@@ -470,7 +471,7 @@ def described_error(error: BaseException) -> str:
 
 
 def _guarded(function: Any, name: str) -> Any:
-    # A function is guarded once, because a verb passes its log on to other verbs.
+    # A function is only guarded once, although a public function may pass its log on to others.
     if getattr(function, "is_guarded", False):
         return function
 
@@ -483,7 +484,7 @@ def _guarded(function: Any, name: str) -> Any:
     return call
 
 
-# CALLBACK turns exceptions into UserCodeError. FUNCTION does not: its exceptions are caught where it is called.
+# CALLBACK turns exceptions into UserCodeError. FUNCTION does not, because its caller handles the exceptions.
 CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", callable)
 
 
@@ -492,14 +493,14 @@ CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", 
 
 @cache
 def _annotated(cls: type) -> Mapping[str, Kind]:
-    """Returns the kinds of the fields of a dataclass whose annotations state one."""
+    """Returns the kinds of all dataclass fields whose annotations determine a kind."""
     hints = get_type_hints(cls)
     kinds = {field.name: named_kind(field.name, hints[field.name]) for field in fields(cls) if field.init}
     return {name: kind for name, kind in kinds.items() if kind is not ANY}
 
 
 def named_kind(name: str, hint: Any) -> Kind:
-    """Returns the kind of an argument or a field: by its name in NAMED, else by its annotation."""
+    """Returns the kind of an argument or a field, by its name in NAMED or else by its annotation."""
     kind = NAMED.get(name)
     if kind is None:
         return kind_of(hint)
@@ -507,10 +508,10 @@ def named_kind(name: str, hint: Any) -> Kind:
 
 
 def kind_of(hint: Any) -> Kind:
-    """Returns the kind of values of an annotation: numbers are finite, and texts are not empty."""
+    """Returns the kind for an annotation. Numbers must be finite, and texts must not be empty."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        # A path may be given as a text.
+        # Beside `Path`, `str` is ignored, because the kind for paths includes texts.
         kinds = [kind_of(part) for part in parts if part is not NoneType and not (part is str and Path in parts)]
         if ANY in kinds:
             return ANY
@@ -524,17 +525,17 @@ def kind_of(hint: Any) -> Kind:
         if parts[-1] is Ellipsis or origin is not tuple:
             return each(several, expected)
         return each(several, expected, len(parts), len(parts))
-    if hasattr(hint, "array_type"):  # a jaxtyping annotation, which compares type and number of axes
+    if hasattr(hint, "array_type"):  # a jaxtyping annotation, which tests the type and the number of axes
         numbers = _NUMBERS[hint.dtypes[-1]]
         return instance(f"a tensor [{', '.join(hint.dim_str.split())}] of {numbers}", hint)
     cls = origin if origin is not None else hint
     if cls in _SIMPLE or not isinstance(cls, type):
         return _SIMPLE.get(cls, ANY)
-    example = getattr(cls, "example", None)  # code that makes an instance, for classes that arguments have
+    example = getattr(cls, "example", None)  # code that creates an instance, which classes of arguments state
     return instance(f"an instance of {cls.__name__}" + (f", e.g. {example}" if example else ""), cls)
 
 
-# What a tensor holds, by the last type that a jaxtyping annotation allows.
+# The words for a tensor's values, by the last dtype that a jaxtyping annotation allows.
 _NUMBERS = {
     "float64": "floating-point numbers",
     "int64": "whole numbers",
@@ -556,5 +557,5 @@ _SIMPLE: Mapping[Any, Kind] = {
     dict: instance("a dictionary", dict),
 }
 
-# The kinds of arguments that mean the same everywhere.
+# The kinds of arguments that have the same meaning in all functions.
 NAMED = {"batch": BATCH, "batch_size": BATCH, "device": DEVICE, "log": CALLBACK, "seed": SEED, "threads": THREADS}

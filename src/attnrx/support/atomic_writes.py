@@ -1,8 +1,8 @@
 """Atomic replacement of files and folders.
 
-New content is written to a temporary sibling, flushed to disk and moved to the target by one rename. A process killed
-at any moment preserves either the previous content or the new one. The next write to the same target deletes the
-temporary siblings of killed processes.
+New content is written to a temporary sibling, flushed to disk and moved to the target by one rename. If the process is
+killed at any moment, the target has either its previous content or the new content. The next write to the same target
+deletes the temporary siblings of killed processes.
 """
 
 import ctypes
@@ -25,25 +25,25 @@ from filelock import FileLock, Timeout  # a dependency of torch
 
 from attnrx.support.errors import CheckpointError, InvalidInput
 
-# Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
+# Only leftovers of this host are deleted, because process ids are not valid on another machine that shares the disk.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
 _SYNCHRONIZE, _ACCESS_DENIED = 0x00100000, 5  # constants of the Windows interface
-# Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
+# Seconds to wait for another process that replaces the same folder. An exchange takes less than a second.
 LOCK_SECONDS = 60.0
-# The file system (NFS, FAT) or the kernel cannot exchange two names.
+# The error codes of a file system (NFS, FAT) or a kernel that cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
 
-    After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
-    followed, and permissions are kept.
+    After a crash, a full disk or Ctrl-C, the file is either the old file or the new file, and never a partial one.
+    Symbolic links are followed, and permissions are kept.
 
     Args:
         path: The file to write or replace.
-        write: Writes the content to the path that it is called with.
+        write: A function that writes the content to the path that it is called with.
 
     Raises:
         InvalidInput: `path` exists and is not a regular file.
@@ -55,10 +55,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     temporary = temporary_path(target)
     try:
         write(temporary)
-        # The rename would give the file the permissions of the temporary one.
+        # Otherwise the rename would change the permissions to the temporary file's.
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-        # In this order: after a power failure the new name must not point to content that is not on disk.
+        # The content is flushed before the rename, because after a power failure the new name must not point to content
+        # that is not on disk.
         flush(temporary)
         temporary.replace(target)
         flush(target.parent)
@@ -74,9 +75,9 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 
 
 def require_replaceable(path: Path | str) -> None:
-    """Raises InvalidInput if a path is anything but a regular file, because replacing it would delete it.
+    """Raises InvalidInput if something other than a regular file is at the path, because a write would delete it.
 
-    Raises CheckpointError for links that lead back to themselves.
+    Raises CheckpointError if links lead back to themselves.
     """
     path = Path(path)
     real_path(path)
@@ -87,11 +88,11 @@ def require_replaceable(path: Path | str) -> None:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary sibling folder of `target`, which is deleted at the end.
+    """Yields a temporary sibling folder of `target`. It is deleted at the end.
 
     Raises:
         InvalidInput: The target is the root of the file system.
-        CheckpointError: It cannot be created.
+        CheckpointError: The folder cannot be created.
     """
     target = _prepare_target(target)
     temporary = temporary_path(target)
@@ -110,10 +111,10 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
     """Yields an empty private folder. It is deleted at the end or, if this process is killed, by the next call.
 
     Args:
-        folder: Where it is created, by default the system's folder for temporary files.
+        folder: The folder to create it in. By default, the system's folder for temporary files.
 
     Raises:
-        CheckpointError: It cannot be created.
+        CheckpointError: The folder cannot be created.
     """
     with temporary_folder((folder or Path(tempfile.gettempdir())) / "attnrx") as scratch:
         scratch.chmod(0o700)
@@ -123,61 +124,61 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
 def scratch_file(target: Path) -> IO[bytes]:
     """Opens a temporary sibling of `target`.
 
-    It is deleted when it is closed or, if this process is killed, by the next call.
+    The file is deleted when it is closed or, if this process is killed, by the next call.
 
     Raises:
         InvalidInput: The target is the root of the file system.
-        CheckpointError: Its folder cannot be created.
-        OSError: It cannot be opened.
+        CheckpointError: The target's folder cannot be created.
+        OSError: The file cannot be opened.
     """
     target = _prepare_target(target)
     return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=target.parent, prefix=_start(target), suffix=".partial"))
 
 
 ReplacedFiles = Callable[[Path, Collection[str]], Collection[str]]
-"""A folder and the names of the files that were written for it -> the names in it that those replace."""
+"""A folder and the names of newly written files -> the names in the folder that the new files replace."""
 
 
 def parts_by(is_part: Callable[[Path], bool]) -> ReplacedFiles:
-    """Returns the parts of a folder by a property of each file."""
+    """Returns a function that names the parts of a folder, which are all files with a property."""
     return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
 
 
 @contextmanager
 def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Iterator[Path]:
-    """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
+    """Yields an empty temporary folder. If the block ends without an error, its files are moved to `folder`.
 
-    The old and the new folder are exchanged in one step, one process at a time. A mount point and the current folder
-    cannot be exchanged. Their files are moved one by one, unless there are parts to replace.
+    The old and the new folder are exchanged in one step, by one process at a time. A mount point or the current folder
+    cannot be exchanged. In this case the files are moved one by one, and there must be no parts to replace.
 
     Args:
         folder: The folder to create or change.
-        parts: The files of `folder` that are replaced as a whole: parts that were not written again are deleted. All
-            other files are kept and never overwritten.
-        last: The file that is moved last, which makes the others valid.
+        parts: Names the files of `folder` that are replaced together. Parts that were not written again are deleted.
+            All other files are kept and never overwritten.
+        last: The file to move last, because it makes the other files valid.
 
     Raises:
         InvalidInput: A written file exists in `folder` and is not a part.
-        CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
+        CheckpointError: The folder cannot be replaced in one step, or cannot be written. Nothing was changed.
     """
     target = _prepare_target(Path(folder))
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
-    # First, so that a folder whose replacement was interrupted exists again for the checks below.
+    # If an earlier replacement was interrupted, the folder is restored before the checks below.
     restore(target)
-    # Also inside the folder, where files that are added one by one have their temporary folder.
+    # Files that are moved one by one have their temporary folder in the folder itself, so there may be leftovers, too.
     _remove_leftovers(target, target)
     obstacle = _obstacle(target) if target.exists() else None
     temporary = temporary_path(target, target if obstacle else None)
     try:
         temporary.mkdir()
         yield temporary
-        # The last file makes the others valid, e.g. a JSON that refers to tensors. First come the files that state
-        # which of the others attnrx wrote.
+        # JSON files come first, because they state which of the other files attnrx wrote. The file `last` makes the
+        # others valid, e.g. a JSON file that refers to tensors.
         new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.suffix != ".json", each.name))
         for each in new:
             flush(each)
-        # Until here another process may have replaced the folder: the files to keep are found under the lock.
+        # The files to keep are determined under the lock, because until here another process may replace the folder.
         with file_lock(target):
             written = [each.name for each in new]
             replaced = set(parts(target, written)) if target.exists() else set()
@@ -195,7 +196,8 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
                 if target.exists():
                     _carry_others(target, temporary, replaced)
                 swap_folders(temporary, target)
-                # Keeps what others added to the old folder since; after a rename in place of an exchange there is none.
+                # Files that others have added to the old folder meanwhile are kept. If the folder was renamed and not
+                # exchanged, there are none.
                 with suppress(OSError):
                     for each in temporary.iterdir():
                         if each.name not in replaced and not os.path.lexists(target / each.name):
@@ -205,28 +207,28 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
             f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
         ) from error
     finally:
-        # After an exchange of names this is the old folder.
+        # After an exchange of names, this deletes the old folder.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
+    """Holds the lock of a file or a folder. However this process ends, the system then releases the lock.
 
-    Other processes and threads wait for it. The thread that holds it may take it again. If there are no locks (a folder
-    without the right to write, some network file systems), the block runs without one.
+    Other processes and threads wait for the lock. The thread that holds it may acquire it again. If locks are not
+    possible (a folder without write permission, some network file systems), the block runs without a lock.
 
     Args:
-        target: The file or folder. The lock is a file beside it, which is deleted at the end.
-        seconds: How long to wait; -1 to wait without a limit.
+        target: The file or folder. The lock is a file in the same folder, which is deleted at the end.
+        seconds: How long to wait, or -1 to wait without a limit.
 
     Raises:
-        CheckpointError: Another process or thread held it all the time.
+        CheckpointError: Another process or thread held the lock all the time.
     """
     target = real_path(target)
     _create_parent(target)
     path = target.with_name(f".{target.name}.lock")
-    # One object per path, which counts how often this thread holds it.
+    # There is one lock object per path, which counts how often this thread has acquired it.
     lock = FileLock(path, is_singleton=True)
     try:
         lock.acquire(seconds)
@@ -241,9 +243,9 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
         yield
     finally:
         if lock.lock_counter == 1:
-            with suppress(OSError):  # who waits for a file that was deleted opens a new one
+            with suppress(OSError):  # processes that wait for the deleted file will open a new one
                 path.unlink()
-        lock.release()  # without effect if it is not held
+        lock.release()  # has no effect if the lock is not held
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
@@ -256,7 +258,7 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
 
 
 def _remove_leftovers(target: Path, folder: Path) -> None:
-    """Deletes the temporary files and folders for `target` whose process no longer runs."""
+    """Deletes temporary files and folders for `target` if the process that wrote them no longer runs."""
     # Leftovers only occupy the disk, so a failure to delete them must not prevent a write.
     with suppress(OSError):
         for each in _leftovers(target, folder):
@@ -275,8 +277,8 @@ def process_runs(number: int) -> bool:
         system.CloseHandle(handle)
         return runs
     try:
-        with suppress(PermissionError):  # it runs, and belongs to another user
-            os.kill(number, 0)  # signal 0 checks without sending
+        with suppress(PermissionError):  # the process runs, and belongs to another user
+            os.kill(number, 0)  # signal 0 only checks, and sends nothing
     except (ProcessLookupError, OverflowError):
         return False
     return True
@@ -286,11 +288,11 @@ def real_path(path: Path | str) -> Path:
     """Returns the path without symbolic links, because a rename onto a link would replace the link.
 
     Raises:
-        CheckpointError: The links form a loop, or the system allows no such path, e.g. because it is too long.
+        CheckpointError: The links form a loop, or the system does not allow the path, e.g. because it is too long.
     """
     try:
         target = Path(os.path.realpath(path))
-        is_loop = target.is_symlink()  # a link that leads nowhere is resolved to where it leads
+        is_loop = target.is_symlink()  # only a loop is still a link, because other links are resolved
         target.exists()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -303,7 +305,7 @@ def real_path(path: Path | str) -> Path:
 
 
 def _prepare_target(path: Path) -> Path:
-    """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
+    """Follows symbolic links, creates the target's folder, and deletes leftovers for the target from it."""
     target = real_path(path)
     if not target.name:
         raise InvalidInput(f"{path} is the root of the file system: name a folder or a file in it.")
@@ -320,8 +322,8 @@ def _create_parent(target: Path) -> None:
 
 
 def temporary_path(target: Path, folder: Path | None = None) -> Path:
-    # It is in the folder of the target, because a rename is atomic only within one file system. Host and process id
-    # show that it is a leftover; the random digits distinguish the writes of one process.
+    # The path is in the target's folder, because a rename is only atomic within one file system. The host and the
+    # process id identify leftovers. The random digits distinguish the writes of one process.
     return (folder or target.parent) / f"{_start(target)}{secrets.token_hex(4)}.partial"
 
 
@@ -330,35 +332,35 @@ def _start(target: Path) -> str:
 
 
 def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Matches the names that processes of this host write for `target`; group 1 is the process id."""
+    """Returns a pattern of temporary names that processes of this host use for `target`. Group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-z_]{{8}}\.{suffix}")
 
 
 def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
-    """Returns the files and folders that processes that no longer run wrote for `target`."""
+    """Returns temporary files and folders for `target` whose processes no longer run."""
     matches = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
     return [each for match, each in matches if match is not None and not process_runs(int(match[1]))]
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Returns why a rename cannot move a folder; None if it can."""
+    """Returns the reason why a folder cannot be renamed, or None if there is no such reason."""
     if folder.is_mount():
         return "it is a mount point"
     with suppress(OSError):
-        # A process whose working directory is in it would stay in the old folder, which is deleted.
+        # If the working directory is in the folder, this process would stay in the old folder, which is deleted.
         if Path.cwd().is_relative_to(folder):
             return "it is the current folder, or holds it"
     return None
 
 
 def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
-    """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
+    """Links or copies everything that is not replaced from the old folder to the new one, with the permissions."""
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         candidates = names if Path(folder) == target else []
         return [name for name in candidates if name in replaced or _names(target).fullmatch(name)]
 
-    # Hard links: files that are kept take no time and no space, whatever size they have.
+    # Hard links take neither time nor space, whatever size the kept files have.
     shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -370,12 +372,12 @@ def _link(source: str, target: str) -> None:
 
 
 def swap_folders(temporary: Path, target: Path) -> None:
-    """Replaces `target`, if it exists, by the temporary folder."""
+    """Moves the temporary folder to `target`, in place of the folder that may exist there."""
     flush(temporary)
     if not target.exists():
         temporary.rename(target)
     elif not exchange_names(temporary, target):
-        # It has its own suffix: if the process is killed now, this folder must be restored, and not deleted.
+        # The old folder gets another suffix. If the process is killed now, it must be restored, and not deleted.
         old = temporary_path(target).with_suffix(".old")
         target.rename(old)
         try:
@@ -386,15 +388,15 @@ def swap_folders(temporary: Path, target: Path) -> None:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Exchanges the names of two folders atomically; returns False if the system has no such call.
+    """Exchanges the names of two folders atomically. Returns False if the system cannot do this.
 
     Raises:
-        OSError: The system has the call, and it failed.
+        OSError: The system can exchange names, but the call failed.
     """
     names = os.fsencode(first), os.fsencode(second)
-    # Python has no function for it, so the C library of this process is called.
+    # Python has no function for this, so the process's C library is called.
     system = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
-    # Python audits its own renames; calls by ctypes are audited here.
+    # Python raises audit events for its own renames, but not for calls by ctypes.
     sys.audit("os.rename", str(first), str(second), -1, -1)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)
@@ -408,7 +410,7 @@ def exchange_names(first: Path, second: Path) -> bool:
 
 
 def restore(target: Path) -> None:
-    """Restores a folder that `swap_folders` had renamed when its process was killed before the second rename."""
+    """Restores a folder if a process was killed between the two renames of `swap_folders`."""
     with suppress(OSError):
         for each in _leftovers(target, target.parent, "old"):
             _keep_one(each, target)
@@ -419,9 +421,9 @@ def _keep_one(old: Path, target: Path) -> None:
 
 
 def full_disk(folder: Path, needed: int) -> str | None:
-    """Returns what the system says about a full disk, if the disk of a folder has less space than `needed` bytes.
+    """Returns the system's message about a full disk if a folder's disk has less than `needed` bytes, else None.
 
-    Runtimes that write files themselves say something else.
+    If a runtime writes a file itself, its own message does not say that the disk is full.
     """
     with suppress(OSError):
         if shutil.disk_usage(folder).free < needed:
@@ -430,7 +432,7 @@ def full_disk(folder: Path, needed: int) -> str | None:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to disk; folders cannot be flushed on every system."""
+    """Flushes a file, or a folder's entries, to disk. Some systems cannot flush folders, and then nothing happens."""
     if path.is_file():
         with path.open("rb") as handle:
             os.fsync(handle.fileno())

@@ -1,4 +1,4 @@
-"""Short texts of large objects, for consoles and notebooks."""
+"""Short texts for large objects, in consoles and notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# The most characters of a whole object and of a value in it, and the most items of a collection.
+# The maximum number of characters for an object and for a value in it, and of items for a collection.
 MAX_OBJECT, MAX_VALUE, MAX_ITEMS = 1500, 160, 6
 
 
 class Sentence(str):
-    """A text that is an attribute and may also be called: `evidence.summary` or `shrunk.summary()`."""
+    """A text that you may use as an attribute or call as a function: `evidence.summary` or `shrunk.summary()`."""
 
     __slots__ = ()
 
@@ -20,9 +20,9 @@ class Sentence(str):
         return str(self)
 
 
-# A diagnosis or prescription has thousands of numbers, which the repr of a dataclass would print.
+# A diagnosis or prescription has thousands of numbers, and a dataclass's usual repr would print all of them.
 class Displayed:
-    """A dataclass (with repr=False) that is displayed in a few lines: tensors by their shape, long values cut."""
+    """A dataclass (with repr=False) that is displayed in a few lines, with shapes of tensors and cut values."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in _shown(self))
@@ -39,7 +39,7 @@ def _shown(item: Any) -> list[tuple[str, str]]:
 
 
 def short_value(value: Any, depth: int = 2) -> str:
-    """Returns a text of at most MAX_VALUE characters."""
+    """Returns a text for a value, with at most MAX_VALUE characters."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
@@ -60,5 +60,5 @@ def _with_rest(parts: list[str], count: int) -> list[str]:
 
 
 def _cut(text: str, maximum: int) -> str:
-    # The last character is kept: it is the closing bracket of a collection.
+    # The last character is kept, because it is the closing bracket of a collection.
     return text if len(text) <= maximum else f"{text[: maximum - 5]} ...{text[-1]}"

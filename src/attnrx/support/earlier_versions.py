@@ -1,7 +1,7 @@
-"""The converter of files that earlier versions wrote: only this module knows what was different in them.
+"""Converts files that earlier versions wrote. All differences between versions are handled in this module.
 
-`converted` is called wherever a file of attnrx is read, before it is validated. `tests/saved` has files of earlier
-versions.
+`converted` is called whenever a file of attnrx is loaded, before the file is validated. `tests/saved` has files of
+earlier versions.
 """
 
 import json
@@ -14,7 +14,7 @@ from attnrx.support.seals import SEAL, sealed
 
 Entries = Mapping[str, Any]
 
-# The names of types then and now, and fields that types no longer have, with the only value that means nothing now.
+# The old and new names of types, and fields that types no longer have, with the value that had no effect.
 RENAMED = {"ModelParts": "ViTParts"}
 LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
 
@@ -23,14 +23,14 @@ def converted(record: Entries, path: Path | str) -> dict[str, Any]:
     """Returns the record of the file at this path in the form that this version writes.
 
     Raises:
-        CheckpointError: The record has something that this version no longer has; the message names it.
+        CheckpointError: The record has something that this version no longer supports. The message names it.
     """
     convert = KINDS.get(record["kind"], lambda record, path: dict(record))
     return {name: _of_types(value) for name, value in convert(record, Path(path)).items()}
 
 
 def _of_types(value: Any) -> Any:
-    """Converts the objects inside a value that have a type."""
+    """Converts all objects inside a value that state a type."""
     if isinstance(value, list):
         return [_of_types(item) for item in value]
     if not isinstance(value, Mapping):
@@ -42,10 +42,10 @@ def _of_types(value: Any) -> Any:
 
 
 def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
-    """Returns a record without these fields.
+    """Returns a record without the fields in `lost`.
 
     Raises:
-        CheckpointError: A field has another value than the one stated in `lost`.
+        CheckpointError: A field has another value than in `lost`.
     """
     for key, value in lost.items():
         if key in record and record[key] != value:
@@ -61,7 +61,7 @@ def _prescription(record: Entries, path: Path) -> dict[str, Any]:
     how = about.get("realized") if isinstance(about, Mapping) else None
     if not isinstance(about, Mapping) or not isinstance(how, Mapping):
         return dict(record)
-    # The norms of a compression stood beside it, and there was a fit of queries and keys.
+    # Earlier versions stored a compression's norms in a separate field, and could also fit queries and keys.
     norms = how.get("norms", "exact")
     how = {key: value for key, value in how.items() if key != "norms"}
     if norms != "exact" and how.get("by") == "compress":
@@ -77,7 +77,7 @@ def _plan(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _evidence(record: Entries, path: Path) -> dict[str, Any]:
-    """Evidence of schema 2 had no seal: it is sealed as it is converted, with schema 3."""
+    """Seals evidence of schema 2, which had no seal, and sets its schema to 3."""
     if record.get("schema") != 2:
         return dict(record)
     return sealed({name: _of_types(value) for name, value in record.items() if name != SEAL} | {"schema": 3})
@@ -94,8 +94,8 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
     for size in kept:
         if "fingerprint" in size:
             continue
-        # The index only had the fingerprint of the original. Evidence beside a size has the size's own, and the costs
-        # of the original.
+        # The index only had the original's fingerprint. The evidence of a size has the size's own fingerprint, and the
+        # original's costs.
         if size.get("name") == "original":
             size["fingerprint"] = about.get("fingerprint")
             continue
@@ -106,13 +106,13 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, size: str) -> tuple[str, dict[str, int]]:
-    """Returns the fingerprint of a size of an elastic model, and the costs of the original, as its evidence has them.
+    """Returns the fingerprint of an elastic model's size, and the original's costs, from the evidence of the size.
 
     Raises:
-        CheckpointError: There is no such evidence.
+        CheckpointError: The size has no such evidence.
     """
     try:
-        # A name with a separator would be a path out of the folder.
+        # Only the last part of the name is used, because a name with a separator could lead out of the folder.
         evidence = json.loads((folder / Path(size).name / "evidence.json").read_bytes())
         details = {each["details"].get("quantity"): each["details"] for each in evidence["findings"]}
         costs = {"macs": details["MACs"]["reference"], "params": details["parameters"]["reference"]}
@@ -128,7 +128,7 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
     model = record.get("model")
     if record.get("family") != "whole" or not isinstance(model, Mapping):
         return dict(record)
-    # A user's module had its own family, beside the family of the Vision Transformer in it.
+    # A user's module had its own family, in addition to the family of the Vision Transformer in it.
     around = model.get("around")
     family = around.get("family") if isinstance(around, Mapping) else None
     if not isinstance(around, Mapping) or not isinstance(family, str):
@@ -138,16 +138,16 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a model's file by their present names; `record` is its description as it was written."""
+    """Returns the tensors in a model's file by their present names. `record` is the stored description of the model."""
     if record.get("family") != "whole":
         return dict(tensors)
     return {_renamed(name, "module.", "source."): tensor for name, tensor in tensors.items()}
 
 
 def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a user's module by the names that its fingerprint has always been computed from.
+    """Returns the tensors of a user's module by the names that its fingerprint is computed from.
 
-    Documents of earlier versions have this fingerprint.
+    These are the old names, because documents of earlier versions contain this fingerprint.
     """
     return {_renamed(name, "source.", "module."): tensor for name, tensor in tensors.items()}
 
@@ -157,14 +157,14 @@ def _renamed(name: str, before: str, after: str) -> str:
 
 
 def _exported(record: Entries, _: Path) -> dict[str, Any]:
-    # How a file was quantized has no meaning for whoever runs it.
+    # The tolerance is dropped. How a file was quantized does not matter to anyone who runs it.
     form = record.get("format")
     if not isinstance(form, Mapping):
         return dict(record)
     return {**record, "format": {key: value for key, value in form.items() if key != "tolerance"}}
 
 
-# By the kind of the file.
+# The converters by the kind of the file.
 KINDS: Mapping[str, Callable[[Entries, Path], dict[str, Any]]] = {
     "attnrx prescription": _prescription,
     "attnrx plan": _plan,

@@ -1,11 +1,11 @@
-"""The exceptions of attnrx. Messages state what was passed, what was found and what to do."""
+"""The exceptions of attnrx. Messages say what was passed, what was found and what to do."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class AttnrxError(Exception):
-    """Base class of all errors caused by user input; any other exception is a bug of attnrx."""
+    """Base class of all errors that user input can cause. Any other exception is a bug in attnrx."""
 
 
 class UnknownName(AttnrxError):
@@ -35,7 +35,7 @@ class InvalidRule(InvalidInput):
 
 
 class MissingMoments(InvalidRule):
-    """A rule that needs moments, for a diagnosis without them."""
+    """A rule that needs moments, but is used with a diagnosis without moments."""
 
 
 class NoOpPrescription(AttnrxError):
@@ -63,7 +63,7 @@ class ScaleWarning(UserWarning):
 
 
 class KernelWarning(UserWarning):
-    """The C++ attention kernel is not available; the slower PyTorch attention is used instead."""
+    """A missing C++ attention kernel. The slower PyTorch attention is used instead."""
 
 
 class CardWarning(UserWarning):
@@ -71,7 +71,7 @@ class CardWarning(UserWarning):
 
 
 class FactoryWarning(UserWarning):
-    """A saved model of a class that cannot be created by its name alone: loading it needs a `factory`."""
+    """A saved model whose class cannot be created by its name, so you need a `factory` to load it."""
 
 
 class CheckpointError(AttnrxError):
@@ -87,7 +87,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether there was too little memory: torch raises RuntimeError on the CPU, and a subclass on CUDA."""
+    """Whether there was too little memory. On the CPU torch raises RuntimeError for this, and on CUDA a subclass."""
     causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
     return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
 
@@ -95,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns a hint with the closest valid names, or with all valid names if none is close."""
     names = sorted(valid)
-    # Most unknown names are misspelled; a full list of a hundred models would hide the one that was meant.
+    # Most unknown names are misspelled, and a list of a hundred models would hide the intended name.
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"

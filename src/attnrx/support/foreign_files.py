@@ -1,8 +1,8 @@
-"""Opens what others made: models of Hugging Face and timm, tables, pickles, programs of torch, files of runtimes.
+"""Opens other authors' files: Hugging Face and timm models, tables, pickles, torch programs and files of runtimes.
 
-The functions of these libraries that read a file or a repository can run code by its author. They are only called here
-(`tests/test_structure.py`), so that one place decides. Such code only runs with `trust`, code in pickles never runs,
-and nothing is asked on a terminal.
+When a library loads a file or a repository, it can run code by the author. The library functions that do this are only
+called here (`tests/test_structure.py`), so that one module decides. An author's code only runs with `trust`. Code in
+pickles never runs. The user is never asked on the terminal.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from attnrx.support.arguments import described_error
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.support.optional import environment, required_module
 
-# The files of a model that can name code of its repository, in the order in which they are read.
+# The files of a model that can name code in its repository, in the order in which they are loaded.
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load
+TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a variable that torch.load uses
 PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
 
 
 def untrusted(what: str, more: str = "") -> InvalidInput:
-    """Returns the error for something that can run code by its author, and that is only opened with trust."""
+    """Returns the error for something that can run code by its author, and is therefore only opened with trust."""
     return InvalidInput(
         f"{what} can run any code of its author, with your rights, once it is opened. If you trust its origin, pass "
         f"trust=True (--trust on the command line){more}."
@@ -45,11 +45,11 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
         **options: Further arguments of the class.
 
     Raises:
-        InvalidInput: It needs code of the repository, and `trust` is False.
+        InvalidInput: The model needs code in the repository, and `trust` is False.
         CheckpointError: The weights are a pickle that holds more than tensors.
     """
     try:
-        # Stated in every call, because without it transformers asks on the terminal.
+        # `trust_remote_code` is passed in every call, because otherwise transformers asks on the terminal.
         opened = kind.from_pretrained(source, trust_remote_code=trust, **options)
     except pickle.UnpicklingError as error:
         raise _not_tensors(_first(source, PICKLES), error) from error
@@ -59,7 +59,7 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
         named = [name for name in SETTINGS if _names_code(Path(source) / name)]
         where = f"{Path(source) / named[0]} names code in auto_map, which" if named else f"the code of {source}"
         raise untrusted(where) from error
-    # A configuration may also name kernels of the hub, native code that its models download.
+    # A configuration may also name kernels on the hub, which are native code that its models download.
     parts = [opened, *(getattr(opened, name, None) for name in getattr(opened, "sub_configs", ()))]
     kernels = [name for part in parts if "/" in (name := str(getattr(part, "_attn_implementation", "")))]
     if kernels and not trust:
@@ -68,12 +68,12 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
 
 
 def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
-    """Returns a transformers model with fresh weights: of a class, or of an automatic class by its configuration."""
+    """Returns a transformers model with fresh weights, from a model class or an Auto class."""
     return kind.from_config(config, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(config)
 
 
 def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
-    """Creates a timm model. It only reads tensors as weights, even from a file that is a pickle.
+    """Creates a timm model. Only tensors are loaded from a file of weights, even if the file is a pickle.
 
     Raises:
         CheckpointError: The weights are a pickle that holds more than tensors.
@@ -81,21 +81,21 @@ def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
     from timm import create_model
 
     try:
-        with environment(TENSORS_ONLY, "1"):  # earlier versions of timm read pickles of folders whole
+        with environment(TENSORS_ONLY, "1"):  # earlier versions of timm unpickle files in folders without limits
             return create_model(name, pretrained=pretrained, **arguments)
     except pickle.UnpicklingError as error:
         raise _not_tensors(name, error) from error
 
 
 def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:
-    """Returns the splits of a dataset on the hub; scripts of a repository are never run."""
+    """Returns the splits of a dataset on the hub. Scripts in a repository are never run."""
     import datasets
 
     return datasets.load_dataset(name, data_dir=folder, revision=revision, trust_remote_code=False)
 
 
 def table_features(path: Path) -> Any:
-    """Returns the columns of a parquet file with their types, `datasets.Features`."""
+    """Returns the columns of a parquet file with their types, as `datasets.Features`."""
     import datasets
     import pyarrow.parquet
 
@@ -110,29 +110,29 @@ def table_rows(path: Path) -> int:
 
 
 def open_tables(paths: Sequence[Path], copy: Path) -> Any:
-    """Returns parquet files as one `datasets.Dataset`, which is mapped from a copy in this folder."""
+    """Returns parquet files as one `datasets.Dataset`, mapped to memory from a copy in the folder `copy`."""
     import datasets
 
-    # Names of files are patterns there.
+    # `from_parquet` treats file names as patterns, so they are escaped.
     return datasets.Dataset.from_parquet([glob.escape(str(path)) for path in paths], cache_dir=str(copy))
 
 
 def open_graph(path: Path) -> Any:
-    """Returns the graph of an ONNX file, with weights in a file beside it."""
+    """Returns the graph of an ONNX file, including weights in an external file."""
     import onnx
 
     return onnx.load(path)
 
 
 def open_session(path: Path, options: Any) -> Any:
-    """Starts ONNX Runtime on a file, on the CPU, only with the runtime's own operators."""
+    """Starts an ONNX Runtime session for a file on the CPU, with the runtime's own operators only."""
     import onnxruntime
 
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def open_openvino(path: Path) -> tuple[Any, Any]:
-    """Returns the core of OpenVINO and the model in a file, only with the runtime's own operators."""
+    """Returns OpenVINO's core and the model in a file, with the runtime's own operators only."""
     import openvino
 
     core = openvino.Core()
@@ -140,23 +140,23 @@ def open_openvino(path: Path) -> tuple[Any, Any]:
 
 
 def open_pickle(path: Path) -> Any:
-    """Reads a torch checkpoint on the CPU: only tensors, containers and numbers.
+    """Loads a torch checkpoint to the CPU, if it contains only tensors, containers and numbers.
 
     Raises:
-        CheckpointError: The file is damaged, or holds something else.
+        CheckpointError: The file is damaged, or contains something else.
     """
     try:
-        # timm's checkpoints hold the options of the training, too.
+        # timm's checkpoints also contain the training options, as a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _not_tensors(path, error) from error
-    except Exception as error:  # the error depends on what the file holds
+    except Exception as error:  # the class of the error depends on the file's content
         raise CheckpointError(f"{path} cannot be read as weights ({described_error(error)}).") from error
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads containers, numbers, texts and NumPy arrays, and calls nothing else: CIFAR's files are pickles."""
+    """Unpickles only containers, numbers, texts and NumPy arrays, for CIFAR's files. Nothing else is called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
@@ -171,34 +171,34 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _empty_array(kind: Any, *_: Any) -> np.ndarray:
-    """Replaces NumPy's function with which pickles begin every array; the array's content follows."""
+    """Replaces the NumPy function that creates every array in a pickle, before its content is loaded."""
     if kind is not np.ndarray:
         raise pickle.UnpicklingError("it holds an array of a class of its own")
     return np.ndarray(0, np.uint8)
 
 
 def _latin1_bytes(text: str, encoding: str) -> bytes:
-    """Replaces the function by which Python 3 writes bytes into pickles for Python 2."""
+    """Replaces the function that Python 3 uses for bytes in pickles for Python 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError("it holds bytes of another kind")
     return text.encode("latin1")
 
 
 def open_arrays(path: Path) -> Any:
-    """Reads a pickle of containers and NumPy arrays, with Python 2's texts as bytes; none of its code runs.
+    """Loads a pickle of containers and NumPy arrays, with Python 2's texts as bytes. Code in the pickle never runs.
 
     Raises:
-        CheckpointError: The file is damaged, or holds something else.
+        CheckpointError: The file is damaged, or contains something else.
     """
     try:
         with path.open("rb") as file:
             return _ArraysOnly(file, encoding="bytes").load()
-    except Exception as error:  # the error depends on what the file holds
+    except Exception as error:  # the class of the error depends on the file's content
         raise CheckpointError(f"{path} cannot be read as arrays ({described_error(error)}).") from error
 
 
 def open_structures(path: Path) -> Any:
-    """Reads the variables of a Matlab file by name; a structure is an array with fields.
+    """Loads the variables in a Matlab file by name. A structure becomes an array with fields.
 
     Raises:
         DataError: The file is damaged.
@@ -207,25 +207,25 @@ def open_structures(path: Path) -> Any:
     reader = required_module("scipy.io", "data", "Matlab files")
     try:
         return reader.loadmat(path, squeeze_me=True)
-    except Exception as error:  # scipy's, or of its parts
+    except Exception as error:  # scipy and its parts raise errors of many classes
         raise DataError(f"{path} cannot be read as a Matlab file ({described_error(error)}).") from error
 
 
 def open_program(path: Path) -> Any:
-    """Opens a program of torch.export that this process wrote, or that the user trusts."""
+    """Opens a torch.export program that this process wrote or that the user trusts."""
     return torch.export.load(path)
 
 
 def open_package(path: Path) -> Any:
-    """Opens a package of AOTInductor that this process wrote, or that the user trusts."""
+    """Opens an AOTInductor package that this process wrote or that the user trusts."""
     from torch._inductor import aoti_load_package
 
     return aoti_load_package(str(path))
 
 
 def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
-    """Returns the error for a pickle that torch's reader of tensors refuses."""
-    # torch puts advice around the reason: the name of a function or class, or a code that no tensor needs.
+    """Returns the error for a pickle that torch refuses to load as tensors."""
+    # torch's message contains the reason among advice. It is the name of a function or class, or an unsupported opcode.
     name = re.search(r"GLOBAL ([\w.]+)", str(error))
     reason = re.search(r"Unsupported .*", str(error))
     if name:
@@ -240,12 +240,12 @@ def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
 
 
 def _first(folder: Path | str, patterns: tuple[str, ...]) -> Path:
-    """Returns the first file in a folder that matches a pattern, or the folder."""
+    """Returns the first file in a folder that matches a pattern, or the folder itself if none matches."""
     return next((path for pattern in patterns for path in sorted(Path(folder).glob(pattern))), Path(folder))
 
 
 def _names_code(path: Path) -> bool:
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):  # not there, on the hub, or not readable: it is not the file to name
+    except (OSError, ValueError, TypeError):  # the file is missing, on the hub, or unreadable
         return False

@@ -1,4 +1,4 @@
-"""Devices and their load, the cache folder, whether measurements are allowed, mixed precision, random states."""
+"""Devices and their load, the cache folder, permission to measure, mixed precision, and random states."""
 
 import os
 import platform
@@ -16,31 +16,32 @@ import torch
 from attnrx.support.errors import NotSupported
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
-# A device has fast bfloat16 products if a square one of this size is LEAST_GAIN times as fast as in float32.
+# A device has fast bfloat16 products if a product of square matrices of this size is LEAST_GAIN times as fast as in
+# float32.
 PRODUCT, LEAST_GAIN = 768, 1.5
 
 
 def device_name(device: str) -> str:
-    """Returns the name of the processor or graphics card of a device, e.g. "cpu" or "cuda:0"."""
+    """Returns the name of the processor or graphics card for a device such as "cpu" or "cuda:0"."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     if torch.device(device).type != "cpu":
         return device
-    cpus = Path("/proc/cpuinfo")  # of Linux, where platform.processor() returns the architecture only
+    cpus = Path("/proc/cpuinfo")  # on Linux, because platform.processor() only returns the architecture there
     lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines() if cpus.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def cache_folder() -> Path:
-    """Returns the cache folder: $ATTNRX_CACHE, or attnrx in the user's cache folder."""
+    """Returns the cache folder, which is $ATTNRX_CACHE, or attnrx in the user's cache folder."""
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
 
 
 def governor() -> str:
-    """Returns how Linux chooses the frequency of the first processor, e.g. "performance"; "" if it does not say."""
+    """Returns Linux's frequency policy for the first processor, e.g. "performance", or "" if it is unknown."""
     path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -49,15 +50,15 @@ def governor() -> str:
 
 
 class Load:
-    """What other processes use of the processors from now on; unknown on systems without /proc."""
+    """The use of the processors by other processes from now on. It is unknown on systems without /proc."""
 
     def __init__(self):
         self._start = _processor_seconds()
 
     def taken(self, threads: int) -> float | None:
-        """Returns how many processors `threads` threads lacked until now, on average, because others used them.
+        """Returns how many processors `threads` threads lacked on average, because other processes used them.
 
-        Returns None if that is not known.
+        Returns None if this number is unknown.
         """
         now = _processor_seconds()
         if now is None or self._start is None or now[0] <= self._start[0]:
@@ -68,9 +69,9 @@ class Load:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Returns the time, the used seconds of all processors, and the seconds that this process and its children used.
+    """Returns the time, and the processor seconds used by all processes and by this process with its children.
 
-    The used seconds include those that a hypervisor took. Returns None if the system does not say.
+    The used seconds include seconds that a hypervisor took. Returns None if the system does not report them.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")
@@ -84,11 +85,11 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _ticks_of_family(process: int) -> Iterator[int]:
-    """Yields the processor times of a process and of its descendants, including those that have ended."""
+    """Yields the processor times of a process and its descendants, including descendants that have ended."""
     times, children = dict[int, int](), dict[int, list[int]]()
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            # The fields come after the name, which may have spaces and brackets.
+        with suppress(OSError):  # the process has ended
+            # The fields come after the name, which may contain spaces and brackets.
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             number = int(path.parent.name)
             times[number] = sum(map(int, fields[11:15]))
@@ -102,7 +103,7 @@ def _ticks_of_family(process: int) -> Iterator[int]:
 
 @contextmanager
 def restored_random_states() -> Iterator[None]:
-    """Restores the states of the global random generators of Python, NumPy and torch after the context."""
+    """Restores the states of Python's, NumPy's and torch's global random generators after the context."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -114,17 +115,17 @@ def restored_random_states() -> Iterator[None]:
 
 
 def may_measure() -> bool:
-    """Whether measurements are allowed: false if ATTNRX_MEASURE is 0."""
+    """Whether measurements are allowed. They are not if ATTNRX_MEASURE is 0."""
     return os.environ.get(MEASURE, "1") != "0"
 
 
 @lru_cache
 def has_fast_bfloat16(device: str) -> bool:
-    """Whether products in bfloat16 are faster than in float32 on a device, "cpu" or "cuda"."""
+    """Whether products in bfloat16 are faster than in float32 on a device ("cpu" or "cuda")."""
     if device not in ("cpu", "cuda") or not may_measure():
         return False
-    # This is timed, because libraries also multiply bfloat16 without instructions for it, but more slowly: on CPUs it
-    # has from half to ten times the speed.
+    # The products must be timed, because libraries also multiply bfloat16 if the processor has no instructions for it.
+    # On CPUs, bfloat16 has between half and ten times the speed of float32.
     seconds: list[float] = []
     for dtype in (torch.float32, torch.bfloat16):
         factor, times = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device), []
@@ -138,7 +139,7 @@ def has_fast_bfloat16(device: str) -> bool:
 
 @contextmanager
 def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
-    """A context with matrix products in bfloat16 on a device, or without them, even inside another such context.
+    """Turns matrix products in bfloat16 on or off for a device within the context, which may be nested.
 
     Raises:
         NotSupported: A part of a model, or a loss, mixes these products with tensors of another precision.
@@ -147,7 +148,7 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
         yield
         return
     try:
-        # Without the cache, which would keep the weights of every model twice.
+        # The cache is off, because it would keep the weights of every model twice.
         with torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False):
             yield
     except RuntimeError as error:  # torch has no class of errors for dtypes
@@ -163,8 +164,8 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Runs small factorizations on one thread, as `with one_thread():` or as a decorator.
 
-    Threads share them in parts of microseconds, and wait for each other after every part. If another process uses the
-    processor of one thread, that takes up to a hundred times as long as one thread takes.
+    Several threads would divide a factorization into parts of microseconds, and wait for each other after every part.
+    If another process uses the processor of one thread, this takes up to a hundred times as long as on one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

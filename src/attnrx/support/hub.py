@@ -1,4 +1,4 @@
-"""Upload and download of saved models on the Hugging Face hub."""
+"""Uploads saved models to the Hugging Face hub, and downloads them."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import required_module
 
 PREFIX = "hub:"
-# The files of a saved model; its folder may also hold checkpoints of the training.
+# The files of a saved model. Its folder may contain other files, e.g. training checkpoints.
 FILES = (
     *("config.json", "model.safetensors", "prescription*", "evidence.json", "preprocessor_config.json", "README.md"),
     *("attnrx.json", "open_clip_config.json", "modeling.py"),  # of portable models
@@ -18,9 +18,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Uploads the files of a saved model to a repository, created if missing, and returns its address.
+    """Uploads the files of a saved model to a repository, which is created if missing, and returns its address.
 
-    Uses the login of huggingface_hub: `hf auth login`, or the token in the environment.
+    Uses the login of huggingface_hub (`hf auth login`), or the token in the environment.
 
     Raises:
         InvalidInput: The repository is not OWNER/NAME.
@@ -32,7 +32,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
         address = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
         files = {"folder_path": str(folder), "allow_patterns": list(FILES)}
         api.upload_folder(repo_id=repository, **files, commit_message="A model saved by attnrx")
-    except Exception as error:  # huggingface_hub raises its own errors, OSError and those of its HTTP client
+    except Exception as error:  # huggingface_hub raises its own errors, OSError, and errors of its HTTP client
         raise CheckpointError(
             f"the hub did not take {folder} as {repository} ({type(error).__name__}: "
             f"{described_error(error)}). Log in with `hf auth login`, with a token that may write there."
@@ -41,7 +41,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def card_with(card: str, **metadata: str | None) -> str:
-    """Returns a model card with these fields in its YAML header; None keeps what the card has.
+    """Returns a model card with the fields `metadata` in its YAML header. A field that is None is not changed.
 
     Raises:
         NotSupported: The package huggingface_hub is not installed.
@@ -54,7 +54,7 @@ def card_with(card: str, **metadata: str | None) -> str:
 
 
 def download(name: str) -> Path:
-    """Returns the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, downloading missing files.
+    """Returns the local copy of a repository (OWNER/NAME or OWNER/NAME@REVISION), and downloads missing files.
 
     Raises:
         InvalidInput: The name has another form.
@@ -64,9 +64,9 @@ def download(name: str) -> Path:
     repository, _, revision = name.partition("@")
     fetch = _hub_for(repository).snapshot_download
     try:
-        # Only the files that attnrx reads, because a repository may hold anything, including pickles and other weights.
+        # Only files that attnrx needs are downloaded, because a repository may contain pickles and other weights.
         return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
-    except Exception as error:  # as above
+    except Exception as error:  # errors of many classes, as in `upload`
         raise CheckpointError(
             f"{PREFIX}{name} cannot be fetched ({type(error).__name__}: {described_error(error)}). "
             "Check the name, and `hf auth login` for what is private."
@@ -74,7 +74,7 @@ def download(name: str) -> Path:
 
 
 def _hub_for(repository: str) -> Any:
-    """Returns the hub's library, after the name of the repository is checked."""
+    """Checks the name of the repository, and returns the hub's library."""
     if not NAME.fullmatch(repository):
         raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
     return required_module("huggingface_hub", "", "the hub", "huggingface_hub")

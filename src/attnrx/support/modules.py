@@ -1,6 +1,6 @@
-"""Modules of torch: copies, paths of parts, whether operations are recorded, values of weights, and trees of outputs.
+"""Functions for torch modules: copies, paths of parts, recorded operations, values of weights, and trees of outputs.
 
-A tree is several tensors in tuples, lists, mappings and libraries' output classes, as a module may return them.
+A tree is one or more tensors in tuples, lists, mappings or libraries' output classes, as a module may return them.
 """
 
 import copy
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Copies tensors of a graph, which torch refuses to copy, as detached tensors."""
+    """Copies tensors in an autograd graph as detached tensors, because torch refuses to copy them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,17 +37,17 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
-    """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
+    """Returns a deep copy of a module. Activations that its parts keep as attributes are detached in the copy.
 
-    `memo` has objects that replace others in the copy, by their `id`, as in `copy.deepcopy`.
+    As in `copy.deepcopy`, `memo` maps the `id` of an object to the object that replaces it in the copy.
 
     Raises:
-        NotSupported: An attribute cannot be copied, e.g. a lock or an open file; the message names it.
+        NotSupported: An attribute cannot be copied, e.g. a lock or an open file. The message names it.
     """
     try:
         with _DetachedCopies():
             return copy.deepcopy(model, memo)
-    except Exception as error:  # objects of any class are copied by their own code
+    except Exception as error:  # any class may have its own code for copies, which may raise any error
         raise NotSupported(
             f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
             "Delete this attribute first, and set it again on the result."
@@ -56,7 +56,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
 
 def _uncopied(model: nn.Module) -> str:
     """Returns the path and the type of the first attribute of a module that cannot be copied."""
-    # Every part is its own copy here, so that each attribute is copied without the modules that it refers to.
+    # The parts count as copied already, so that each attribute is copied without the modules that it refers to.
     parts = {id(part): part for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
@@ -69,15 +69,15 @@ def _uncopied(model: nn.Module) -> str:
 
 
 def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Returns the weights of a module that have several names, with these names."""
+    """Returns the weights of a module that have several names, with their names."""
     names = dict[nn.Parameter, list[str]]()
     for name, weight in module.named_parameters(remove_duplicate=False):
-        names.setdefault(weight, []).append(name)  # by identity, as torch hashes tensors
+        names.setdefault(weight, []).append(name)  # by identity, because torch hashes tensors by identity
     return {weight: found for weight, found in names.items() if len(found) > 1}
 
 
 def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
-    """Shares one weight again between the names of each group, if their values are equal."""
+    """Makes the names in each group share one weight again, if their values are equal."""
     for first, *others in names:
         weight = module.get_parameter(first)
         for path, _, name in (other.rpartition(".") for other in others):
@@ -88,12 +88,12 @@ def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replaces the weights of a module by tensors, without a copy.
+    """Replaces the weights of a module by tensors, without copying them.
 
-    Names that share one weight still share it, if their tensors are equal.
+    If names shared one weight and their tensors are equal, they still share it.
 
     Raises:
-        RuntimeError: The tensors do not fit.
+        RuntimeError: The names or shapes of the tensors do not fit.
     """
     names = shared_weights(module).values()
     module.load_state_dict(tensors, strict=True, assign=True)
@@ -101,16 +101,16 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
-    """Sets `requires_grad` of a parameter of any shape, even if it was made in inference mode."""
+    """Sets `requires_grad` of a parameter of any shape, even if the parameter was created in inference mode."""
     with torch.inference_mode(parameter.is_inference()):
         parameter.requires_grad_(requires_grad)
 
 
 @contextmanager
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
+    """Sets evaluation mode and disables gradients. At the end, the mode of every module is restored."""
     models = tuple(models)
-    # Stored by module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
+    # Modes are stored per module, because model.train() would also change parts that were in evaluation mode.
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with torch.no_grad():
@@ -124,7 +124,7 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def trainable(module: nn.Module) -> Iterator[None]:
-    """Lets gradients reach all parameters; afterwards frozen ones are frozen again, and none has a gradient."""
+    """Lets gradients reach all parameters. Afterwards, frozen parameters are frozen again, and gradients are None."""
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in parameters]
     try:
@@ -138,12 +138,12 @@ def trainable(module: nn.Module) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether operations that run now become a graph of a compiler, an exporter or a trace."""
+    """Whether operations that run now are recorded as the graph of a compiler, an exporter or a trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def is_recorded() -> bool:
-    """Whether operations that run now are recorded: for gradients, or in a graph."""
+    """Whether operations that run now are recorded, either for gradients or as a graph."""
     return torch.is_grad_enabled() or is_traced()
 
 
@@ -156,10 +156,10 @@ _FIXED = _Fixed()
 
 @contextmanager
 def fixed_weights() -> Iterator[None]:
-    """Computes every value of `of_weights` once in the context; the weights must not change meanwhile.
+    """Computes every value of `of_weights` only once within the context. The weights must not change meanwhile.
 
-    A graph that is recorded in the context after a run of the model has these values as constants, such as one matrix
-    for query, key and value, in place of the operations that compute them.
+    If you run the model and then record a graph within the context, the graph contains these values as constants. An
+    example is one matrix for query, key and value. Without the context, it contains the operations that compute them.
     """
     before, _FIXED.values = _FIXED.values, {}
     try:
@@ -174,10 +174,10 @@ def has_fixed_weights() -> bool:
 
 
 def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Value:
-    """Returns what `build` computes from the weights of a module, which has one such value for each `key`.
+    """Returns the value that `build` computes from a module's weights. A module has one value for each `key`.
 
-    It is computed in every call, so that it belongs to the present weights, however they were changed. On a CPU, a
-    cache whose entries were verified by a hash of the weights saved less than 3 % of a pass (ViT-Tiny, EVA-02 and
+    Outside `fixed_weights`, the value is computed in every call, so it always belongs to the present weights. A cache
+    that verifies its entries by a hash of the weights saved less than 3 % of a pass on a CPU (ViT-Tiny, EVA-02 and
     BEiT-B, batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
     """
     values = _FIXED.values
@@ -185,7 +185,7 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
         return build()
     name = id(owner), key
     if name not in values:
-        if is_recorded():  # the value is part of the graph, and must not be stored
+        if is_recorded():  # the value is a part of the graph and must not be stored
             return build()
         with torch.inference_mode(mode=False), torch.no_grad():
             values[name] = build()
@@ -193,23 +193,25 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
 
 
 def kept(build: Callable[P, Value]) -> Callable[P, Value]:
-    """Keeps the tensors that a function returns, if they only depend on its arguments; in a graph it is called anew.
+    """Caches the tensors that a function returns. They must only depend on the function's arguments.
 
-    On a GPU every new tensor is a kernel. A copy of numbers to it waits for it, and cannot be part of a CUDA graph.
+    While a graph is traced, the function is called anew. On a GPU, every new tensor costs a kernel. Copying numbers to
+    it waits for the GPU, and cannot be a part of a CUDA graph.
     """
-    # Outside inference mode, because gradients cannot be computed through an index that was made in it.
+    # Inference mode is off, because gradients cannot be computed through an index that was created in inference mode.
     returned: Any = lru_cache(maxsize=256)(torch.inference_mode(mode=False)(build))
 
     @wraps(build)
     def call(*args: P.args, **kwargs: P.kwargs) -> Value:
-        # A tensor made during export is symbolic; a trace that reads a kept one would differ from one that makes it.
+        # Tensors that are created during an export are symbolic and cannot be cached. A trace with a cached tensor
+        # would differ from a trace that creates the tensor.
         return build(*args, **kwargs) if is_traced() else returned(*args, **kwargs)
 
     return call
 
 
 def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:
-    """Yields the outermost parts for which `found` returns something: the path, and what it returned."""
+    """Yields the outermost parts for which `found` returns a value, as pairs of path and value."""
     outer: list[str] = []
     for path, part in model.named_modules():
         if not any(path.startswith(f"{above}.") or not above for above in outer):
@@ -220,7 +222,7 @@ def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> I
 
 
 def containing(paths: Sequence[str]) -> Iterator[str]:
-    """Yields the paths of the modules that contain all of these parts, from the smallest to the model itself, ""."""
+    """Yields the paths of all modules that contain all of the parts, from the smallest to the model itself ("")."""
     pieces = [path.split(".") for path in paths]
     for count in range(min(map(len, pieces)) - 1, -1, -1):
         if len({tuple(each[:count]) for each in pieces}) == 1:
@@ -228,10 +230,10 @@ def containing(paths: Sequence[str]) -> Iterator[str]:
 
 
 def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:
-    """Returns the same normal images of a shape in every call, in the dtype and on the device of the parameters.
+    """Returns normally distributed images, the same in every call, in the parameters' dtype and on their device.
 
-    They are drawn on the CPU in float64, so that they are the same on every device and up to rounding in every dtype.
-    On the meta device they have no values.
+    They are drawn on the CPU in float64. So they are equal on all devices, and equal up to rounding in all dtypes. On
+    the meta device they have no values.
     """
     parameter = next(model.parameters())
     if parameter.is_meta:
@@ -244,12 +246,13 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
 
 
 def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
-    """Returns, for every output, the largest difference that is taken for rounding.
+    """Returns, for every output, the largest difference that counts as rounding.
 
-    It is the square root of the machine epsilon, relative to the output's column, so that a large constant beside small
-    logits hides nothing. A column has all images and all other places of one index: of a class, a channel or a row. A
-    column of small numbers may round as most columns do: the least limit is above a quarter of all columns. The epsilon
-    is at least float32's, because some attention computes its softmax in float32.
+    The limit is the square root of the machine epsilon, times the largest magnitude in the output's column. So a large
+    constant beside small logits cannot hide a difference. A column contains all images and all places with the same
+    index of a class, a channel or a row. Columns with small numbers get the limit of the lower quartile of all columns,
+    because they may round like the others. The epsilon is at least float32's, because some attention computes its
+    softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -267,7 +270,7 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     return (epsilon**0.5 * columns.clamp(min=least)).expand(sizes.shape)
 
 
-# Rounding is relative to the size of outputs, but at least to this size.
+# Rounding limits are relative to the size of outputs, or to this size if that is larger.
 LEAST_SCALE = 1e-3
 
 
@@ -275,18 +278,18 @@ LEAST_SCALE = 1e-3
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Returns the tree with `function(tensor, ...)` in place of every tensor; other values stay.
+    """Returns the tree with `function(tensor, ...)` in place of every tensor. Other values are not changed.
 
     Args:
-        function: Receives a tensor of the tree and the others' tensors in the same place.
+        function: A function of a tensor in the tree and of the tensors in the same place of the other trees.
         tree: Tensors in tuples, lists and mappings.
-        *others: Trees of the same structure.
+        *others: Trees with the same structure.
     """
     if isinstance(tree, Tensor):
         return function(tree, *others)
     if isinstance(tree, Mapping):
         items = {key: mapped(function, value, *(other[key] for other in others)) for key, value in tree.items()}
-        # The output classes of transformers are dataclasses, which take their fields as keywords.
+        # The output classes of transformers are dataclasses, which take their fields as keyword arguments.
         return type(tree)(items) if type(tree) is dict else type(tree)(**items)
     if isinstance(tree, tuple | list):
         values = [mapped(function, *each) for each in zip(tree, *others, strict=True)]
@@ -295,7 +298,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
-    """Returns the tensors of floating-point numbers in a tree by their place in it, e.g. `depth` or `heads.0`."""
+    """Returns the floating-point tensors in a tree by their place, e.g. `depth` or `heads.0`."""
     if isinstance(tree, Tensor):
         return {name: tree} if tree.is_floating_point() else {}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, tuple | list) else ()
@@ -305,12 +308,12 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Returns the tree for all images from the trees of the parts of a batch."""
+    """Returns one tree for all images, joined from the trees for the parts of a batch."""
     return mapped(lambda *parts: torch.cat(parts), trees[0], *trees[1:])
 
 
 def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
-    """Returns the tree whose numbers `rows_of` put into rows; `template` is the tree of one image."""
+    """Returns the tree whose numbers `rows_of` put into rows. `template` is the tree for one image."""
     sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
     parts = iter(rows.split(sizes, dim=1))
     return mapped(
@@ -319,8 +322,8 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
 
 
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
-    """Returns all numbers of every image in one row; an output that has one row per image is returned as it is."""
+    """Returns all numbers of every image in one row. An output that has one row per image is not changed."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
-    # Not flattened: a tensor may have one number per image.
+    # reshape and not flatten, because a tensor may have a single number per image.
     return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors_of(tree).values()], dim=1)

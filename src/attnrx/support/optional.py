@@ -1,4 +1,4 @@
-"""Optional libraries, which the extras of attnrx install, and parts that other packages register."""
+"""Imports of optional libraries, which attnrx's extras install, and of parts that other packages register."""
 
 import importlib
 import importlib.metadata
@@ -19,8 +19,8 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
     """Imports a module of an optional library.
 
     Raises:
-        NotSupported: It is not installed. The message names `purpose` and attnrx's extra that installs it, or the
-            `package` itself.
+        NotSupported: The library is not installed. The message names the `purpose`, and attnrx's extra that installs
+            the library, or the `package` itself.
     """
     try:
         return importlib.import_module(module)
@@ -32,7 +32,7 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment that another library reads, and restores it."""
+    """Sets an environment variable that another library uses, and restores it at the end."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -43,7 +43,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:
-    """Raises NotSupported for a library that is not installed; it imports none, which would take seconds."""
+    """Raises NotSupported for a library that is not installed. No library is imported, because that takes seconds."""
     for library in libraries:
         if not is_installed(library):
             raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")
@@ -52,12 +52,12 @@ def require_installed(extra: str, purpose: str, *libraries: str) -> None:
 def is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ValueError:  # in sys.modules without a specification
+    except ValueError:  # the module is in sys.modules, but has no specification
         return False
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Returns the versions of the packages that are installed."""
+    """Returns the versions of those packages that are installed."""
     versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -67,18 +67,18 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 @cache
 def import_plugins(group: str = "attnrx.parts") -> None:
-    """Imports the modules that the entry points of a group name, whose parts register themselves."""
+    """Imports the modules that a group's entry points name. The parts in these modules register themselves."""
     # Sorted, because the order of entry points depends on how the packages were installed.
     for entry in sorted(importlib.metadata.entry_points(group=group)):
         entry.load()
 
 
 def import_file(path: Path | str) -> ModuleType:
-    """Runs a Python file as a module, whose parts register themselves; a file that was run already is returned.
+    """Runs a Python file as a module whose parts register themselves. If it was already run, returns its module.
 
     Raises:
         InvalidInput: There is no such Python file.
-        UserCodeError: Its code raises.
+        UserCodeError: The code in the file raises an error.
     """
     path = Path(path)
     name = f"attnrx_plugin_{path.stem}"
@@ -88,7 +88,7 @@ def import_file(path: Path | str) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if found is None or found.loader is None:
         raise InvalidInput(f"{path} is no file of Python (NAME.py) that could be run as a plug-in; check the path.")
-    # A dataclass looks its module up there.
+    # The module must be in sys.modules, because a dataclass looks it up there.
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)

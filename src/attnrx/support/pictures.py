@@ -1,24 +1,25 @@
-"""From a picture to the pixels of a model's input, only with Pillow and NumPy.
+"""Turns pictures into the pixels of a model's input, with only Pillow and NumPy.
 
-Scripts beside exported files contain the text of this module, so that they do what attnrx does: it imports nothing of
-attnrx. `geometry` is a mapping with the fields of `preprocessing.ImageGeometry`, as they are stored in files.
+Scripts beside exported files contain the source of this module, so that they preprocess like attnrx. Therefore this
+module imports nothing from attnrx. `geometry` is a mapping with the fields of `preprocessing.ImageGeometry`, as files
+store them.
 """
 
 import io
 
 import numpy as np
 
-# The decoders of Pillow that are used. The others stay closed: the one for EPS starts Ghostscript, for example.
+# The Pillow decoders that may be used. Others are not allowed. For example, the decoder of EPS starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
-MAX_PIXELS = 2**28  # the most of a resized picture: one of 3 x 100,000 pixels would become 224 x 7,466,666
+ORIENTATION = 0x0112  # the EXIF tag, whose value is 1 for an upright picture
+MAX_PIXELS = 2**28  # the limit for a resized picture (3 x 100,000 pixels could become 224 x 7,466,666)
 
 
 def open_picture(content):
     """Opens the bytes of an image file as a PIL picture.
 
     Raises:
-        ValueError: They are not in one of FORMATS.
+        ValueError: The bytes are not in one of FORMATS.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -31,11 +32,11 @@ def open_picture(content):
 def pixels_of(picture, channels, alpha="drop"):
     """Returns the pixels of a PIL picture, upright and with 8 bits, as uint8 [height, width, channels].
 
-    They are grey (1 channel), RGB (3) or, with None, whichever of the two the picture is. Transparent pixels keep their
-    color; with `alpha` "white" the picture is laid on white.
+    With 1 channel they are grey, and with 3 channels RGB. If `channels` is None, the picture determines which.
+    Transparent pixels keep their color. With `alpha` "white", the picture is put on a white background.
 
     Raises:
-        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is another number.
+        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is not one of these.
     """
     from PIL import Image, ImageOps
 
@@ -46,7 +47,7 @@ def pixels_of(picture, channels, alpha="drop"):
     if picture.mode == "F":
         raise ValueError("its pixels are of kind 'F', not 8 or 16 bits a channel")
     if picture.mode.startswith("I"):
-        # Pillow's own conversion to 8 bits clips at 255 instead of dividing. Its mode I holds 16 bits of some formats.
+        # Pillow's own conversion to 8 bits clips at 255 instead of dividing. For some formats, mode I holds 16 bits.
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0:
             raise ValueError("its pixels are negative integers, not 8 or 16 bits a channel")
@@ -57,7 +58,7 @@ def pixels_of(picture, channels, alpha="drop"):
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture)
     elif "transparency" in picture.info:
-        picture = picture.copy()  # that of a palette, about which Pillow's conversion warns and which it then drops
+        picture = picture.copy()  # Pillow's conversion would drop the transparency of a palette with a warning
         del picture.info["transparency"]
     mode = "L" if channels == 1 or (channels is None and grey) else "RGB"
     pixels = np.array(picture if picture.mode == mode else picture.convert(mode))
@@ -65,7 +66,7 @@ def pixels_of(picture, channels, alpha="drop"):
 
 
 def resized_shape(height, width, geometry):
-    """Returns height and width of a picture after resizing, rounded as torchvision and timm round."""
+    """Returns height and width of a picture after resizing, rounded as in torchvision and timm."""
     kind, (rows, columns) = geometry["resize"], geometry["resize_to"]
     needed_rows, needed_columns = geometry["size"]
     if kind == "none":
@@ -74,10 +75,10 @@ def resized_shape(height, width, geometry):
         return rows, columns
     if kind == "shortest_edge":
         short = min(height, width)
-        # Not enlarged: only as far as the crop needs it.
+        # If pictures are not enlarged, they are only enlarged as far as the crop needs it.
         target = rows if geometry["enlarge"] else min(max(short, needed_rows, needed_columns), rows)
         return int(target * height / short), int(target * width / short)
-    # `cover`: no side is shorter than requested; `contain`: none is longer.
+    # With `cover` no side is shorter than requested, and with `contain` no side is longer.
     choose = min if kind == "cover" else max
     ratio = choose(height / rows, width / columns)
     if not geometry["enlarge"]:
@@ -87,10 +88,10 @@ def resized_shape(height, width, geometry):
 
 
 def fit_pixels(pixels, geometry):
-    """Resizes pixels [height, width, channels], and crops or pads them around their center to the model's size.
+    """Resizes pixels [height, width, channels], and crops or pads them to the model's size around their center.
 
     Raises:
-        ValueError: The resized picture would have more than MAX_PIXELS.
+        ValueError: The resized picture would have more than MAX_PIXELS pixels.
     """
     from PIL import Image
 
@@ -107,7 +108,8 @@ def fit_pixels(pixels, geometry):
     starts, paddings = [], []
     for side, wanted in zip(pixels.shape[:2], geometry["size"], strict=True):
         surplus, missing = max(side - wanted, 0), max(wanted - side, 0)
-        # torchvision rounds half a pixel to even and pads less before; transformers rounds down and pads more before.
+        # torchvision rounds half a pixel to even and pads less at the start. transformers rounds down and pads more
+        # at the start.
         floor = geometry["center"] == "floor"
         starts.append(surplus // 2 if floor else round(surplus / 2))
         before = -(-missing // 2) if floor else missing // 2
@@ -124,6 +126,6 @@ def fit_pixels(pixels, geometry):
 
 
 def normalize_pixels(pixels, mean, std):
-    """Returns pixels uint8 [height, width, channels] on the model's scale, float32 [channels, height, width]."""
+    """Returns pixels, uint8 [height, width, channels], on the model's scale, float32 [channels, height, width]."""
     scaled = (pixels.astype(np.float32) / np.float32(255) - np.float32(mean)) / np.float32(std)
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))

@@ -1,7 +1,7 @@
-"""How a picture becomes the input of a model: one declarative record, read from the model's own data configuration.
+"""The preprocessing of pictures for a model, as one declarative record from the model's own data configuration.
 
-The record drives named datasets, paths, PIL items of datasets and the scripts beside exported files.
-`attnrx.support.pictures` computes what it states.
+The record is used for named datasets, paths, PIL items of datasets and the scripts beside exported files.
+`attnrx.support.pictures` carries it out.
 """
 
 from dataclasses import dataclass
@@ -18,28 +18,34 @@ from attnrx.support.shapes import Float, Tensor, UInt8
 Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
-SMALL = 96  # if no picture has a shorter side above this, they are not photographs, and are resized as they are
-MAX_SIDE = 2**15  # the most pixels of a side, of the input and after resizing
+SMALL = 96  # if no picture has a shorter side above this, the pictures are not treated as photographs
+MAX_SIDE = 2**15  # the largest side in pixels, for a model's input and for resized pictures
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 
-# The mean and the standard deviation of ImageNet, by which most models normalize pixels.
+# ImageNet's mean and standard deviation, which most models use to normalize pixels.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class ImageGeometry:
-    """How pictures of any size, mode and orientation become `channels` (1 or 3) x height x width pixels of 8 bits.
+    """The way in which any picture becomes 8-bit pixels, `channels` (1 or 3) x height x width.
 
-    A picture is turned upright by its EXIF tag, converted to grey or RGB, resized by Pillow (which antialiases), and
-    cropped or padded around its center to `size`. Pairs are (height, width).
+    A picture is turned upright by its EXIF tag, converted to grey or RGB, and resized by Pillow (which antialiases). It
+    is then cropped or padded around its center to `size`. Pairs are (height, width).
 
-    `resize`: "shortest_edge" makes the shorter side `resize_to` (a square); "cover" keeps the proportions and makes no
-    side shorter than `resize_to`, "contain" none longer; "exact" gives up the proportions; "none" does not resize.
-    Without `enlarge` pictures are only enlarged as far as the crop needs it. `center` is the rounding of half pixels:
-    "round" as torchvision and timm do, "floor" as transformers does. Borders have the color `fill`. Transparent pixels
-    keep their color, or with `alpha` "white" are laid on white.
+    `resize` is one of these words:
+
+    - "shortest_edge" makes the shorter side `resize_to`, which is a square.
+    - "cover" keeps the proportions and makes no side shorter than `resize_to`.
+    - "contain" keeps the proportions and makes no side longer than `resize_to`.
+    - "exact" resizes to `resize_to` without keeping the proportions.
+    - "none" does not resize.
+
+    Without `enlarge`, pictures are only enlarged as far as the crop needs it. `center` is the rounding of half pixels,
+    which is "round" in torchvision and timm, and "floor" in transformers. Borders have the color `fill`. Transparent
+    pixels keep their color. With `alpha` "white", they are put on a white background.
     """
 
     size: tuple[int, int]
@@ -71,11 +77,11 @@ class ImageGeometry:
 
     @classmethod
     def of_size(cls, size: int | tuple[int, int], channels: int, fit: Fit) -> "ImageGeometry":
-        """Returns the geometry for data or models that state none.
+        """Returns a geometry for data or models that do not state one.
 
-        `pad` puts pictures between black borders and never enlarges them (28x28 into 32x32: no pixel changes). `fill`
-        resizes until the picture fills `size`. `photo` resizes to 256/224 of that, unless the picture is smaller, so
-        that the crop drops a rim.
+        `pad` puts pictures between black borders and never enlarges them, so 28x28 pixels in 32x32 do not change.
+        `fill` resizes until the picture fills `size`. `photo` resizes to 256/224 of that, unless the picture is
+        smaller, and the crop then drops a rim.
         """
         rows, columns = (size, size) if isinstance(size, int) else size
         target = (round(MARGIN * rows), round(MARGIN * columns)) if fit == "photo" else (rows, columns)
@@ -84,7 +90,7 @@ class ImageGeometry:
 
     @property
     def side(self) -> int | tuple[int, int]:
-        """The side of a square input, else (height, width)."""
+        """The side of a square input, or (height, width) of any other input."""
         return self.size[0] if self.size[0] == self.size[1] else self.size
 
     @property
@@ -97,8 +103,8 @@ class ImageGeometry:
         return to_dict(self, typed=False)
 
     def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
-        """Fits the pixels of a picture as evaluation does, without randomness."""
-        # vars and not to_dict, which takes longer than decoding a small picture.
+        """Returns the pixels of a picture in the model's size, as in an evaluation, without randomness."""
+        # vars is used, because to_dict takes longer than decoding a small picture.
         return torch.from_numpy(fit_pixels(picture.permute(1, 2, 0).numpy(), vars(self))).permute(2, 0, 1)
 
     def __str__(self) -> str:
@@ -125,13 +131,13 @@ class Normalization:
 
     @classmethod
     def half(cls, channels: int) -> "Normalization":
-        """Returns mean = std = 0.5, the choice for data without published statistics."""
+        """Returns the normalization with mean = std = 0.5, which is used for data without published statistics."""
         return cls((0.5,) * channels, (0.5,) * channels)
 
     def apply(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes pixels in [0, 1] to the model's scale.
+        """Returns pixels in [0, 1] on the model's scale.
 
         Raises:
             InvalidInput: The images have another number of channels.
@@ -142,7 +148,7 @@ class Normalization:
     def invert(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes the model's scale back to pixels in [0, 1].
+        """Returns images on the model's scale as pixels in [0, 1].
 
         Raises:
             InvalidInput: The images have another number of channels.
@@ -162,13 +168,13 @@ class Normalization:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """A geometry with the normalization after it: all that happens to a picture before the model."""
+    """The whole preprocessing of a picture for a model: a geometry, followed by a normalization."""
 
     geometry: ImageGeometry
     normalization: Normalization
 
     def __call__(self, picture: Any) -> Float[Tensor, "channels height width"]:
-        """Returns the model's input, of torch's default type, for a PIL picture or the bytes of an image file.
+        """Returns the model's input, in torch's default dtype, for a PIL picture or the bytes of an image file.
 
         Raises:
             ValueError: The picture cannot be decoded, or has another number of channels.
@@ -177,18 +183,18 @@ class Preprocessing:
             picture = open_picture(picture)
         pixels = pixels_of(picture, self.geometry.channels, self.geometry.alpha)
         fitted = torch.from_numpy(fit_pixels(pixels, vars(self.geometry))).permute(2, 0, 1)
-        # The type and the order of operations are the same as in torchvision's transforms.
+        # The dtype and the order of operations are the same as in torchvision's transforms.
         return self.normalization.apply(fitted.to(torch.get_default_dtype()).contiguous() / 255)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields as JSON values, flat."""
+        """Returns all fields in one flat mapping of JSON values."""
         scale = self.normalization
         return {**self.geometry.to_dict(), "mean": list(scale.mean), "std": list(scale.std)}
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of any shape from the CPU to a device; on a GPU the copy is queued, and earlier steps go on.
+    """Copies a tensor of any shape from the CPU to a device. On a GPU, the copy is queued after earlier operations.
 
-    A plain copy from pageable memory waits for all that was queued, so a training step would begin on an idle GPU.
+    A plain copy from pageable memory waits for all queued operations, so a training step would begin on an idle GPU.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,7 @@
-"""Progress of long calls: log callbacks, the phases of a call, and loops.
+"""Shows the progress of long calls, with log callbacks, the phases of a call, and loops.
 
-On a terminal, phases and loops are one line that overwrites itself. In a log, a phase is a line if it begins some
-seconds after the last one, and a loop is a line every minute.
+On a terminal, phases and loops are shown in one line that overwrites itself. In a log, a phase is a line if it begins
+some seconds after the last line of a phase, and a loop is a line every minute.
 """
 
 import errno
@@ -17,16 +17,17 @@ from typing import TypeVar
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
-# Seconds before a loop is shown at all, between two lines of a loop in a log, and between two updates on a terminal.
+# Seconds before a loop is first shown, between two lines of a loop in a log, and between two updates on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
 BETWEEN_PHASES = 20.0  # seconds from the line of a phase to the next one in a log
-# "0": no progress; "1": phases and loops; "2": also every trial of a plan.
+# With "0" no progress is shown, with "1" phases and loops, and with "2" also every trial of a plan.
 SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
-# The time left is shown once the share KNOWN of the call is done, by the usual shares of its phases, and the last two
-# estimates of the whole differ by at most the factor STABLE. It is a range of these estimates, UNCERTAIN wider.
+# The time left is shown once the share KNOWN of the call is done (by the usual shares of its phases), and the last two
+# estimates of the whole time differ by at most the factor STABLE. It is the range of these estimates, widened by the
+# share UNCERTAIN to both sides.
 KNOWN, STABLE, UNCERTAIN = 0.15, 1.5, 0.2
 
-_is_live = False  # whether the last line of the terminal is one that will be overwritten
+_is_live = False  # whether the last line on the terminal will be overwritten
 
 
 def no_log(_: str) -> None:
@@ -34,33 +35,33 @@ def no_log(_: str) -> None:
 
 
 def say(line: str) -> None:
-    """A log callback that prints a line on stderr, above the line that overwrites itself."""
+    """A log callback that prints a line to stderr, above the line that overwrites itself."""
     global _is_live
     start, _is_live = "\r\x1b[K" if _is_live else "", False
     _write(f"{start}{line}\n")
 
 
 def details(log: Log) -> Log:
-    """Returns a log for what only a developer reads, e.g. every trial of a plan: it is silent without `--debug`."""
+    """Returns a log for lines that only developers need, e.g. every trial of a plan. Without `--debug` it is silent."""
     return log if os.environ.get(SETTING) == DETAILED else no_log
 
 
 class Phases:
-    """The phases of a call in their order, each with its usual share of the time.
+    """The phases of a call in order, each with its usual share of the time.
 
-    Shares are relative. They only serve to estimate the time left, which the time of the finished phases corrects.
+    Shares are relative. They are only used to estimate the time left, together with the time of finished phases.
     """
 
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
         self.steps, self.log = tuple(shares), log
         self.position, self.skipped = -1, 0.0
         self.start, self.wholes = time.monotonic(), list[float]()
-        self.shown: float | None = None  # when a phase was last a line
+        self.shown: float | None = None  # the time of the last line for a phase
 
     def begin(self, name: str) -> None:
-        """Begins the next phase of this name; phases in between are skipped, e.g. a diagnosis of an earlier call."""
+        """Begins the next phase of this name. Phases before it are skipped, e.g. a diagnosis that exists already."""
         found = [index for index, step in enumerate(self.steps) if step[0] == name and index >= self.position]
-        if not found or found[0] == self.position:  # another function's phase, or this one again
+        if not found or found[0] == self.position:  # a phase of another function, or the present phase
             return
         self.skipped += sum(share for _, share in self.steps[self.position + 1 : found[0]])
         self.position = found[0]
@@ -69,7 +70,7 @@ class Phases:
         if done >= KNOWN:
             self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
         line = f"{self}{self.left}"
-        # Without a callback, or with attnrx's own, phases are shown like loops.
+        # Without the user's own callback, phases are shown like loops.
         if getattr(self.log, "__wrapped__", self.log) in (no_log, say):
             now = time.monotonic()
             if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
@@ -80,7 +81,7 @@ class Phases:
 
     @property
     def left(self) -> str:
-        """The time left of the whole call as a range; empty while it is not known."""
+        """The time left for the whole call, as the text of a range. It is empty while the time is unknown."""
         if len(self.wholes) < 2 or max(self.wholes) > STABLE * min(self.wholes):
             return ""
         elapsed = time.monotonic() - self.start
@@ -96,9 +97,9 @@ _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
 
 @contextmanager
 def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, again: str = "") -> Iterator[None]:
-    """Shows the phases of a call. Inside another call it has no effect: that call's phases are shown.
+    """Shows the phases of a call. Within another call it has no effect, because the other call's phases are shown.
 
-    From the phase `again` on, they are repeated for each of `repeated` results.
+    The phases from `again` on are repeated for each of `repeated` results.
     """
     if _current.get() is not None:
         yield
@@ -115,19 +116,19 @@ def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, ag
 
 
 def begin(name: str) -> None:
-    """Begins a phase of the call that is running, if it has a phase of this name."""
+    """Begins a phase of the running call, if this call has a phase of this name."""
     current = _current.get()
     if current is not None:
         current.begin(name)
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in seconds, or in minutes from two minutes on."""
+    """Returns a duration as text, in seconds below two minutes, and otherwise in minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def time_range(low: float, high: float) -> str:
-    """Returns a range of durations in one unit, e.g. "3 to 5 min" or "at most 40 s"."""
+    """Returns a range of durations as text with one unit, e.g. "3 to 5 min" or "at most 40 s"."""
     unit, size = ("s", 10.0) if high < 120 else ("min", 60.0)
     scale = 1 if unit == "s" else 60
     first, last = (max(round(end / size) * size / scale, 0) for end in (low, high))
@@ -136,23 +137,23 @@ def time_range(low: float, high: float) -> str:
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
-    """Yields the items, and shows now and then on stderr how many are done.
+    """Yields the items, and regularly shows on stderr how many are done.
 
-    In a phase of a call it shows the time left of the whole call, else how long the other items will take. Set the
-    environment variable ATTNRX_PROGRESS to 0 to show nothing.
+    Within a phase of a call, it also shows the time left for the whole call. Otherwise it shows the time left for the
+    items. To show nothing, set the environment variable ATTNRX_PROGRESS to 0.
     """
-    # A generator has no length, and without a length the remaining time is not known.
+    # A generator has no length, and without a length the time left is unknown.
     total = len(items) if total is None and isinstance(items, Sized) else total
     current = _current.get()
     phase = current if current is not None and current.position >= 0 else None
     every = EVERY_LIVE if _on_terminal() else EVERY
     start = time.monotonic()
-    # The first line may be written DELAY after the start, in a log EVERY after it.
+    # The first line may be written DELAY seconds after the start on a terminal, and EVERY seconds after it in a log.
     shown = start + DELAY - EVERY_LIVE if _on_terminal() else start
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if now - shown >= every and done != total:  # no line for a loop that has ended
+        if now - shown >= every and done != total:  # a loop that has ended needs no line
             shown, count, left = now, f"{done}" if total is None else f"{done} of {total}", ""
             if phase is not None:
                 left = phase.left
@@ -167,7 +168,7 @@ def _on_terminal() -> bool:
 
 
 def _show(line: str) -> None:
-    """Writes a line of progress: on a terminal in place of the last one."""
+    """Writes a line of progress. On a terminal, the line overwrites the last one."""
     global _is_live
     if os.environ.get(SETTING) == SILENT:
         return
@@ -180,7 +181,7 @@ def _show(line: str) -> None:
 
 
 def _clear() -> None:
-    """Removes the line of progress of a terminal."""
+    """Removes the line of progress from a terminal."""
     global _is_live
     if _is_live:
         _write("\r\x1b[K")
@@ -188,7 +189,7 @@ def _clear() -> None:
 
 
 def _write(text: str) -> None:
-    """Writes to stderr; writes nothing once the terminal is closed, whose signal follows."""
+    """Writes to stderr. If the terminal is closed, nothing is written, because a signal will follow."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,7 +1,8 @@
-"""Records of JSON files: their validation, and conversion of frozen dataclasses to records and back.
+"""Validates the records of JSON files, and converts frozen dataclasses to records and back.
 
-`validated(value, kind, path)` returns a value of a kind (`arguments.Kind`), or raises a CheckpointError that names file
-and field: `prescription.json: layers[3].heads[1].keep[0] is -1; it must be a whole number of 0 or more, at most 63.`
+`validated(value, kind, path)` returns the value if it is of the kind (`arguments.Kind`). Otherwise it raises a
+CheckpointError that names file and field:
+`prescription.json: layers[3].heads[1].keep[0] is -1; it must be a whole number of 0 or more, at most 63.`
 """
 
 import dataclasses
@@ -14,13 +15,13 @@ from typing import Any
 from attnrx.support.arguments import Invalid, Kind, below, described, named_kind
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, UnknownName
 
-# Far above any model, and low enough that a wrong count does not allocate gigabytes.
+# These limits are far above any model, but a wrong count below them does not allocate gigabytes.
 MAX_LAYERS, MAX_HEADS, MAX_DIRECTIONS = 4096, 4096, 65_536
-DEEPEST_JSON = 256  # a rule of 50 brackets nests 150 deep
+DEEPEST_JSON = 256  # a rule with 50 brackets nests 150 deep
 
 
 def validated(value: Any, expected: Kind, path: Path | str) -> Any:
-    """Returns a value that `expected` allows; for others it raises CheckpointError, which names file and field."""
+    """Returns the value if `expected` allows it, else raises a CheckpointError that names file and field."""
     try:
         expected.check(value, "")
     except Invalid as error:
@@ -29,7 +30,7 @@ def validated(value: Any, expected: Kind, path: Path | str) -> Any:
 
 
 def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError) -> Path:
-    """Returns the path of a regular file; raises `error` for anything else: reading a pipe could block forever."""
+    """Returns the path of a regular file. Raises `error` for anything else, e.g. a pipe, which could block forever."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -44,7 +45,7 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
 
 
 def nesting(value: Any) -> int:
-    """Returns the nesting depth of lists and objects; iterative, so that it cannot exceed the recursion limit."""
+    """Returns the nesting depth of lists and objects. It is iterative, so it cannot exceed the recursion limit."""
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1
@@ -53,12 +54,13 @@ def nesting(value: Any) -> int:
 
 
 def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
-    """Returns the type name and the fields of a dataclass instance as JSON-ready values.
+    """Returns the type name and the fields of a dataclass instance, as JSON-ready values.
 
-    Without `typed` there is no type name, and tuples are lists: the reader knows the class (`from_dict`).
+    Without `typed` there is no type name, and tuples become lists. To convert such a record back, pass the class to
+    `from_dict`.
 
     Raises:
-        InvalidInput: It is not an instance of a dataclass, or a field holds a value that JSON cannot have.
+        InvalidInput: The argument is not an instance of a dataclass, or a field has a value that JSON cannot have.
     """
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
@@ -67,9 +69,9 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
 
 
 def without_folders(value: Any) -> Any:
-    """Returns a JSON-ready value in which absolute paths are replaced by their last names with a few digits of a hash.
+    """Returns a JSON-ready value in which every absolute path is replaced by its last name and a short hash.
 
-    So a file does not name its maker, and two paths still differ.
+    So a file does not reveal its author's folders, and two different paths still differ.
     """
     if isinstance(value, Mapping):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
@@ -81,15 +83,15 @@ def without_folders(value: Any) -> Any:
 
 
 def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: str = "") -> Any:
-    """Builds the dataclass from a record of `to_dict`.
+    """Creates a dataclass instance from a record that `to_dict` returned.
 
-    `kinds` are the allowed types, or the class of an untyped record.
+    `kinds` are the allowed types of a typed record, or the class of an untyped record.
 
     The law: `from_dict(to_dict(part), kinds) == part`, including tuples and nested dataclasses.
 
     Raises:
-        InvalidInput: A field is unknown or missing or, of a typed record, not of its annotated type; the message names
-            it, prefixed by `where`.
+        InvalidInput: A field is unknown or missing. In a typed record, a field may also have another type than its
+            annotation. The message names the field, prefixed by `where`.
         UnknownName: There is no such type.
     """
     typed = None if isinstance(kinds, type) else {kind.__name__: kind for kind in kinds}
@@ -100,15 +102,15 @@ def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: st
     if unknown:
         known = ", ".join(sorted(fields))
         raise InvalidInput(f"{kind.__name__} has no field {', '.join(unknown)}; its fields are {known}.")
-    # A field without a default has MISSING in both places.
+    # A field without a default has MISSING as both default and factory.
     required = [key for key, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
     missing = [key for key in required if key not in entries]
     if missing:
         raise InvalidInput(f"{below(where, missing[0])} is missing; {kind.__name__} needs it.")
     values = {key: _rich(value, typed, below(where, key)) for key, value in entries.items()}
-    # The values of an untyped record belong to the file that has it, which states their kinds.
+    # Values in an untyped record are not checked here, because the kinds of the file have checked them.
     for key, value in {} if typed is None else values.items():
-        # An empty text is allowed here: it is the path of a part that a model lacks.
+        # An empty text is allowed here, because it is the path of a part that a model does not have.
         if not (allowed := named_kind(key, fields[key].type)).accepts("-" if value == "" else value):
             raise InvalidInput(f"{below(where, key)} is {described(entries[key])}; it must be {allowed.expected}.")
     return kind(**values)
@@ -126,12 +128,12 @@ def _kind_of(record: Any, kinds: Mapping[str, type], where: str) -> type[Any]:
 def _plain(value: Any, typed: bool) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_dict(value)
-    # JSON would read a tuple back as a list, and frozen dataclasses compare and hash tuples.
+    # JSON would turn a tuple into a list, but frozen dataclasses compare and hash tuples.
     if isinstance(value, tuple):
         items = [_plain(item, typed) for item in value]
         return {"tuple": items} if typed else items
     if isinstance(value, Mapping):
-        # The mappings of an untyped record are JSON values already, as `_rich` leaves them.
+        # Mappings in an untyped record are JSON values already, and `_rich` does not change them either.
         return {key: _plain(item, typed) for key, item in value.items()} if typed else value
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -139,7 +141,7 @@ def _plain(value: Any, typed: bool) -> Any:
 
 
 def _rich(value: Any, kinds: Mapping[str, type] | None, where: str) -> Any:
-    """Returns a field from its JSON value; `kinds` are the types of a typed record."""
+    """Returns a field from its JSON value. `kinds` are the types of a typed record, or None for an untyped one."""
     if kinds is None:
         return tuple(_rich(item, None, where) for item in value) if isinstance(value, list) else value
     if isinstance(value, Mapping):

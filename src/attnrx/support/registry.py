@@ -1,4 +1,4 @@
-"""Registries: things by the names that texts, files and users give them, including things of other packages.
+"""Registries, which map names in texts, files and calls to things, including things from other packages.
 
     RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
     RULES["total_rank"]
@@ -6,7 +6,7 @@
     @RULES.register
     class Mine(Rule): ...
 
-The last is what another package does, in a module that an entry point names.
+Other packages register their things as in the last example, in a module that an entry point names.
 """
 
 import re
@@ -21,18 +21,18 @@ Registered = TypeVar("Registered")
 
 
 def text_name(thing: Any) -> str:
-    """Returns the name of a thing: its own `name`, else its class's, `total_rank` of `TotalRank`."""
+    """Returns the name of a thing. For a class without a `name` it is the class name, e.g. `total_rank`."""
     if not isinstance(thing, type):
         return str(thing.name)
-    own = vars(thing).get("name")  # a subclass has its own name
+    own = vars(thing).get("name")  # vars, because a subclass must not inherit the name
     return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", thing.__name__).lower()
 
 
 class Registry(Mapping[str, Thing]):
-    """The things of a `noun` by name.
+    """The things of one kind, by name. `noun` is the word for the kind in messages.
 
-    Other packages register theirs in modules that entry points of the `group` name. These are imported when a name is
-    not known yet, and when all names are listed.
+    Other packages register their things in modules that entry points in the `group` name. The modules are imported when
+    a name is unknown, and when all names are listed.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Registry(Mapping[str, Thing]):
         self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **(named or {})}
 
     def register(self, thing: Registered, name: str = "") -> Registered:
-        """Adds a thing by its own name (`text_name`), or by `name` if it has none, and returns it, as a decorator does.
+        """Adds a thing under `name` or its own name (`text_name`), and returns it, so you can use it as a decorator.
 
         Raises:
             InvalidInput: Another thing has this name.
         """
         name, things = name or text_name(thing), cast("dict[str, Any]", self._things)
-        # Compared by path: a notebook cell that runs again defines its class again.
+        # Classes are compared by their paths, because a notebook cell that runs again defines its class again.
         if repr(things.get(name, thing)) != repr(thing):
             raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
         things[name] = thing
@@ -56,14 +56,14 @@ class Registry(Mapping[str, Thing]):
 
     @property
     def loaded(self) -> tuple[Thing, ...]:
-        """What is registered by now; does not import other packages."""
+        """The things that are registered so far. Other packages are not imported."""
         return tuple(self._things.values())
 
     def __getitem__(self, name: str) -> Thing:
-        """Returns the thing of a name.
+        """Returns the thing with this name.
 
         Raises:
-            UnknownName: There is none.
+            UnknownName: There is no such thing.
         """
         if name not in self:
             raise UnknownName(self.noun, name, self)

@@ -1,4 +1,4 @@
-"""Seals of JSON files: a hash of the content, inside the file, that shows whether it was edited."""
+"""Seals of JSON files. A seal is a hash of a file's content, stored in the file, which shows if the file was edited."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save 
 
 
 def _seal(record: Mapping[str, Any]) -> str:
-    # Sorted keys: the hash must not depend on the order of the fields.
+    # Keys are sorted, because the hash must not depend on the order of the fields.
     content = json.dumps(finite_json({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def finite_json(value: Any) -> Any:
-    """Returns a value as JSON has it: NaN and infinity are None, keys texts, tuples lists."""
+    """Returns a value that JSON can have. NaN and infinity become None, keys become texts, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -7,7 +7,7 @@
     head_dim    value dimensions of a head     classes     outputs of the classifier
     draws       repeated random draws          images      images of a whole dataset
 
-`Float[Tensor, "heads directions"]` is only checked at run time in the tests.
+`Float[Tensor, "heads directions"]` is only checked at run time by the tests.
 """
 
 from jaxtyping import Bool, Float, Int, UInt8

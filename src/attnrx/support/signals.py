@@ -1,4 +1,4 @@
-"""Signals that ask this process to stop, handled within a context."""
+"""Handles signals that ask this process to stop, within a context."""
 
 import signal
 import threading
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Ctrl-C, the request of a scheduler or of `kill`, and a closed terminal (a signal that Windows does not have).
+# These signals mean Ctrl-C, a request by a scheduler or `kill`, and a closed terminal (which Windows does not have).
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @contextmanager
 def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Calls a function on these signals; the earlier handlers are restored at the end.
+    """Calls a function on these signals, and restores the earlier handlers at the end.
 
-    Signals that this process ignores stay ignored: `nohup` relies on it. Has no effect outside the main thread, where
-    Python refuses to install handlers.
+    Signals that this process ignores stay ignored, because `nohup` relies on that. Outside the main thread, Python
+    refuses to install handlers, so the context has no effect there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

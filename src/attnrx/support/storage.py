@@ -1,6 +1,6 @@
-"""JSON and safetensors files, written atomically and validated when they are read.
+"""Writes JSON and safetensors files atomically, and validates them when they are loaded.
 
-Every file contains its kind: the field `kind` of the JSON object, or `kind` in the header of safetensors.
+Every file contains its kind, in the field `kind` of a JSON object or in the header of a safetensors file.
 """
 
 import glob
@@ -27,7 +27,7 @@ from attnrx.support.shapes import Tensor
 Part = TypeVar("Part")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# The types of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
+# The dtypes in models, diagnoses and costs. For others, e.g. float8 and complex numbers, torch has few operations.
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -37,18 +37,18 @@ MAX_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 @checked(content=ANY_TEXT)
 def write_text(path: Path | str, content: str) -> Path:
-    """Writes a text as UTF-8, as `write_atomically` does; returns the path."""
+    """Writes a text as UTF-8 with `write_atomically`, and returns the path."""
     return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
 @checked()
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record as `json_text`, as `write_atomically` does; returns the path."""
+    """Writes the `json_text` of a record with `write_atomically`, and returns the path."""
     return write_text(path, json_text(record))
 
 
 def json_text(record: Mapping[str, Any] | list[Any]) -> str:
-    """Returns a record as indented JSON; NaN and infinity, which JSON lacks, become null."""
+    """Returns a record as indented JSON. NaN and infinity become null, because JSON does not have them."""
     return json.dumps(finite_json(record), indent=2, allow_nan=False) + "\n"
 
 
@@ -64,14 +64,14 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if size > max_bytes:  # before reading, so that a wrong file cannot exhaust the memory
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a mark at the start
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark at the start
         value = json.loads(text, object_pairs_hook=_object)
-        # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
+        # A lone surrogate, half of a character, raises an error here. It could be neither printed nor saved again.
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         if nesting(value) > DEEPEST_JSON:
             raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError for no UTF-8, no JSON, or 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
@@ -79,7 +79,7 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError for a name that occurs twice, because its meaning is unknown."""
+    """Returns a JSON object, or raises ValueError if a name occurs twice, because its meaning would be unknown."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -90,14 +90,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @checked()
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors as safetensors with text `about` them, as `write_atomically` does; returns the path."""
+    """Writes tensors and the texts `about` to a safetensors file with `write_atomically`, and returns the path."""
     content = _encoded(tensors, dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # safetensors cannot hold memory that has two names.
+    # safetensors cannot store the same memory under two names, so the second tensor is cloned.
     first = {tensor.data_ptr(): name for name, tensor in reversed(written.items())}
     is_first = {name: first[tensor.data_ptr()] == name or not tensor.numel() for name, tensor in written.items()}
     return encode_tensors({name: each if is_first[name] else each.clone() for name, each in written.items()}, about)
@@ -105,10 +105,10 @@ def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
 
 @checked()
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
-    """Reads safetensors; the hash of the file must be `sha256`, if that is given.
+    """Loads safetensors. If you pass `sha256`, the file must have this hash.
 
     Raises:
-        CheckpointError: The file is missing, damaged, or another one than was saved.
+        CheckpointError: The file is missing or damaged, or is not the file that was saved.
     """
     path = require_regular(path)
     try:
@@ -122,7 +122,7 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
         )
     try:
         tensors = decode_tensors(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # KeyError: a type torch lacks
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # KeyError for unknown dtypes
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}); it was truncated or damaged."
         ) from error
@@ -136,20 +136,20 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
 
 
 def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a record as JSON and its tensors as safetensors in the same folder; returns the path of the JSON file.
+    """Writes a record as JSON, and its tensors as safetensors in the same folder. Returns the path of the JSON file.
 
-    The JSON refers to the tensors by their hash, and their file name contains the name of the JSON and the hash. So no
-    other file is overwritten, and the atomic replacement of the JSON selects the version that is read. Tensors of
-    earlier versions of this JSON are deleted afterwards.
+    The JSON file refers to the tensors by their hash. The tensors' file name contains the name of the JSON file and the
+    hash, so no other file is overwritten. When the JSON file is replaced atomically, the new tensors become valid. The
+    tensors of earlier versions of this JSON file are then deleted.
 
     Raises:
-        InvalidInput: A file of this name exists that attnrx did not write.
+        InvalidInput: A file with this name exists, and attnrx did not write it.
         CheckpointError: A file cannot be written.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
     require_replaceable(path)
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
-    # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
+    # Only tensors of this kind are replaced or deleted. Other files with a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
         content = _encoded(tensors, {"kind": kind})
@@ -157,21 +157,21 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
-        # Written even if it is there already, from a write of the same tensors: it may be damaged.
+        # The file is written even if the same tensors were written before, because the existing file may be damaged.
         write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
-    write_json(path, record)  # before the deletion: a killed process preserves a JSON with its tensors
+    write_json(path, record)  # before the deletion, so that even a killed process leaves a JSON file with its tensors
     for each in earlier:
         each.unlink(missing_ok=True)
     return path
 
 
 def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none.
+    """Loads the tensors that `write_with_tensors` wrote with a JSON file. If its record has none, the result is empty.
 
     Raises:
-        CheckpointError: The tensors are missing, damaged, or not the ones that the record states.
+        CheckpointError: The tensors are missing, damaged, or do not have the hash in the record.
     """
     sha256 = record.get("tensors_sha256")
     if sha256 is None:
@@ -185,12 +185,12 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with a prefix, e.g. "layers.3.", by the rest of their names."""
+    """Returns the tensors whose names begin with a prefix, e.g. "layers.3.", with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def layer_tensors(layers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the tensors of all layers by their names in a file: layers.3.NAME."""
+    """Returns the tensors of all layers by their names in a file, e.g. layers.3.NAME."""
     return {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
@@ -199,27 +199,27 @@ def _tensors_path(path: Path | str, sha256: str) -> Path:
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
 
 
-# Markers at the beginning of files that are neither JSON nor safetensors.
+# The beginnings of files that are neither JSON nor safetensors, and the kinds of these files.
 CARD_KIND = "attnrx model card"
-REPORT = "attnrx report"  # the kind of a report page
+REPORT = "attnrx report"  # the kind of an HTML report
 _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
 
 
 def file_kind(path: Path | str) -> str | None:
-    """Returns the kind stored in a file written by attnrx; None for any other file."""
+    """Returns the kind that is stored in a file of attnrx, or None for any other file."""
     path = Path(path)
     if not path.is_file():
         return None
     try:
         with path.open("rb") as handle:
             start = handle.read(1000)
-        # The beginning suffices for cards, pages and safetensors; JSON is parsed as a whole, because its kind may be
+        # The beginning is enough for cards, pages and safetensors. JSON is parsed as a whole, because its kind may be
         # anywhere.
         if start.startswith(_CARD):
             return CARD_KIND
         if _PAGE in start:
             return REPORT
-        if start[8:9] == b"{":  # safetensors: eight bytes of length, then a JSON object
+        if start[8:9] == b"{":  # safetensors begin with eight bytes of length and a JSON object
             with safe_open(path, "pt") as file:
                 return (file.metadata() or {}).get("kind")
         record = json.loads(path.read_bytes()) if start.startswith(b"{") else {}
@@ -235,12 +235,12 @@ def file_sha256(path: Path | str) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a 16-digit hash of names, shapes, dtypes and values, which identifies a model."""
+    """Returns a 16-digit hash of the tensors' names, shapes, dtypes and values, which identifies a model."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        # As bytes, because NumPy has no bfloat16.
+        # The values are hashed as bytes, because NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
@@ -251,9 +251,9 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
     Args:
         made_for: The fingerprint of the model that the document belongs to.
         fingerprint: The fingerprint of the model that it is used with.
-        document: The document and how it belongs to its model, e.g. "the diagnosis was made for".
-        what: What the other model is, in the words of the caller.
-        advice: What to do.
+        document: The beginning of the message, e.g. "the diagnosis was made for".
+        what: A description of the model that the document is used with.
+        advice: A text that says what to do.
     """
     if made_for != fingerprint:
         raise FingerprintMismatch(f"{document} the model {made_for}, and {what} is {fingerprint}: {advice}.")
@@ -271,7 +271,7 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
 
 
 def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[str, Any]:
-    """Reads a JSON file of one kind and version, and checks all of its other `fields` before anything is made of them.
+    """Loads a JSON file of one kind and version, and checks all of its other `fields` before they are used.
 
     Raises:
         CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
@@ -279,7 +279,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
     record = read_json(path)
     if isinstance(record, dict) and record.get("kind") == kind:
         record = converted(record, path)
-    # Kind and version come first: the fields of another kind of file would be reported as damaged.
+    # Kind and version are checked first. Otherwise the fields of another kind of file would be reported as damaged.
     check_schema(record, kind, schema, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
@@ -293,15 +293,15 @@ def read_with_tensors(
     build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
     tensors_of: Callable[[Part], Mapping[str, Tensor]],
 ) -> Part:
-    """Reads a record that `write_with_tensors` wrote, and its tensors; returns what `build` makes of them.
+    """Loads a record that `write_with_tensors` wrote, and its tensors, and returns the part that `build` makes of them.
 
-    `tensors_of` returns the tensors that the result uses; the record may have no others.
+    `tensors_of` returns the tensors that the part uses. The file must not have any other tensors.
 
     Raises:
-        CheckpointError: A file is missing, damaged, of another kind or version, or a tensor is missing or not used.
+        CheckpointError: A file is missing, damaged, or of another kind or version. Or a tensor is missing or not used.
         InvalidInput: A tensor is not finite.
     """
-    # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
+    # Cheap checks come first: kind and version, then every field, then the tensors by their hash in the record.
     record = read_record(path, kind, schema, fields)
     tensors = read_tensors_of(path, record)
     require_finite_tensors(tensors, str(path))

@@ -1,6 +1,6 @@
-"""Child processes, which only this module starts: programs, and calls of functions in another process.
+"""Runs programs, and calls of functions in another process. Only this module starts child processes.
 
-Measurements in another process do not depend on the state of this one.
+Measurements in another process do not depend on the state of this process.
 """
 
 import ctypes
@@ -27,18 +27,20 @@ Value = TypeVar("Value")
 ROOT = Path(os.sep).absolute()
 POSIX = os.name == "posix"
 VARIABLES = {
-    # By default glibc returns large free blocks to the operating system and faults them in again page by page. This
-    # cost is not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore the two.
+    # By default, glibc returns large free blocks to the operating system, and later faults them in again page by page.
+    # The page faults are not a cost of the model, and their time varied by a tenth within a quarter of an hour. Systems
+    # without glibc ignore the two variables.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    # A library that asks for CUDA devices while it is imported must not start CUDA, which no fork could use then.
+    # If a library looks for CUDA devices while it is imported, it must not start CUDA, because forks could not use it
+    # then.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-# Imported ahead in the process if they are loaded here: pickled models need them.
+# If these libraries are loaded here, they are imported ahead in the process, because pickled models need them.
 LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 
-# Every call has its own process, with a fresh heap: a model was 15 % slower in the process that had measured a cost
-# table than in a new one. It is forked from one that has imported everything, before any threads were started.
+# Every call has its own process with a fresh heap. In a process that had measured a cost table, a model was 15 % slower
+# than in a new process. The process is forked from one that has imported everything and has not started any threads.
 FORKS = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # of prctl
 
@@ -47,17 +49,17 @@ ADVICE = (
     "process (in_subprocess=False)."
 )
 
-# The files of a call, and the line that ends its output: it starts with a zero byte, unlike any line of text.
+# The files of a call, and the line that ends its output. This line starts with a zero byte, unlike any line of text.
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
 class Subprocess:
-    """A Python process that runs calls; on Linux each call has its own fork.
+    """A Python process that runs calls. On Linux, every call has its own fork.
 
-    It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
-    they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with this
-    one, however it ends; on systems other than Linux, after the call that it runs. It searches modules where this one
-    does: in the current folder last, and only if this one does, too.
+    The process keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled,
+    because they may contain modules of any library, and are exchanged in a private temporary folder. However this
+    process ends, the other process ends, too. On systems other than Linux, it first finishes its call. It searches for
+    modules in the same folders as this process, with relative folders last.
     """
 
     def __init__(self):
@@ -66,12 +68,12 @@ class Subprocess:
         relative = [str(Path(entry).absolute()) for entry in sys.path if entry not in absolute]
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"import sys; sys.path += {relative}; from {__name__} import serve; serve()"],
-            # The two variables are also for processes that libraries start there, e.g. torch's compiler.
+            # The Python variables also affect processes that libraries start there, e.g. torch's compiler.
             env={**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(absolute), "PYTHONSAFEPATH": "1"},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # It has its own session: its end reaches its forks too, and Ctrl-C only reaches this process.
+            # The process has its own session, so that ending it also ends its forks, and Ctrl-C only reaches this one.
             start_new_session=POSIX,
         )
         assert self.process.stdin is not None
@@ -81,14 +83,14 @@ class Subprocess:
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
     ) -> Iterator[Value]:
-        """Yields the values of several calls of a module-level function, with the number of threads of this process.
+        """Yields the values of several calls of a module-level function, with this process's number of threads.
 
-        The arguments are pickled once. `on_line` is called with every line that the function prints; its progress goes
-        to stderr.
+        The arguments are pickled once. `on_line` is called with every line that the function prints. The function's
+        progress goes to stderr.
 
         Raises:
-            NotSupported: An argument cannot be pickled, the function raised an error of attnrx, with its message, or
-                the process ended without a result.
+            NotSupported: An argument cannot be pickled, or the process ended without a result. Or the function raised
+                an error of attnrx, whose message is repeated.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with scratch_folder() as folder:
@@ -101,10 +103,10 @@ class Subprocess:
                 ) from error
             returned = folder / _RETURNED
             for _ in range(times):
-                with suppress(BrokenPipeError):  # the process has ended: there is no answer below
+                with suppress(BrokenPipeError):  # if the process has ended, there is no answer below
                     self.process.stdin.write(f"{folder}\n")
                     self.process.stdin.flush()
-                # stdout has the lines that the function prints, as they come; the result is in a file.
+                # stdout has the lines that the function prints, and the result is in a file.
                 for line in self.process.stdout:
                     if line.rstrip("\n") == _DONE:
                         break
@@ -123,7 +125,7 @@ class Subprocess:
                 yield value
 
     def close(self) -> None:
-        """Ends the process, and the process of a call that it runs."""
+        """Ends the process and, if it is running a call, the process of this call."""
         _end_group(self.process)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
@@ -137,7 +139,7 @@ _shared: list[Subprocess] = []
 
 @contextmanager
 def shared_subprocess() -> Iterator[Subprocess]:
-    """Runs all calls of `run_in_subprocess` within the context in one process, which starts now."""
+    """Starts a process in which all calls of `run_in_subprocess` within the context run."""
     if _shared:
         yield _shared[-1]
         return
@@ -151,9 +153,9 @@ def shared_subprocess() -> Iterator[Subprocess]:
 def run_in_subprocess(
     function: Callable[..., Value], *arguments: Any, in_subprocess: bool = True, on_line: Callable[[str], None] = print
 ) -> Value:
-    """Calls a module-level function in another process, as `Subprocess.calls` does, and returns its value.
+    """Calls a module-level function in another process (see `Subprocess.calls`), and returns its value.
 
-    With `in_subprocess=False` it is called in this process.
+    With `in_subprocess=False`, the function is called in this process.
     """
     if not in_subprocess:
         return function(*arguments)
@@ -163,20 +165,21 @@ def run_in_subprocess(
 
 
 def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool = True) -> list[Value]:
-    """Makes independent calls, every second one in another process, and returns their values in order.
+    """Makes independent calls, every second one in another process, and returns the values in order.
 
-    Calls that another process cannot make are made in this one, and so are all calls with `in_subprocess=False`.
+    If the other process cannot make its calls, they are made in this process. With `in_subprocess=False`, all calls are
+    made in this process.
     """
     there = list(calls[1::2]) if in_subprocess else []
     values = dict[int, Value]()
 
     def call_there() -> None:
-        # An error is raised again by the same call in this process, or it was an error of the other process.
+        # The call is repeated in this process. If the call itself fails, it raises its error again there.
         with suppress(NotSupported):
             found: list[Any] = run_in_subprocess(_called, there)
             values.update({2 * index + 1: value for index, value in enumerate(found)})
 
-    # A daemon ends with its process, which an interrupted call ends.
+    # A daemon thread does not keep this process running if a call is interrupted.
     worker = threading.Thread(target=call_there, daemon=True)
     if there:
         worker.start()
@@ -191,7 +194,7 @@ def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
 
 
 def serve() -> None:
-    """Runs in the new process: reads names of modules and the folders of calls from stdin.
+    """Runs in the new process. Reads the names of modules and then the folders of calls from stdin.
 
     The result of each call is written to its folder.
     """
@@ -207,7 +210,7 @@ def serve() -> None:
                 _end_with_parent()
                 _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
-            # The caller reports this end: it reads no result, and waits for this process.
+            # This process ends in the same way as its fork. The caller then finds no result, and reports how it ended.
             if os.WIFSIGNALED(status):
                 os.kill(os.getpid(), os.WTERMSIG(status))
             if status:
@@ -219,9 +222,9 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    """Lets Linux end this process when its parent has ended.
+    """Lets Linux end this process when its parent ends.
 
-    Its standard input ends then too, but a process that runs a call does not read it.
+    Standard input ends then, too, but a process that is running a call does not read it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -237,7 +240,7 @@ def _run(folder: Path) -> None:
         torch.set_num_threads(threads)
         try:
             returned = function(*arguments), None
-        # Returned as text, because an exception whose class takes more than a message cannot be unpickled. Other
+        # The error is returned as text, because exceptions that take more than a message cannot be unpickled. Other
         # exceptions end the process.
         except AttnrxError as error:
             returned = None, str(error)
@@ -245,7 +248,7 @@ def _run(folder: Path) -> None:
 
 
 def _run_and_exit(folder: Path) -> None:
-    """Runs a call and ends this process without the clean-up that belongs to its parent."""
+    """Runs a call, and ends this process without the clean-up that its parent will do."""
     code = 1
     try:
         _run(folder)
@@ -259,23 +262,23 @@ def _run_and_exit(folder: Path) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """Returns the absolute path of a program, or None; relative entries of PATH are skipped.
+    """Returns the absolute path of a program, or None if it is not found. Relative entries in PATH are skipped.
 
-    A name with a separator, e.g. `./compiler`, is a path relative to the current folder.
+    If the name contains a separator, e.g. `./compiler`, it is a path relative to the current folder.
     """
     found = shutil.which(name, path=_program_path())
     return None if found is None else str(Path(found).absolute())
 
 
 def run_program(command: Sequence[str], timeout: int | float) -> subprocess.CompletedProcess[str]:
-    """Runs a program, given by its absolute path, in the root folder, and returns its code and its output.
+    """Runs a program in the root folder, and returns its exit code and its output.
 
     Raises:
-        OSError: It cannot be started, or has not ended after `timeout` seconds.
+        OSError: The program cannot be started, or has not ended after `timeout` seconds.
     """
-    # Compilers get a folder for their temporary files, which they leave there if they are ended.
+    # Compilers get a folder for temporary files, because they leave the files behind if they are killed.
     with scratch_folder() as scratch:
-        # In the root folder, because compilers read empty entries of CPATH and its like as the current folder.
+        # The program runs in the root folder, because compilers treat an empty entry in CPATH as the current folder.
         process = subprocess.Popen(
             command,
             env={**os.environ, "PATH": _program_path(), "TMPDIR": str(scratch)},
@@ -293,14 +296,14 @@ def run_program(command: Sequence[str], timeout: int | float) -> subprocess.Comp
             except subprocess.TimeoutExpired as error:
                 _end_group(process)
                 raise TimeoutError(f"{command[0]} timed out after {timeout} seconds") from error
-            except BaseException:  # Ctrl-C ends the program, and the programs that it started
+            except BaseException:  # e.g. after Ctrl-C, the program and the programs that it started must end
                 _end_group(process)
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends a process that has its own session, and the processes that it started."""
+    """Ends a process with its own session, and the processes that it started."""
     if POSIX:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,12 +1,12 @@
-"""The grammar that the texts of users share: rules, token policies, checks, losses, formats and methods.
+"""Parses the texts of rules, token policies, checks, losses, formats and methods, which share this grammar.
 
     call  = name [ "(" [ knob { "," knob } ] ")" ]
     short = name ":" knob { ( "," | ":" ) knob }           of rules and losses, in place of or after the brackets
     knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values where the knob is a tuple
     value = number | "true" | "false" | "none" | word | call
 
-Knobs are the fields of a dataclass; a value without a name belongs to the first knob without one. A number may end with
-%. What a language has beyond calls (`a & b`, `0.7@4,7`) is read by its own subclass of `TextReader`.
+Knobs are the fields of a dataclass. A value without a name belongs to the first knob that has no value yet. A number
+may end with %. If a language has more than calls (`a & b`, `0.7@4,7`), its own subclass of `TextReader` parses that.
 """
 
 import dataclasses
@@ -21,34 +21,35 @@ from attnrx.support.registry import Registry
 
 Kind = TypeVar("Kind")
 
-LONGEST_NUMBER = 40  # characters; int() of thousands of digits is slow, and limited by Python
-DEEPEST = 50  # brackets; far below the nesting that exhausts Python's stack
+LONGEST_NUMBER = 40  # characters, because int() is slow for thousands of digits, and Python limits it
+DEEPEST = 50  # brackets, far below the nesting that exhausts Python's stack
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 NAME, NUMBER = r"[A-Za-z_][\w-]*", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-# A text that is a value: names of choices, and paths.
+# Texts that are values, which are names of choices and paths.
 WORD, WORD_OF_SEVERAL = re.compile(r"\s*([^\s:,;()&|@<=]+)"), re.compile(r"\s*([^\s:,;()&|@<=/]+)")
-# A name before "=" starts the text, or follows a space after a complete text. After one of , ; : ( & | it is a knob.
+# Before "=", a name is at the start of the text, or follows a space after a complete text. After one of , ; : ( & |
+# it would be a knob.
 _NAMED = re.compile(rf"(?:^|(?<=[^\s,;:(&|])\s+)({NAME})=")
 _DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "none"}
 
 
 def share(text: str) -> float:
-    """Parses a number, with `50%` as 0.5; raises ValueError for other text."""
+    """Parses a number, where `50%` is 0.5. Raises ValueError for any other text."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Splits `TEXT NAME=TEXT NAME=TEXT`: returns the text before the first name, and the names with their texts."""
+    """Splits `TEXT NAME=TEXT NAME=TEXT` into the text before the first name, and the names with their texts."""
     before, *parts = _NAMED.split(text.strip())
     return before, [(name, part.strip()) for name, part in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
-    """Returns the fields of a dataclass that have a text form, by name; fields that must be named come last.
+    """Returns the fields of a dataclass that have a text form, by name. Keyword-only fields come last.
 
-    They are numbers, flags, texts and objects of the class `nested`, or tuples of these.
+    These fields are numbers, flags, texts and objects of the class `nested`, or tuples of these.
     """
-    plain = [*_DESCRIBED, Ellipsis]  # a list: arguments of a Callable have no hash
+    plain = [*_DESCRIBED, Ellipsis]  # a list, because the arguments of a Callable are not hashable
 
     def is_readable(part: Any) -> bool:
         return part in plain or (nested is not None and isinstance(part, type) and issubclass(part, nested))
@@ -60,7 +61,7 @@ def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.F
 
 @dataclass(frozen=True)
 class Token:
-    """A lexical token; its kind is "number", "name", "end" or the sign itself."""
+    """A lexical token. Its kind is "number", "name", "end" or the sign itself."""
 
     kind: str
     text: str
@@ -70,26 +71,27 @@ class Token:
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
     """Returns the knobs of a dataclass instance as text.
 
-    Knobs without a default are given by position, and the others by name if they differ from their default.
+    Knobs without a default are written by position. Other knobs are written by name if they differ from their default.
     """
     knobs = []
     for name, field in knobs_of(type(part), nested).items():
         value = getattr(part, name)
         if value != field.default:
-            # A float has all digits, so that the text gives an equal part; true, false and none are as in the grammar.
+            # A float is written with all digits, so that parsing the text returns an equal object. true, false and none
+            # are written as in the grammar.
             text = str(value).lower() if isinstance(value, bool | None) else str(value)
             knobs.append(text if field.default is dataclasses.MISSING else f"{name}={text}")
     return ",".join(knobs)
 
 
 class TextReader:
-    """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule.
+    """A recursive-descent parser of a text. The methods of subclasses consume the tokens of their grammar rules.
 
-    A subclass states the `noun` and `examples` of its texts for messages, its signs, and the class of its errors.
-    `nested` is the class of knobs that are calls themselves; `read_nested` reads them.
+    For messages, a subclass sets the `noun`, the `plural` and `examples` of its texts. It also sets its `signs` and the
+    class of its errors. `nested` is the class of knobs that are calls themselves, which `read_nested` parses.
 
     Raises:
-        InvalidInput: (the `error` of the class) The text has another form; the message names the character.
+        InvalidInput: (the `error` of the class) The text has another form. The message states the position.
         UnknownName: The text has an unknown name or knob.
     """
 
@@ -112,13 +114,13 @@ class TextReader:
 
     @property
     def token(self) -> Token:
-        """The next token; an unreadable character raises the error of the class."""
+        """The next token. A character that cannot be parsed raises the error of the class."""
         rest = self.text[self.position :].lstrip()
         if not rest:
             return Token("end", "the end", len(self.text.rstrip()))
         start = len(self.text) - len(rest)
         # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
-        # sign is read as part of a number.
+        # plus or minus before a number is a part of it.
         match = re.match(rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.signs)}])", rest)
         if match is None or match.lastgroup is None:
             raise self.problem(start, f"{rest.split()[0]!r} cannot be read")
@@ -128,14 +130,14 @@ class TextReader:
         return Token(text if kind == "sign" else kind, text, start)
 
     def take(self, kind: str) -> bool:
-        """Consumes the next token if it is of this kind; returns whether it did."""
+        """Consumes the next token if it is of this kind. Returns whether a token was consumed."""
         token = self.token
         if token.kind == kind != "end":
             self.position = token.start + len(token.text)
         return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Consumes the next token and returns it; a token of another kind raises the error of the class."""
+        """Consumes the next token and returns it. A token of another kind raises the error of the class."""
         token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
@@ -147,7 +149,7 @@ class TextReader:
         return self.error(f"{where}: {problem}. {self.plural} read like {self.examples}.")
 
     def read_name(self, registry: Registry[type[Kind]]) -> tuple[Token, type[Kind]]:
-        """Reads the name of a class in a registry; returns it with the class.
+        """Parses the name of a class in a registry, and returns its token and the class.
 
         Raises:
             UnknownName: The registry has no such name.
@@ -156,9 +158,9 @@ class TextReader:
         return name, registry[name.text]
 
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
-        """Reads the knobs of a class in brackets and, with `is_short`, those after colons, if any are given.
+        """Parses the knobs of a class in brackets and, with `is_short`, after colons. Both may be missing.
 
-        Values without a name skip the knobs that are `filled` already.
+        Values without a name are not assigned to knobs in `filled`, which have a value already.
 
         Raises:
             UnknownName: The class has no such knob.
@@ -176,7 +178,7 @@ class TextReader:
         return given
 
     def build(self, name: Token, kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-        """Creates an object of a class from its knobs; all knobs without a default must be given."""
+        """Creates an object of a class from the values of its knobs. Knobs without a default must have a value."""
         missing = [
             knob.name
             for knob in knobs_of(kind, self.nested).values()
@@ -188,7 +190,7 @@ class TextReader:
         return kind(**values)
 
     def read_nested(self) -> Any:
-        """Reads an object of the class `nested`."""
+        """Parses an object of the class `nested`."""
         raise NotImplementedError
 
     def _read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any], filled: Collection[str]) -> None:
@@ -210,7 +212,7 @@ class TextReader:
             raise self.problem(start, f"{knob} is given twice")
         annotation = knobs[knob].type
         if get_origin(annotation) is not tuple:
-            # `int | None` allows the types of its parts; `int` only allows itself.
+            # `int | None` allows the types of its parts, and `int` only allows itself.
             given[knob] = self._read_value(name, knob, get_args(annotation) or (annotation,), WORD)
             return
         kinds = get_args(annotation)[:1]
@@ -220,13 +222,13 @@ class TextReader:
         given[knob] = tuple(values)
 
     def _read_value(self, name: Token, knob: str, kinds: tuple[type, ...], word: re.Pattern[str]) -> Any:
-        """Reads one value of a knob that has one of these types."""
+        """Parses one value of a knob, which has one of the types `kinds`."""
         described = " or ".join(_DESCRIBED.get(kind) or f"a {kind.__name__.lower()}" for kind in kinds)
         if str in kinds and (match := word.match(self.text, self.position)):
             self.position = match.end()
             return None if match[1] == "none" and NoneType in kinds else match[1]
         token = self.token
-        # A word of the grammar (true, false, none) is a value even where the knob accepts a call.
+        # Even if the knob accepts a call, the words true, false and none are values.
         if not {*_DESCRIBED}.issuperset(kinds) and token.kind != "number" and token.text not in WORDS:
             return self.read_nested()
         if self.take("number"):

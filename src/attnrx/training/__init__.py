@@ -11,7 +11,7 @@ __all__ = ["TrainingConfig", "TrainingRun", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: rules of the laboratory only need the losses, and the trainer imports torch.distributed.
+    # These names are imported on first use. The trainer imports torch.distributed, and some users only need the losses.
     if name in ("TrainingRun", "train"):
         from attnrx.training import trainer
 

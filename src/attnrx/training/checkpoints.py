@@ -1,4 +1,4 @@
-"""The stored state of a run: its checkpoints, its settings and versions."""
+"""The stored state of a training run: its checkpoints and its settings."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_lik
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 KIND, SCHEMA = "attnrx training state", 1
-# The settings are compared with the run's, field by field (`require_same_run`).
+# `require_same_run` compares the settings field by field with the requested settings.
 IDENTITY = kinds.record({"weights": kinds.ANY_TEXT}, open=True)
 HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch
 STATE = kinds.record(
@@ -37,32 +37,33 @@ STATE = kinds.record(
     HISTORY,
     open=True,
 )
-NUM_KEPT = 2  # one more than needed to resume, in case the last one is damaged
+NUM_KEPT = 2  # one more checkpoint than needed to resume, in case the last one is damaged
 
 
 class Checkpoints:
-    """The last checkpoints of a run, `checkpoints/step-00000420/` with state.json and state.safetensors.
+    """The last checkpoints of a run. Each is a folder, e.g. `checkpoints/step-00000420/`, with JSON and safetensors.
 
-    A new one is written under a hidden name and then renamed, so that only complete ones exist after an interruption.
+    A new checkpoint is written under a hidden name and then renamed. So even after an interruption, only complete
+    checkpoints exist.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder / "checkpoints"
 
     def all(self) -> list[Path]:
-        """Returns the checkpoints, oldest first."""
-        # By name, which is by step, because every number has eight digits.
+        """Returns the checkpoints, with the oldest first."""
+        # Sorting by name sorts by step, because every number has eight digits.
         return sorted(self.folder.glob("step-*"))
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Adds a checkpoint, after reading it back.
+        """Adds a checkpoint after reading it back to verify it.
 
         Raises:
             InvalidInput: A value is not finite.
-            CheckpointError: It cannot be written, or has other tensors when it is read.
+            CheckpointError: The checkpoint cannot be written, or contains other tensors when it is read back.
         """
         require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
@@ -73,16 +74,16 @@ class Checkpoints:
             content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
             write_json(partial / "state.json", content)
             _require_written(partial, tensors)
-            partial.rename(path)  # both files are complete
+            partial.rename(path)  # both files are complete now
         for old in self.all()[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Returns the newest checkpoint, or None; a damaged one raises CheckpointError and is never skipped."""
+        """Returns the newest checkpoint, or None if there is none. A damaged checkpoint raises CheckpointError."""
         checkpoints = self.all()
         if not checkpoints:
             return None
-        # Not skipped in favour of an older one: whether steps are repeated is the user's decision.
+        # A damaged checkpoint is not skipped, because the user must decide whether to repeat steps.
         path = checkpoints[-1]
         try:
             record = read_record(path / "state.json", KIND, SCHEMA, STATE)
@@ -95,7 +96,7 @@ class Checkpoints:
 
 
 def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError unless a checkpoint can be read, and has these tensors."""
+    """Raises CheckpointError unless a checkpoint can be read and contains these tensors."""
     read_record(folder / "state.json", KIND, SCHEMA, STATE)
     stored = read_tensors(folder / "state.safetensors")
     if stored.keys() != tensors.keys() or not all(torch.equal(stored[name], tensors[name].cpu()) for name in stored):
@@ -106,10 +107,11 @@ def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
-    """Returns weights, running mean, optimizer state and the sums of the epoch so far, gathered in the first process.
+    """Returns weights, running mean, optimizer state and the epoch's sums so far, gathered in the first process.
 
-    All processes must call this, because each may hold a shard; in the others the result is empty. Random generators
-    need no state: every step derives its seed from the config's seed and its number.
+    All processes must call this, because each may hold a shard. In all but the first process, the result is empty. The
+    states of random generators are not needed, because every step derives its seed from the config's seed and its own
+    number.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -122,7 +124,7 @@ def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, T
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Restores the output of `state_tensors`; the sums, which are over all processes, go to the first process."""
+    """Restores the output of `state_tensors`. Only the first process gets the sums, which are over all processes."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         part, _, name = key.partition("/")
@@ -132,7 +134,7 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     if learner.mean is not None:
         for name, mean in learner.mean.tensors.items():
             copy_whole_(mean, parts["mean"][name])
-    # The others begin at 0, because the sums of all processes are added up at the end of the epoch.
+    # The other processes begin at 0, because the sums of all processes are added at the end of the epoch.
     if learner.accelerator.is_main_process:
         learner.sums.copy_(parts["meter"]["sums"])
 
@@ -147,7 +149,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restores the state of the optimizer; `tensors` are named `PARAMETER/STATE`.
+    """Restores the state of the optimizer from tensors with the names `PARAMETER/FIELD`.
 
     Raises:
         CheckpointError: A tensor belongs to a parameter that the model does not have.
@@ -157,7 +159,7 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
         name, _, field = key.rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
-        # The field `step` is a scalar and not of the parameter's shape; `shard_like` does not shard it.
+        # The field `step` is a scalar, so `shard_like` does not shard it.
         optimizer.state[parameters[name]][field] = shard_like(value, parameters[name])
 
 
@@ -175,17 +177,17 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         copy_whole_(tensor, tensors[name])
 
 
-# Settings that may change when a run is resumed: they change how it is stored or distributed, and its result only by
-# rounding.
+# Settings that may change when a run is resumed. They only change how the run is stored or distributed, and its result
+# only by rounding.
 HARMLESS = {"config.checkpoint_every", "config.parallel", "config.accumulate"}
 
 
 def identity(
     model: nn.Module, splits: Splits, config: TrainingConfig, teachers: Mapping[TeacherSource, nn.Module]
 ) -> dict[str, Any]:
-    """Returns what identifies a run, as JSON-ready values.
+    """Returns the record that identifies a run, as JSON-ready values.
 
-    These are the model, its weights before the first step, the data, the config and the teachers' weights.
+    It contains the model, its weights before the first step, the data, the config and the teachers' weights.
     """
     return {
         "config": without_folders(to_dict(config)),
@@ -198,7 +200,7 @@ def identity(
         "model": family_of(model).describe(model),
         "weights": fingerprint(model.state_dict()),
         "tokens": described_tokens(model),
-        # The config states where teachers are read from; another model may be there now.
+        # The config only has the teachers' locations, where there may be other models now.
         "teachers": {
             " ".join(without_folders([part for part in source if part])): model_fingerprint(teacher)
             for source, teacher in teachers.items()
@@ -207,12 +209,12 @@ def identity(
 
 
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
-    """Raises CheckpointError if the run differs from the saved one, with a list of the differences.
+    """Raises CheckpointError with a list of differences if the run differs from the saved run.
 
-    The weights may be the ones before the first step, or have the fingerprint `reached` of the weights in the folder: a
-    run changes the model in place, and may be called again with it.
+    The model may have the weights before the first step, or the weights in the folder, whose fingerprint is `reached`.
+    The latter are allowed because a run changes the model in place, and you may call it again with this model.
     """
-    # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
+    # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))
     now = dict(_flat(requested))
     if now["weights"] == reached:

@@ -16,39 +16,40 @@ class TrainingConfig:
     The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies only
     to matrices, not to biases, norms or strengths.
 
-    Some forms of attention have a learned strength for every direction. A large initial strength enables selective
-    heads (it bounds the scores) but keeps the spectrum flat. Decay moves heads towards uniform attention. A larger
-    strength learning rate spreads the spectrum.
+    Some forms of attention have a learned strength for every direction. The strength bounds the scores, so a large
+    initial strength enables selective heads, but it keeps the spectrum flat. Decay moves heads towards uniform
+    attention. A larger learning rate for strengths spreads the spectrum.
 
-    With "ddp" every process has a copy of the model. With "fsdp" it has a shard of weights, gradients, optimizer state
-    and running mean, and gathers the weights for every step. With `accumulate` a process computes its images in parts,
-    as several processes would. The results are equal up to rounding. You may resume a run with the other mode, or with
-    another number of processes or parts.
+    With "ddp" every process has a copy of the model. With "fsdp" every process has a shard of the weights, gradients,
+    optimizer state and running mean, and gathers the weights for every step. With `accumulate` a process computes its
+    images in parts, as several processes would. The results are equal up to rounding. You may resume a run with the
+    other mode, or with another number of processes or parts.
 
     Attributes:
         epochs: Passes over the training images.
-        batch_size: Images per step, over all processes (256, on the command line less for small datasets).
-        accumulate: Number of parts in which a process computes its images of a step, one after the other to save
-            memory.
+        batch_size: Images per step, over all processes (256, or fewer for small datasets on the command line).
+        accumulate: The number of parts into which a process divides its images of a step. It computes them one after
+            the other, which saves memory.
         learning_rate: Peak learning rate of warm-up and cosine decay.
         min_learning_rate: Final learning rate of the cosine decay.
         warmup_learning_rate: Initial learning rate of the warm-up.
-        weight_decay: Weight decay of matrices; biases, norms and strengths never have it.
+        weight_decay: Weight decay of matrices. It does not apply to biases, norms and strengths.
         warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
-        gradient_clip: Largest norm of a gradient; None for no limit.
+        gradient_clip: Largest norm of a gradient, or None for no limit.
         losses: The terms of the objective.
-        augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
+        augmentation: None for the dataset's own. `Augmentation(padding=0, flip=False)` disables it.
         predictor_learning_rate: Factor on the learning rate of token predictors.
-        strength_init: Initial value of every strength (the model's own); larger values sharpen attention sooner.
-        strength_decay: Weight decay of the strengths; pulls the weak ones to zero.
-        strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
+        strength_init: Initial value of every strength. Larger values sharpen attention sooner (the model's own).
+        strength_decay: Weight decay of the strengths, which pulls weak strengths to zero.
+        strength_learning_rate: Factor on the strengths' learning rate. A larger factor spreads the strengths sooner.
         precision: Precision of the forward pass.
         compile: Train through torch.compile.
-        parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
-        ema: Decay of a running mean of the weights, which is then validated and saved instead of the last weights
+        parallel: How several processes (accelerate launch, torchrun) hold the model. With ddp each has a copy, and with
+            fsdp a shard.
+        ema: Decay of a running mean of the weights. The mean is then validated and saved instead of the last weights
             (off).
         seed: Seeds weights, order, augmentation and noise.
-        checkpoint_every: Steps between checkpoints; one is written when the run is interrupted, too.
+        checkpoint_every: Steps between checkpoints. A checkpoint is also written when the run is interrupted.
     """
 
     example = "attnrx.TrainingConfig(epochs=10)"
@@ -90,7 +91,7 @@ class TrainingConfig:
 
     @property
     def warmup(self) -> float:
-        """The epochs of warm-up: as set, else five, but at most a tenth of the run."""
+        """The epochs of warm-up: `warmup_epochs` if it is set, else five but at most a tenth of the run."""
         return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     @property

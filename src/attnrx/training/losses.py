@@ -1,4 +1,4 @@
-"""Terms of the training objective, which can be combined freely."""
+"""The terms of the training objective, which you can combine freely."""
 
 import os
 from abc import ABC, abstractmethod
@@ -20,19 +20,19 @@ from attnrx.support.text_parsing import TextReader, knobs_of
 from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks
 
 TeacherSource = tuple[str, str | None]
-"""A folder or a name that `load_model` reads, and the file of its weights, if it needs one."""
+"""A folder or a name that `load_model` accepts, and a file of weights if the model needs one."""
 
 
 @dataclass(frozen=True)
 class LossContext:
     """The inputs of a loss at one training step.
 
-    `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
-    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs only to this step. `features`
-    are the block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some.
-    `run` has the statistics of the model's tokens in the forward pass of this step (`models.recording_tokens`), if it
-    has a policy. `progress` is the completed share of the training. `memory` is shared by the losses of this step.
-    `teachers` are the models that losses compare with, if they are loaded already.
+    `model` is the bare module. To run it again, a loss calls `model.forward`, which is never compiled. `logits` have
+    float32 or a higher precision. `shard` is (process, processes). `seed` belongs only to this step. If a loss needs
+    them, `features` are the outputs of the model's blocks, which have fewer tokens after a stage that removes tokens.
+    If the model has a token policy, `run` has the statistics of its tokens in this step's forward pass
+    (`models.recording_tokens`). `progress` is the completed share of the training. The losses of this step share
+    `memory`. `teachers` are the models that losses compare with, if they are already loaded.
     """
 
     model: nn.Module
@@ -49,16 +49,16 @@ class LossContext:
 
 
 class Loss(ABC):
-    """One term of the training objective: a frozen dataclass of its options, whose call returns the unweighted value.
+    """One term of the training objective. It is a frozen dataclass of options, and a call returns its unweighted value.
 
-    Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
+    Every loss is a mean over the images of its process, so the average over processes is the mean over all images.
     """
 
     example: ClassVar[str] = "attnrx.training.losses.Task()"
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The ranges of options, if they differ from the ranges of their types: positive numbers, counts."""
+    """The ranges of options, if they differ from the usual ranges (positive numbers and counts)."""
     weight: float
 
     def __post_init__(self):
@@ -70,13 +70,13 @@ class Loss(ABC):
 
     @property
     def name(self) -> str:
-        """The name under which the term is logged."""
+        """The name of the term in logs."""
         return text_name(type(self))
 
 
 @dataclass(frozen=True)
 class Task(Loss):
-    """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
+    """Cross-entropy with the labels. The probability `label_smoothing` is spread evenly over all classes."""
 
     reads_labels: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, Kind]] = {"label_smoothing": BELOW_ONE}
@@ -88,20 +88,20 @@ class Task(Loss):
 
 
 class TeacherLoss(Loss):
-    """A loss that compares the model with a teacher: a folder or a name that `load_model` reads, with its weights."""
+    """A loss that compares the model with a teacher, which is a folder or a name that `load_model` accepts."""
 
     teacher: str
     weights: str | None
 
     def __post_init__(self):
-        # Checked before any message with the loss, which would hold all layers of a module.
+        # The teacher is checked before any message shows the loss, which would print all layers of a module.
         if not isinstance(self.teacher, str | os.PathLike):
             raise InvalidInput(
                 f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "
                 "saved model (attnrx.save(model, folder)) or a name that attnrx.load reads, so that the run can be "
                 "resumed."
             )
-        object.__setattr__(self, "teacher", os.fspath(self.teacher))  # a text, as in a file of the settings
+        object.__setattr__(self, "teacher", os.fspath(self.teacher))  # a text, as in files with settings
         super().__post_init__()
 
     @property
@@ -113,8 +113,8 @@ class TeacherLoss(Loss):
 class Distillation(TeacherLoss):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
-    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads. `weights` is a
-    local file, for a name such as timm:NAME. Labels are not used: training with only this loss needs none.
+    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` accepts. `weights` is a
+    local file of weights, if the teacher is a name such as timm:NAME. This loss does not use labels.
     """
 
     teacher: str
@@ -129,10 +129,10 @@ class Distillation(TeacherLoss):
                 f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
                 f"{context.logits.shape[1]}; take a teacher of the same task."
             )
-        # Targets as logarithms, which are exact where the teacher's probabilities round to 0.
+        # The targets are logarithms, which stay exact if the teacher's probabilities round to 0.
         target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
         predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
-        # batchmean: "mean" would divide by the number of classes as well
+        # With "mean" in place of "batchmean", the sum would also be divided by the number of classes.
         return F.kl_div(predicted, target, log_target=True, reduction="batchmean") * self.temperature**2
 
 
@@ -140,10 +140,11 @@ class Distillation(TeacherLoss):
 class FeatureDistillation(TeacherLoss):
     """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
-    Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
-    (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times larger
-    than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last one;
-    None means all. The teacher must have equal depth, width and tokens.
+    Every token is first centred and scaled to unit variance over its features, as in a LayerNorm without weights
+    (whitened targets, Wei et al., 2022, arXiv 2205.14141). Otherwise a few features would dominate, because in a ViT's
+    tokens they are a hundred times larger than the others. The loss is 0 for equal tokens and 2 for unrelated ones.
+    Only the last `last` blocks are compared, or all blocks if it is None. The teacher must have the same depth, width
+    and tokens.
     """
 
     reads_features: ClassVar[bool] = True
@@ -163,13 +164,13 @@ class FeatureDistillation(TeacherLoss):
         if self.last is not None and self.last > len(features):
             raise InvalidInput(f"{self}: the model has {len(features)} blocks only.")
         selected = slice(None) if self.last is None else slice(-self.last, None)
-        # A mean of means: every block counts the same.
+        # The result is a mean of the blocks' means, so every block has the same weight.
         pairs = zip(features[selected], teacher_features[selected], strict=True)
         return torch.stack([F.mse_loss(_whitened(tokens), _whitened(target)) for tokens, target in pairs]).mean()
 
 
 def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # bfloat16 rounds away small differences
+    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # bfloat16 would round small differences away
     return F.layer_norm(exact, exact.shape[-1:])
 
 
@@ -177,7 +178,7 @@ Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tok
 
 
 def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
-    """Returns the teachers of the losses, as their files are now."""
+    """Loads the teachers of the losses from their present files."""
     sources = {loss.source for loss in losses if isinstance(loss, TeacherLoss)}
     return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
 
@@ -186,8 +187,8 @@ def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
 def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
-    Returns its logits, and the outputs of its blocks if the step needs features. A teacher trained with another
-    normalization receives the images on its own scale.
+    Returns its logits, and the outputs of its blocks if the step needs features. If the teacher was trained with
+    another normalization, it receives the images on its own scale.
     """
     if source not in context.memory:
         teacher = context.teachers.get(source)
@@ -196,7 +197,7 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
         teacher = teacher.to(context.images.device, context.images.dtype).eval().requires_grad_(False)
         scale, teacher_scale = normalization_of(context.model), normalization_of(teacher)
         images = context.images if scale == teacher_scale else teacher_scale.apply(scale.invert(context.images))
-        # Outputs of blocks are stored only in steps whose losses need them.
+        # Outputs of blocks are only stored if a loss of this step needs them.
         recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
         with recording as features:
             logits = teacher(images).to(context.logits.dtype)
@@ -214,13 +215,13 @@ class _Reader(TextReader):
 
 @checked()
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
-    """Builds a loss from its text: the name of its class in snake case with knobs, e.g. `target_rank:16:0.1`.
+    """Builds a loss from a text with its class name in snake case and its knobs, e.g. `target_rank:16:0.1`.
 
-    `shared` are defaults of knobs, which values without a name skip.
+    `shared` has defaults for knobs. Values without a name in the text are assigned to the other knobs.
 
     Raises:
         UnknownName: There is no such loss or knob.
-        InvalidInput: The text has another form, or lacks a knob.
+        InvalidInput: The text has another form, or a knob is missing.
     """
     reader = _Reader(text)
     name, kind = reader.read_name(LOSSES)

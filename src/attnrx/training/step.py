@@ -1,9 +1,9 @@
-"""One training step and what changes the weights: the optimizer, the learning rate schedule, and a running mean.
+"""One training step, with the optimizer, the learning rate schedule and a running mean of the weights.
 
-The weights may be sharded over the processes (FSDP2). Between steps every process then holds a shard of every tensor:
-of weights, gradients, optimizer state and running mean. For a step the weights are gathered, block by block, and stay
-gathered until all gradients are computed. So a loss can use the weights as ordinary tensors, however often the model
-runs in a step. Accelerate supports FSDP on accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
+The weights may be sharded over the processes (FSDP2). Between steps, every process then holds a shard of all weights,
+gradients, optimizer state and running means. For a step, the weights are gathered block by block, and stay gathered
+until all gradients are computed. So a loss can use the weights as ordinary tensors, however often the model runs in a
+step. Accelerate only supports FSDP on accelerators. PyTorch's `fully_shard`, which is used here, runs anywhere.
 """
 
 import math
@@ -35,20 +35,20 @@ NEVER = 2**62  # a step that no run reaches
 STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
 PREDICTORS = ("tokens.", f"{TOKENS}.")  # parameter prefixes of the predictors of a token policy
 
-EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is part of a seed, so that no two purposes share random numbers
+EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is a part of the seed, so that no two purposes share random numbers
 
 
 def derived_seed(*parts: int) -> int:
-    """Returns a seed that depends on every part; neighbouring parts give unrelated seeds.
+    """Returns a seed that depends on every part. Neighbouring parts lead to unrelated seeds.
 
-    So random numbers are a function of seed and step, and no generator state has to be saved to resume a run.
+    So random numbers depend only on the seed and the step, and a run can be resumed without saved generator states.
     """
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run and the learning rate at each: it rises linearly in the warm-up, and falls along a cosine."""
+    """The steps of a run and their learning rate, which rises linearly in the warm-up and then falls along a cosine."""
 
     config: TrainingConfig
     steps_per_epoch: int
@@ -60,7 +60,7 @@ class Schedule:
     def rate(self, step: int) -> float:
         warmup, full = round(self.config.warmup * self.steps_per_epoch), self.config.learning_rate
         if step < warmup:
-            lowest, share = self.config.warmup_learning_rate, (step + 1) / (warmup + 1)  # so that the first step trains
+            lowest, share = self.config.warmup_learning_rate, (step + 1) / (warmup + 1)  # above 0 for the first step
         else:
             lowest = self.config.min_learning_rate
             share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
@@ -68,11 +68,11 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths.
+    """Returns AdamW with parameter groups for matrices, for biases and norms (without decay), and for strengths.
 
     The `factor` of a group scales its learning rate.
     """
-    strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
+    strengths = {id(strength) for strength in strengths_of(model)}  # by identity, as tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -87,19 +87,19 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         {"params": parameters, "weight_decay": decay.get(kind, 0.0), "factor": factor.get(kind, 1.0)}
         for kind, parameters in groups.items()
     ]
-    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
+    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # a few kernels for all parameters
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the strengths of the layers whose rows have unit length."""
+    """Returns the strengths of all layers whose rows have unit length."""
     strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
     return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
 
 
 def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
-    """Shards the weights of every block, and then all others, over all processes."""
+    """Shards the weights of every block, and then all other weights, over all processes."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    # Blocks first and then the rest: `fully_shard` takes the parameters that no inner call has taken.
+    # Blocks come first, because `fully_shard` shards the parameters that no inner call has sharded.
     for name in family_of(model).block_names(model):
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -109,17 +109,17 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Frees gathered weights, so that every process only holds its shard; no effect on a model that is not sharded."""
+    """Frees gathered weights, so that every process only holds its shard. Does nothing if the model is not sharded."""
     for part in _parts(model):
         part.reshard()
 
 
 @contextmanager
 def gathered_weights(model: nn.Module) -> Iterator[None]:
-    """Gathers the weights inside the context, so that each process may run the model any number of times.
+    """Gathers the weights within the context, so that each process may run the model any number of times.
 
-    All processes must enter and exit together, and the weights must not change inside. No effect on a model that is not
-    sharded.
+    All processes must enter and exit together, and the weights must not change within the context. Does nothing if the
+    model is not sharded.
     """
     for part in _parts(model):
         part.unshard()
@@ -130,22 +130,22 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns this process's shard of a tensor (any shape) as a view; a tensor without shards is returned itself."""
+    """Returns this process's shard of a tensor (any shape) as a view, or the tensor itself if it is not sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor of any shape, gathered from all processes; all of them must call this."""
+    """Returns a tensor of any shape, gathered from all processes. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Returns tensors gathered one by one, on the CPU if they were sharded; empty in processes without `keep`."""
+    """Returns tensors, gathered one by one to the CPU if they are sharded. Without `keep`, the result is empty."""
     whole_tensors = {}
     for name, tensor in tensors.items():
-        # One by one and then to the CPU: all at once may not fit beside the shards on a device. Every process takes
-        # part, even if it keeps nothing.
+        # Tensors are gathered one by one and moved to the CPU, because all of them may not fit on a device beside the
+        # shards. Every process takes part, even if it keeps nothing.
         gathered = full_tensor(tensor.detach())
         if keep:
             whole_tensors[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
@@ -153,18 +153,21 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor, which every process has, on the device of `like`; sharded like it if the shapes match."""
+    """Returns a whole tensor of any shape on the device of `like`, and sharded like it if the shapes match.
+
+    Every process has the whole tensor.
+    """
     tensor = tensor.to(like.device)
-    # State of another shape, such as the optimizer's count of steps, is not sharded.
+    # State of another shape is not sharded, such as the optimizer's number of steps.
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
-    # src_data_rank=None: every process has the whole tensor and cuts its own shard, nothing is sent
+    # With src_data_rank=None, every process cuts its shard from its own whole tensor, and nothing is sent.
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()
 def copy_whole_(target: Tensor, tensor: Tensor) -> None:
-    """Copies a whole tensor, which every process has, into one of its shape that may be sharded."""
+    """Copies a whole tensor, which every process has, into a tensor of the same shape that may be sharded."""
     local_shard(target).copy_(local_shard(shard_like(tensor, target)))
 
 
@@ -173,7 +176,7 @@ def _parts(model: nn.Module) -> list[FSDPModule]:
 
 
 class WeightMean:
-    """The exponential moving average of a model's parameters, sharded like them; buffers are shared with the model."""
+    """The exponential moving average of a model's parameters, sharded like them. It has no copies of buffers."""
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
@@ -182,16 +185,16 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
+        """Updates the mean after `step` steps. At first the decay is smaller, to discard the initial weights."""
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
-        # One call for all parameters: a kernel for each would take longer than the arithmetic. Each process updates its
-        # shards.
+        # One call updates all parameters, because a kernel for each would take longer than the arithmetic. Each process
+        # updates its own shards.
         torch._foreach_lerp_(means, live, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swaps the mean into the model inside the context."""
+        """Puts the mean into the model within the context."""
         self.swap_()
         try:
             yield
@@ -203,14 +206,14 @@ class WeightMean:
         """Exchanges the mean and the weights of the model."""
         for name, parameter in self._live.items():
             live, mean = local_shard(parameter), local_shard(self.tensors[name])
-            # In place, because the optimizer and the wrapped model refer to these tensors.
+            # The tensors are changed in place, because the optimizer and the wrapped model refer to them.
             saved = live.clone()
             live.copy_(mean)
             mean.copy_(saved)
 
 
 class Learner:
-    """The model in training with its optimizer and state.
+    """A model in training, with its optimizer and state.
 
     `wrapped` is the compiled or distributed model that runs the steps.
     """
@@ -227,37 +230,37 @@ class Learner:
     ):
         """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-        `model` is the `target` itself, the caller's model, or a copy whose weights will be sharded. `features` receives
-        the outputs of blocks, each [batch, tokens, width], in every forward pass, if a loss needs them. `teachers` stay
-        the same during the run.
+        `target` is the caller's model. `model` is the `target` itself, or a copy of it whose weights will be sharded.
+        If a loss needs them, `features` receives the outputs of blocks in every forward pass, each [batch, tokens,
+        width]. `teachers` stay the same during the run.
 
         Raises:
-            NotSupported: The training has settings of learned strengths, and the model has none.
+            NotSupported: The config has settings for learned strengths, but the model has no learned strengths.
         """
         strengths, device = strengths_of(model), accelerator.device
-        # An option without effect is an error, because the user expects one.
+        # An option without effect is an error, because the user expects an effect.
         given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
         if given and not strengths:
             raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
         if config.strength_init is not None:
             for strength in strengths:
                 nn.init.constant_(strength, config.strength_init)
-        model.to(device)  # before wrapping and before the optimizer
+        model.to(device)  # moved before the model is wrapped and the optimizer is created
         self.target, self.model, self.config, self.accelerator = target, model, config, accelerator
         self.features, self.teachers = features, teachers or {}
         self.wrapped: Callable[[Tensor], Tensor]
         called = model if model is target else shard_(model, accelerator)
         called = called if record_of(model) is None else Answering(called)
         self.wrapped = accelerator.prepare_model(called) if model is target else called
-        if config.compile:  # a separate object: the model keeps its parameter names and can be copied and observed
+        if config.compile:  # compiled as a separate object, so that the model keeps its parameter names
             self.wrapped = torch.compile(self.wrapped)
         self.optimizer = build_optimizer(model, config)
         self.mean = None if config.ema is None else WeightMean(model, config.ema)
         self.names = (*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps")
-        # Sums of the epoch so far, by `names`; checkpoints within an epoch include them.
+        # The sums of the epoch so far, in the order of `names`. Checkpoints within an epoch include them.
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.schedule = Schedule(config, num_images // config.batch_size)
-        # On the device, so that a step writes it without waiting for the GPU.
+        # This tensor is on the device, so that a step can write to it without waiting for the GPU.
         self.first_bad = torch.tensor(NEVER, device=device)
 
     @property
@@ -269,11 +272,11 @@ class Learner:
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
-        """Returns a context with bfloat16 matrix products if the config requests it; the weights keep their dtype."""
+        """Returns a context with bfloat16 matrix products if the config requests them. Weights keep their dtype."""
         return bfloat16_products(self.accelerator.device, self.config.precision == "bf16")
 
     def summed(self, sums: Float[Tensor, "names"]) -> Float[Tensor, "names"]:
-        total: Any = self.accelerator.reduce(sums, "sum")  # Any: annotated as possibly None
+        total: Any = self.accelerator.reduce(sums, "sum")  # Any, because it is annotated as possibly None
         return total
 
     def step_(self, batch: Batch, step: int) -> None:
@@ -285,7 +288,7 @@ class Learner:
         for part in range(parts):
             share = slice(len(batch) * part // parts, len(batch) * (part + 1) // parts)
             images, labels = batch.images[share].to(self.dtype), batch.labels[share]
-            # A part has the images that one of `processes * parts` processes would have.
+            # A part has the same images as one process of `processes * parts` processes.
             with nullcontext() if part == parts - 1 else self.unsynchronized():
                 found.append(self._backward(images, labels, step, (process * parts + part, processes * parts)))
         *means, num_correct = found[0] if parts == 1 else torch.stack(found).sum(0)
@@ -293,28 +296,28 @@ class Learner:
         clip = config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
-        # None instead of zeros frees the memory, and spares the next backward pass an addition.
+        # Setting gradients to None frees the memory, and the next backward pass need not add to zeros.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share_of_step, norm = 1 / processes, full_tensor(norm)
-        # torch.full does not synchronize with the GPU; copying a number there would.
+        # torch.full_like does not synchronize with the GPU, but copying a number to it would.
         counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share_of_step)]
         values = [*(value * share_of_step for value in (*means, norm)), num_correct, *counts]
         self.sums += torch.stack([value.to(self.sums) for value in values])
-        # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
+        # A Python condition would wait for the GPU. Instead, `_Run._check` looks at the result now and then.
         finite = torch.isfinite(means[-1]) & torch.isfinite(norm)
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))
 
     @contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Adds gradients in every process inside the context, without exchanging them between processes."""
+        """Lets every process add up its gradients within the context, without exchanging them."""
         sharded = _parts(self.model)
         for each in sharded:
             each.set_requires_gradient_sync(False, recurse=False)
         try:
-            with self.accelerator.no_sync(cast(nn.Module, self.wrapped)):  # a replica per process
+            with self.accelerator.no_sync(cast(nn.Module, self.wrapped)):  # for ddp, with a replica per process
                 yield
         finally:
             for each in sharded:
@@ -323,12 +326,13 @@ class Learner:
     def _backward(
         self, images: ImageBatch, labels: Int[Tensor, "batch"], step: int, shard: tuple[int, int]
     ) -> Float[Tensor, "numbers"]:
-        """Adds the gradient of one part of a step, which has the images of the `shard`.
+        """Adds the gradient for one part of a step, which contains the images of the `shard`.
 
-        Returns the terms of the loss and the loss, divided by the number of parts, and the number of right answers.
+        Returns the terms of the loss and the loss itself, all divided by the number of parts, and the number of correct
+        answers.
         """
         config = self.config
-        # For dropout and sampled tokens: every process has other numbers, because it has other images.
+        # Dropout and sampled tokens use this seed. Every process has other random numbers, because it has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, shard[0]))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
@@ -349,7 +353,7 @@ class Learner:
                 teachers=self.teachers,
             )
             terms = [loss(context) for loss in config.losses]
-        # The loss of a part is its share of the mean over the images of the process.
+        # The loss of a part is its share of the mean over all images of the process.
         weights = [loss.weight / config.accumulate for loss in config.losses]
         total = torch.stack([weight * term for weight, term in zip(weights, terms, strict=True)]).sum()
         self.accelerator.backward(total)

@@ -1,6 +1,6 @@
-"""A training run: epochs of steps, with history, checkpoints and exact resume.
+"""Runs a training: epochs of steps, with history, checkpoints and exact resume.
 
-Before the steps it checks the data and the processes.
+The data and the processes are checked before the first step.
 """
 
 import copy
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
 
 KIND, SCHEMA = "attnrx training run", 1
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
-CHECK_EVERY = 16  # steps between checks of a GPU or of other processes: each check synchronizes
+CHECK_EVERY = 16  # steps between checks on a GPU or with several processes, because each check synchronizes
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run: the model (with its mean weights if `ema` is set), its history and training.json."""
+    """A finished run: the model (with the mean of its weights if `ema` is set), its history and training.json."""
 
     model: nn.Module
     history: tuple[Mapping[str, Any], ...]
@@ -75,22 +75,22 @@ class TrainingRun:
 
 @checked()
 def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | str, *, log: Log = no_log) -> TrainingRun:
-    """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
+    """Trains the model in place, and writes the model, training.json, history.jsonl and checkpoints to `folder`.
 
-    Call it again to resume an interrupted or killed run from its last checkpoint; on a CPU the result is bit-identical
-    to an uninterrupted run's. A finished run is read from the folder. With several processes (`accelerate launch`) call
-    this in every process.
+    To resume an interrupted or killed run from its last checkpoint, repeat the call. On a CPU, the result is
+    bit-identical to the result of an uninterrupted run. If the run is finished, it is loaded from the folder. With
+    several processes (`accelerate launch`), call this in every process.
 
-    The same call gives the same weights, bit for bit on a CPU. On CUDA the backward pass of fused attention adds in any
-    order, so runs differ by rounding. Call `torch.use_deterministic_algorithms(True)` before to make it deterministic,
-    too; operations that have no deterministic algorithm then fail.
+    On a CPU, the same call always results in the same weights, bit for bit. On CUDA, the backward pass of fused
+    attention adds in any order, so runs differ by rounding. To make it deterministic, call
+    `torch.use_deterministic_algorithms(True)` first. Operations without a deterministic algorithm then fail.
 
     Args:
-        model: The model, of any family that `load` reads; parameters with `requires_grad=False` are not trained.
+        model: The model, of any family that `load` supports. Parameters with `requires_grad=False` are not trained.
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
         config: The settings.
         folder: The folder of the run.
-        log: Receives a line for every epoch, in the first process.
+        log: A function that receives a line for every epoch, in the first process.
 
     Returns:
         The trained model with its history and record.
@@ -98,9 +98,9 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     Raises:
         InvalidInput: The data do not fit the model or the batch size, or no parameter requires a gradient.
         DataError: Images or labels are missing.
-        CheckpointError: The folder holds a run of another model, config or data, or a damaged checkpoint.
-        NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
-        TrainingInterrupted: After Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
+        CheckpointError: The folder contains a run with another model, config or data, or a damaged checkpoint.
+        NotSupported: A setting does not apply to this model, or the processes were launched in another mode.
+        TrainingInterrupted: Ctrl-C, SIGTERM or SIGHUP stopped the run, and a checkpoint was written.
         TrainingDiverged: The loss or a gradient is not finite.
 
     Examples:
@@ -113,14 +113,14 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     splits = adapt_data(model, splits, config)
     teachers = load_teachers(config.losses)
     requested = identity(model, splits, config, teachers)
-    # Before the accelerator is created, because a finished run needs no processes.
+    # Checked before the accelerator is created, because a finished run needs no processes.
     finished = _finished(folder, model, requested)
     if finished is not None:
         return finished
-    # Before training, because the model is written at the end of it.
+    # Checked before training, because the model is only written at the end.
     require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
     accelerator = make_accelerator(model, config)
-    # Sharding a model cannot be undone: a copy is sharded, and its weights are loaded into the model at the end.
+    # Sharding cannot be undone, so a copy is sharded, and its weights are loaded into the model at the end.
     sharded = config.parallel == "fsdp" and accelerator.num_processes > 1
     trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
@@ -139,7 +139,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
     saved = load_model(folder)
     trained = (saved if record_of(model) is None else library_form(saved)).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))
-    # Into the caller's model, which a run that trains changes in place too.
+    # The weights are loaded into the caller's model, because training also changes it in place.
     model.load_state_dict(trained)
     return TrainingRun(model.eval(), tuple(record.get("history", ())), folder, record)
 
@@ -148,9 +148,9 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 def interruptible() -> Iterator[threading.Event]:
     """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one.
 
-    The first of these signals sets the event. If it is still pending at the end of the context, the context raises
-    KeyboardInterrupt there. A second signal raises it immediately, without a new checkpoint. Outside the main thread it
-    has no effect.
+    The first of these signals sets the event. If the event is still set at the end of the context, the context raises
+    KeyboardInterrupt. A second signal raises KeyboardInterrupt at once, without a new checkpoint. Outside the main
+    thread, the context has no effect.
     """
     interruption = threading.Event()
 
@@ -167,22 +167,22 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end.
+    """Uses deterministic algorithms where they exist. Restores the caller's settings and generators at the end.
 
-    The backward pass of fused attention on CUDA is only deterministic if nothing else is allowed, which fails for
-    operations that have no deterministic algorithm. So the caller decides, by
-    `torch.use_deterministic_algorithms(True)`. Without it, PyTorch warns once about this pass.
+    On CUDA, the backward pass of fused attention is only deterministic if all other algorithms are forbidden. But then
+    operations without a deterministic algorithm fail. So the caller decides, by calling
+    `torch.use_deterministic_algorithms(True)`. Without this call, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = debugging.fill_uninitialized_memory
-    # Only the device of this process: forking the generators of all devices would initialize them.
+    # Only this process's device is forked, because forking the generators of all devices would initialize the devices.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
             torch.use_deterministic_algorithms(True, warn_only=warn_only or not was_deterministic)
-            debugging.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+            debugging.fill_uninitialized_memory = False  # this debugging aid costs a pass over memory
             yield
         finally:
             torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
@@ -190,14 +190,14 @@ def deterministic() -> Iterator[None]:
 
 
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Returns the data on the model's input scale; raises an error if the model or the batch size does not fit it.
+    """Returns the data on the model's input scale. Raises an error if the model or the batch size does not fit it.
 
-    If a loss reads labels, every training image must have the label of a class of the model. Otherwise no image needs a
-    label, and the data may have fewer classes than the model.
+    If a loss uses labels, every training image must have a label, which is a class of the model. Otherwise no image
+    needs a label, and the data may have fewer classes than the model.
 
     Raises:
         InvalidInput: The batch size, the size of the images or the number of classes does not fit.
-        DataError: A loss reads labels, and there are none, or not the model's.
+        DataError: A loss uses labels, but there are none, or they are not the model's labels.
     """
     if config.batch_size > len(splits.train):
         raise InvalidInput(
@@ -207,7 +207,7 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
     require_ordinary_weights(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("no parameter of the model requires a gradient: set requires_grad_(True) for some.")
-    # The shape of the first image, because a user's data have no declared size.
+    # The first image determines the shape, because a user's data do not declare it.
     shape, actual = family_of(model).input_shape(model), next(splits.train.take(1).batches(1)).images.shape[1:]
     if shape != tuple(actual):
         raise InvalidInput(
@@ -220,7 +220,7 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
             f"the losses {', '.join(loss.name for loss in config.losses if loss.reads_labels)} read labels, and the "
             "model has no classifier; train it with a teacher only, e.g. FeatureDistillation, or give it a classifier."
         )
-    # One logit distinguishes two classes, but the losses take one logit per class.
+    # A model may distinguish two classes by one logit, but the losses need one logit per class.
     if classes and (num_classes(model) < num_named or (config.reads_labels and classes != num_named)):
         raise InvalidInput(
             f"the model has {classes} classes and {splits.name} has {num_named}; build the model for this data, or "
@@ -234,32 +234,33 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
 
 
 def num_logits(model: nn.Module) -> int:
-    """Returns the number of logits of an image; 0 for a model of embeddings."""
+    """Returns the number of logits per image, which is 0 for a model that returns embeddings."""
     heads = family_of(model).heads(model)
     return num_outputs(heads[0]) if heads else 0
 
 
 def connect_processes(**settings: Any) -> "PartialState":
-    """Returns the state of the launched processes; connects them if nothing did before.
+    """Returns the state of the launched processes, and connects them if they are not connected yet.
 
     `settings` are arguments of `torch.distributed.init_process_group`.
     """
     accelerate = required_module("accelerate", "train", "training")
-    # Accelerate connects processes without a GPU only if it is told to; otherwise each would train on its own.
+    # Accelerate only connects processes without a GPU if `cpu` is set. Otherwise each of them would train on its own.
     cpu = not torch.accelerator.is_available() or accelerate.utils.parse_flag_from_env("ACCELERATE_USE_CPU")
     return accelerate.PartialState(cpu=cpu, **settings)
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
-    """Returns the Accelerate object of the launched processes, after checking their parallel mode and number.
+    """Returns the Accelerate object for the launched processes, after checking their parallel mode and number.
 
     Raises:
         NotSupported: The processes were launched for another parallel mode.
-        InvalidInput: The batch size is not a multiple of the number of processes and their parts.
+        InvalidInput: The batch size is not a multiple of the number of processes times the number of parts.
     """
-    # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
+    # If the heads of a layer have no directions, the layer has empty parameters, which are not used. For unused
+    # parameters, DDP requires a flag.
     unused = any(not parameter.numel() for parameter in model.parameters())
-    # The config sets the precision, not Accelerate, so that a run does not depend on how it was launched.
+    # The config sets the precision, and not Accelerate, so that a run does not depend on how it was launched.
     accelerate = required_module("accelerate", "train", "training")
     connect_processes()
     parallel = accelerate.DistributedDataParallelKwargs(find_unused_parameters=unused)
@@ -280,9 +281,9 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 
 @torch.no_grad()
 def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] | tuple[None, None]:
-    """Returns the accuracy and the cross-entropy on all images, which the processes share, possibly unequally.
+    """Returns the accuracy and the cross-entropy over all images, which are divided among the processes.
 
-    Both are None without images, for a split without labels.
+    The parts may be unequal. Both results are None if `images` is None, because the split has no labels.
     """
     if images is None:
         return None, None
@@ -296,15 +297,16 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
             num_correct = (logits.argmax(-1) == batch.labels).sum()
-            # Sums, not means, because the last batch of a process may be smaller, or missing.
+            # Sums are added, and not means, because the last batch of a process may be smaller or missing.
             sums += torch.stack([num_correct, losses, torch.tensor(len(batch)).to(losses)])
     correct, loss, count = learner.summed(sums).tolist()
     return correct / count, loss / count
 
 
 class _Run:
-    """The training loop. `step` counts the finished steps of the whole run; the epoch and the position in it follow
-    from it.
+    """The training loop.
+
+    `step` counts the finished steps of the whole run. It determines the epoch and the position in the epoch.
     """
 
     def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], log: Log):
@@ -312,16 +314,16 @@ class _Run:
         self.log, self.steps_per_epoch = log, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
-        classes = num_logits(learner.target)  # never sharded
-        # None if no accuracy is measured: without labels, or if the model has no logit per class.
+        classes = num_logits(learner.target)  # the target is never sharded
+        # None if no accuracy can be measured, because there are no labels or the model has no logit per class.
         self.validation, self.test = (
             images.limited_to(classes) if classes > 1 and images.label_problem is None else None
             for images in (splits.validation, splits.test)
         )
-        # A learner always counts the right answers of a step, even if there is nothing to compare with.
+        # A learner always counts correct answers, even if there are no labels to compare with.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
-        # On a CPU with one process nothing waits, so every step is checked.
+        # On a CPU with one process, a check does not synchronize, so every step is checked.
         waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
         self.check_every = CHECK_EVERY if waits else 1
         self._restore_()
@@ -333,16 +335,16 @@ class _Run:
         record, tensors = checkpoint
         reached = {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
         require_same_run(record["identity"], self.requested, self.folder, fingerprint(reached))
-        # The weights of the first step, for the checkpoints to come, too.
+        # Later checkpoints must also have the fingerprint of the weights before the first step.
         self.requested = {**self.requested, "weights": record["identity"]["weights"]}
         load_state_(self.learner, tensors)
         self.step, self.seconds, self.history = record["step"], record["seconds"], record.get("history", [])
         self._write_history()
 
     def _write_history(self) -> None:
-        """Writes `history.jsonl`: line n is epoch n, even after interruptions and repeated epochs."""
+        """Writes `history.jsonl`, in which line n is epoch n, even after interruptions and repeated epochs."""
         if self.accelerator.is_main_process:
-            # Whole and atomically, although only a line is new: an appended line can be cut by a crash.
+            # The whole file is written atomically, because a crash could cut off an appended line.
             write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
 
     def complete(self, interruption: threading.Event) -> TrainingRun:
@@ -382,19 +384,19 @@ class _Run:
             )
 
     def _check(self, interruption: threading.Event) -> None:
-        """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
+        """Checks at some steps for non-finite values, a signal to stop, and a due checkpoint."""
         learner, ended = self.learner, self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
-        # All processes come here at the same steps, because gathering and saving block until all have called them. All
-        # of them find the same. The step is negated, because the maximum over the processes is taken and the first bad
-        # step is the smallest.
+        # All processes get here at the same steps, because gathering and saving block until all processes call them.
+        # All of them get the same result. The first bad step is the smallest, so its negative is the maximum over
+        # processes.
         signals = torch.stack([-learner.first_bad, torch.full_like(learner.first_bad, interruption.is_set())])
         if learner.shard[1] > 1:
             signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
         bad, stop = signals.tolist()
-        # First, so that a state with NaN is never written over a good one.
+        # This check comes first, so that a state with NaN never replaces a good one.
         if -bad < self.step:
             checkpoints = self.checkpoints.all()
             good = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
@@ -403,8 +405,8 @@ class _Run:
                 f"the loss or the gradient was NaN or infinite at step {-bad}, with a learning rate of {rate:.3g}; "
                 f"{good}. Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
             )
-        # At the end of an epoch its record is written first; the signal is still pending at the next check or at the
-        # end.
+        # At the end of an epoch, the epoch's record is written first. The signal is then handled at the next check or
+        # at the end.
         if ended or not (stop or due):
             return
         path = self._save()
@@ -416,11 +418,11 @@ class _Run:
 
     def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
-        # Everything reported of an epoch is about the weights that would be saved.
+        # The reported validation results are about the weights that would be saved.
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.validation)
         sums = dict(zip(learner.names, learner.summed(learner.sums).tolist(), strict=True))
-        # Before the checkpoint below, which then holds the empty sums of the next epoch.
+        # The sums are cleared before the checkpoint below, which then has the empty sums of the next epoch.
         learner.sums.zero_()
         record = {
             "epoch": self.step // self.steps_per_epoch,
@@ -448,23 +450,23 @@ class _Run:
 
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
-        # In all processes, because sums are reduced and shards are gathered.
+        # All processes compute this, because sums are reduced and shards are gathered.
         tensors = state_tensors(self.learner, self.learner.summed(self.learner.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             record = {"identity": self.requested, "seconds": seconds, "history": self.history}
             self.checkpoints.write(self.step, tensors, record)
-        # Otherwise another process could end, or resume, before the files are there.
+        # Without waiting, another process could end or resume before the files exist.
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
 
     def _finish(self) -> TrainingRun:
-        """Saves the model together with training.json, which marks the run as finished."""
+        """Saves the model together with training.json, which shows that the run is finished."""
         learner = self.learner
         if learner.mean is not None:
             learner.mean.swap_()
         test, _ = evaluate(learner, self.test)
-        # Without labels all are None, and so is the best one.
+        # Without labels, all accuracies are None, and so is the best one.
         best = max(self.history, key=lambda record: record["validation_accuracy"] or 0.0)
         accuracy = {
             "test": test,
@@ -490,7 +492,7 @@ class _Run:
         }
         model = learner.target
         if model is not learner.model:
-            # The caller's model was not sharded; every process loads the gathered weights into its copy.
+            # The caller's model is not sharded. Every process loads the gathered weights into its own copy of it.
             load_tensors_(model, gather_tensors(learner.model.state_dict(), keep=True))
         if self.accelerator.is_main_process:
             notes = {"trained_on": self.splits.name, "accuracy": accuracy}

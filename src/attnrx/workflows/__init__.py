@@ -1,1 +1,1 @@
-"""The verbs: one call of a user is one file here, from its arguments to its result."""
+"""The functions that users call, each in a module of its own."""

@@ -1,4 +1,4 @@
-"""`elastic`: several sizes of a model in one folder, each shrunk for its own budget, and all timed together."""
+"""`elastic` makes several sizes of a model in one folder, each for its own budget, and times them together."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -61,37 +61,39 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     """Makes several sizes of a model in one folder, for `load` to choose from.
 
     `load` returns the best size within a budget: `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the
-    command line, `FOLDER@macs=0.65`. Every size is planned, fitted and verified by itself, and saved with its evidence
+    command line, `FOLDER@macs=0.65`. Every size is planned, fitted and verified separately, and saved with its evidence
     in its own folder. The largest size is the original. All sizes are timed together, relative to the model in its own
-    library. If a call was interrupted, call again: it continues with the first missing size. A later call with other
-    budgets adds sizes to the folder. If the original reaches a speed through attnrx's kernels, no size is made for it.
+    library.
+
+    If a call was interrupted, repeat it, and it continues with the first missing size. To add sizes to the folder, call
+    again with other budgets. If the original already reaches a requested speed in attnrx's kernels, no size is made for
+    this speed.
 
     Args:
-        model: A model, or what `load` reads.
-        data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
+        model: A model, or anything that `load` accepts.
+        data: Images in any form that `load_data` or `data.image_set` accepts, or `Splits`.
         folder: The folder of the sizes.
-        faster: Speed-ups, e.g. 1.3,1.6,2, over your model as you would run it without attnrx, in eager PyTorch.
-            Measured on this machine.
+        faster: The speed-ups, e.g. 1.3,1.6,2, relative to your model in eager PyTorch, measured on this machine.
         macs: The shares of the MACs to keep, e.g. 0.8,0.6,0.4.
         params: The shares of the parameters to keep, e.g. 0.8,0.6.
         batch: Images per timed forward pass.
         threads: CPU threads of a timed forward pass (torch's default).
-        effort: How much is measured: quick, normal or thorough. The last two also distill sizes (see `shrink`).
-        portable: Makes every size a model of the library's own class. Its folder is a checkpoint of that library, which
-            loads it without attnrx (see `shrink`).
-        multiple: For portable sizes: their widths are multiples of this number; by default 8, or 64 on a GPU.
-        inputs: What the forward of your own module takes from every batch: `inputs(batch)` returns a tensor, a tuple of
-            arguments or a mapping of named ones. By default a batch is a batch of images.
-        weights: A local file of weights, for a model given by its name.
-        columns: The columns of images and labels, for tables.
+        effort: How much to measure: quick, normal or thorough. Normal and thorough also distill sizes (see `shrink`).
+        portable: Makes every size a model of the library's own class. The library can load a size's folder without
+            attnrx (see `shrink`).
+        multiple: The width of a portable size is a multiple of this number, by default 8, or 64 on a GPU.
+        inputs: A function that returns your own module's arguments for a batch. `inputs(batch)` returns a tensor, a
+            tuple of arguments or a mapping of named arguments. By default, attnrx takes the images from every batch.
+        weights: A local file of weights, for a model that you pass by name.
+        columns: The columns of images and labels, if the data are tables.
         seed: Seeds every random draw.
-        log: Receives a line for every step.
+        log: A function that receives a line for every step.
 
     Returns:
         The sizes in the folder, with their costs.
 
     Raises:
-        InvalidInput: There is not exactly one kind of budget, or the folder has sizes that were made from another
+        InvalidInput: You did not pass exactly one kind of budget. Or the folder has sizes that were made from another
             original, with other data or with other settings.
         NoOpPrescription: The original meets every budget.
         NotSupported: No plan reaches a budget.
@@ -108,7 +110,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    # From the largest model to the smallest: shares fall, and speeds rise.
+    # From the largest model to the smallest, shares fall and speeds rise.
     ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)
@@ -120,7 +122,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             data = ModelBatches.of(data, inputs)
             original = load_original(model, weights, data)
-            # Refuses a folder in which a user's file would be overwritten, or a saved model hidden.
+            # The folder is refused if a user's file would be overwritten, or if a saved model would become hidden.
             require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
             if (folder / "config.json").exists():
                 raise InvalidInput(
@@ -137,10 +139,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             for name in missing:
                 require_result_folder(folder / name, original, files={})
             unneeded = dict[str, TargetMet]()
-            # An interrupted call continues with the next size.
+            # If the call is interrupted, the next call continues with the next size.
             for name, target in missing.items():
                 result = run.result(target)
-                if isinstance(result, TargetMet):  # the original meets the target, and is a size itself
+                if isinstance(result, TargetMet):  # the original meets the target, and it is a size already
                     log(f"{name}: {result.reason}")
                     unneeded[name] = result
                     continue
@@ -148,7 +150,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 log(f"{name}: {result.summary()}")
             if len(unneeded) == len(targets):
                 raise NoOpPrescription(list(unneeded.values())[-1].reason)
-        original = run.original  # at the size of the images
+        original = run.original  # adapted to the size of the images
         # All sizes are timed in one run, because ratios of separate runs depend on the state of the machine.
         save(original, folder / ORIGINAL, portable=portable)
         names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))
@@ -166,19 +168,19 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
 
 
 def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -> list[str]:
-    """Returns the names of the sizes that are in a folder, for these budgets and for others.
+    """Returns the names of all sizes in a folder, including sizes for other budgets.
 
     Raises:
-        InvalidInput: A size was made under other conditions: from another original, on other data ...
+        InvalidInput: A size was made under other conditions, e.g. from another original or on other data.
     """
     conditions: dict[str, Any] = {
         "reference": model_fingerprint(run.original),
         "data": run.images.verified.fingerprint,
         "seed": run.settings.seed,
-        "portable": None,  # the evidence of other sizes lacks it
+        "portable": None,  # evidence of sizes that are not portable has no such field
         **run.about,
     }
-    # A folder is saved atomically with its evidence: it is complete or absent.
+    # A size is saved atomically with its evidence, so its folder is either complete or absent.
     paths = [path for path in sorted(folder.glob("*/evidence.json")) if SIZE_NAME.fullmatch(path.parent.name)]
     for path in paths:
         name, expected = path.parent.name, dict(conditions)
@@ -214,5 +216,5 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
         divergence = next((one.value for one in findings if one.details.get("quantity") == "divergence"), None)
         shares, latency = (costs.macs / original.macs, costs.params / original.params), 1 / speeds[name].faster.value
         measured.append(Size(name, *shares, fingerprint, latency, divergence))
-    # From the largest to the smallest, whatever budgets they were made for.
+    # Sizes are sorted from the largest to the smallest, even if they were made for different kinds of budgets.
     return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))

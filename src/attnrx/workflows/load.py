@@ -1,4 +1,4 @@
-"""`load`: a model from a folder, a name, a module of another library, or an exported file; and the checks before it."""
+"""`load`, which returns a model for a folder, a name, a module or an exported file, and `preflight`."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fi
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
-# `target_of` requires exactly one budget and validates its range, which depends on the kind of budget.
+# `target_of` requires exactly one budget. It validates the range, which depends on the kind of budget.
 BUDGET = optional(or_percent(number(0.0, expected="a positive number")))
 SOURCE = replace(
     either("a folder, a name such as timm:vit_tiny_patch16_224, or a model", PATH, MODEL),
@@ -74,55 +74,56 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
 ) -> nn.Module:
     """Loads or builds a model.
 
-    `source` is one of:
+    Pass one of these as `source`:
 
-    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
-    - `timm:NAME`, with weights from the file `weights`, or downloaded by timm;
-    - `hf:ID` or a transformers folder;
-    - `torchvision:NAME`, with weights like `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
-    - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or the published ones
-      from the file `weights`);
-    - your module: a model of another library, a module that contains one (a backbone with a decoder, several outputs),
-      or a module whose parts a `reader` names;
-    - the folder of an elastic model, with one of `macs`, `params` or `faster`, or both in one text, `FOLDER@macs=0.6`.
-      This loads the size with the least divergence within the budget;
-    - a file written by `export`: the returned module runs it in its runtime.
+    - A folder that attnrx saved, or `hub:OWNER/NAME` for a saved folder on the Hugging Face hub.
+    - `timm:NAME`. The weights come from the file `weights`, or timm downloads them.
+    - `hf:ID` or a transformers folder.
+    - `torchvision:NAME`, with weights as for `timm:NAME`, or `open_clip:NAME` (an image tower with fresh weights).
+    - A name that an installed package registers, one of `rx.models.model_names()`. The weights are fresh, or published
+      weights from the file `weights`.
+    - Your own module. It may be another library's model, a module that contains one (a backbone with a decoder, several
+      outputs), or a module whose parts a `reader` names.
+    - The folder of an elastic model, with a budget: one of `macs`, `params` or `faster`, or a text like
+      `FOLDER@macs=0.6`. `load` returns the size with the least divergence within the budget.
+    - A file that `export` wrote. The returned module runs the file in its runtime.
 
     Args:
         source: The model.
         seed: Seeds fresh weights.
-        weights: A local file of weights (safetensors, or PyTorch's format for a published model). For a saved folder:
-            its weights after further training, as a file or as a folder that transformers' Trainer wrote.
+        weights: A local file of weights (safetensors, or PyTorch's format for a published model). For a saved folder,
+            pass its weights after further training, as a file or as a folder that transformers' Trainer wrote.
         pretrained: Whether timm and torchvision load their published weights.
-        trust: Whether to run code by the model's author: from a .pt2 file (formats program and aotinductor), or from a
-            transformers repository whose config.json or preprocessor_config.json names code (auto_map).
-        macs: For an elastic model: the share of the original's MACs.
-        params: For an elastic model: the share of the original's parameters.
-        faster: For an elastic model: the speed-up over the original.
-        reader: The paths of the parts of your own module.
-        factory: Creates your own module again, with any weights: a function, or "module:function". It is called as
-            `factory(**reader.arguments)` if there is a reader, else without arguments. By default it is the class. To
-            load a saved folder of such a model, you need it if the class has not been imported or needs arguments.
-        outputs: What the outputs are, if the model does not state it: "classes" (logits of classes, or of two classes
-            by one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
-            "embedding". All comparisons depend on it. Copies of the model and saved folders keep it. A transformers
-            model states it in its configuration, as `problem_type`. Without any statement, the outputs of a classifier
-            are classes.
-        inputs: An example of what the forward of your own module takes, if that is not a batch of images: a tensor, a
-            tuple of arguments or a mapping of named ones. It has two or more items, e.g. the first batch of your data.
-            The module is then planned and verified on such inputs (`shrink(..., inputs=...)`).
-        image_size: The side of the images that the model is to take, or their (height, width). Position embeddings are
-            interpolated in the library's own way (timm, transformers, torchvision). Costs, plans and files are then for
-            this size. By default the model's.
+        trust: Whether to run code by the model's author. A .pt2 file (formats program and aotinductor) can contain such
+            code. A transformers repository can name it in config.json or preprocessor_config.json (auto_map).
+        macs: The budget for an elastic model, as a share of the original's MACs.
+        params: The budget for an elastic model, as a share of the original's parameters.
+        faster: The budget for an elastic model, as a speed-up over the original.
+        reader: Names the parts of your own module by their paths.
+        factory: A function that creates your own module again, with any weights, or its name "module:function". It is
+            called as `factory(**reader.arguments)` if there is a reader, else without arguments. By default, it is the
+            class of the module. If you load a saved folder of your own module, pass it if the class has not been
+            imported or needs arguments.
+        outputs: The kind of the outputs, if the model does not state it: "classes" (a logit per class, or one logit for
+            two classes), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
+            "embedding". All comparisons depend on this kind. Copies of the model and saved folders keep it. A
+            transformers model states it in its configuration, as `problem_type`. By default, a classifier returns
+            "classes".
+        inputs: Example arguments of your own module, if it does not take a batch of images: a tensor, a tuple of
+            arguments or a mapping of named arguments. They have two or more items, e.g. the first batch of your data.
+            attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
+        image_size: The side of the images that the model will take, or their (height, width). By default, the model's
+            own size. For another size, position embeddings are interpolated as the library does it (timm, transformers,
+            torchvision). Costs, plans and files are then for this size.
 
     Returns:
         The model.
 
     Raises:
-        InvalidInput: The source is not a model, or there is a budget for a model that is not elastic.
+        InvalidInput: The source is not a model, or you passed a budget for a model that is not elastic.
         UnknownName: The library has no model of this name.
-        CheckpointError: There is nothing to load, or it is damaged.
-        NotSupported: A library is missing, or the model has parts that attnrx does not read.
+        CheckpointError: The source does not exist, or is damaged.
+        NotSupported: A library is missing, or the model has parts that attnrx does not support.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -130,11 +131,11 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         >>> bool((model(torch.ones(1, 3, 32, 32)) - vit(torch.ones(1, 3, 32, 32))).abs().max() < 1e-4)
         True
     """
-    # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
+    # A budget selects a size of an elastic model. For any other source it is an error, and not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))
     if inputs is not None and not isinstance(source, nn.Module):
         raise InvalidInput(f"load({described(source)}) takes no inputs: they are those of a module that is given.")
-    # Files of a runtime come first, because they are not folders and have no configuration.
+    # Exported files are handled first, because they are not folders and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         model = load_exported(source, trust)
     elif (found := size_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
@@ -154,7 +155,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
 
 
 def _no_model(value: object) -> str:
-    """Returns the end of the message about a value that is not a model, if it is a model's state dict or class."""
+    """Returns the end of an error message about a state dict or a class that was passed instead of a model."""
     if isinstance(value, Mapping):
         return (
             ". A state dict has weights, but no architecture: load them into their model, model.load_state_dict(...), "
@@ -165,14 +166,14 @@ def _no_model(value: object) -> str:
 
 
 def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tuple[Elastic, Size] | None:
-    """Returns the elastic model that a source names, and its size for the budget; None for a source of another kind.
+    """Returns the elastic model that a source names, and its size for the budget, or None for any other source.
 
     Raises:
-        InvalidInput: There is no budget for an elastic model, or a budget for another source.
+        InvalidInput: The source is an elastic model without a budget, or another source with a budget.
         NotSupported: No size is small enough.
     """
     if isinstance(source, str | Path):
-        # Only if the part before the last @ is an elastic model: a folder may have an @ in its name.
+        # A folder may have an @ in its name. So the text is only split if the part before it is an elastic model.
         folder, _, text = str(source).rpartition("@")
         if folder and target is None and is_elastic(folder):
             source, target = folder, Target.parse(text)
@@ -187,7 +188,7 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
-    """Loads the model. If it does not take images, the first batch of the data is the example of its inputs."""
+    """Loads the model. If it does not take images, the first batch of the data is the example for its inputs."""
     begin("loading the model")
     batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
     inputs = batches.example() if isinstance(batches, ModelBatches) else None
@@ -202,14 +203,14 @@ def preflight(
     formats: Iterable[Format] = (),
     report: bool = False,
 ) -> None:
-    """Checks in the first second what a long call will need.
+    """Checks at the start of a long call that everything it will need is available.
 
     `data` is checked if it is a name or a path. `formats` are the formats of the files that the call will write. Set
-    `report` if the call writes the HTML report.
+    `report` if the call will write the HTML report.
 
     Raises:
-        NotSupported: A library is missing; the message names the extra that installs it.
-        DataError: There is no such dataset, or it lacks a column that was named.
+        NotSupported: A library is missing. The message names the extra that installs it.
+        DataError: The dataset does not exist, or lacks one of the named columns.
         CheckpointError: The output folder cannot be written.
     """
     if report:

@@ -1,7 +1,7 @@
-"""The file of a result, measured in one run beside the files that you get without a plan.
+"""Measures a result's file in one run with the files that you would get without a plan.
 
-These are the vendor's conversion of the unchanged model, in float and in 8 bits by the vendor's defaults, and attnrx's
-file of the unchanged model.
+The other files are made from the unchanged model. The vendor's own tool converts this model to float and, with the
+tool's defaults, to 8 bits. attnrx also writes its own file of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
 
-# How many test images the files are compared on: with 500 the mean divergence varies by some percent.
+# The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent.
 COMPARED_IMAGES = 500
 RESULT = "this result"
 
@@ -53,15 +53,15 @@ class MeasuredFile:
     Attributes:
         title: What the file is.
         form: Its format.
-        is_own: Whether attnrx wrote it; else the vendor's tool did.
-        speed: Its speed relative to the run's baseline: the vendor's file of the unchanged model in the requested
-            precision.
+        is_own: Whether attnrx wrote it, and not the vendor's tool.
+        speed: Its speed relative to the run's baseline. The baseline is the vendor's file of the unchanged model in the
+            requested precision, or attnrx's file if the vendor's tool failed.
         gain: Its speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of its outputs from the original's.
-        agreement: The share of decisions that equal the original's, in %; None for outputs without decisions.
+        agreement: The share of decisions that equal the original's, in %. None for outputs without decisions.
         bytes: Its size in bytes.
         timing: The timings that both speeds are computed from.
-        file: The file itself, which exists as long as it is in use.
+        file: The file itself. It is deleted from the disk once no object refers to it.
     """
 
     title: str
@@ -80,7 +80,7 @@ class MeasuredFile:
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
     def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
-        """Returns the speed as a finding, with the rest in its details."""
+        """Returns the speed as a finding, with the other measurements in its details."""
         details: dict[str, Any] = {
             "quantity": "file",
             "title": self.title,
@@ -118,11 +118,11 @@ class FileRun:
         return self.files[UNCHANGED]
 
     def chosen(self, instead: MeasuredFile | None) -> MeasuredFile:
-        """Returns the file to deploy: `instead` if it is given, else the result's, else the unchanged model's."""
+        """Returns the file to deploy: `instead`, or else the result's file, or else the unchanged model's."""
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns the speed of a file relative to the baseline, with `least` as its limit, and the speed's factors."""
+        """Returns findings about a file's speed relative to the baseline, limited by `least`, and about its factors."""
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
@@ -154,14 +154,14 @@ class FileRun:
 def measure_baseline(
     original: nn.Module, form: Format, images: ImageSet, settings: PlanSettings, limit: float
 ) -> tuple[Baseline, float]:
-    """Returns the vendor's file of the unchanged model, and the speed of attnrx's file of that model relative to it.
+    """Returns the vendor's file of the unchanged model, and the speed of attnrx's own file relative to it.
 
-    8-bit files are quantized on `images`. Both speeds are logged, with the speed of eager PyTorch. The model without
-    its blocks is timed too, because no plan can be faster.
+    8-bit files are calibrated on `images`. The log shows the speeds of both files and of eager PyTorch. The model
+    without its blocks is also timed, because no plan can be faster than that.
 
     Raises:
-        NotSupported: `limit`, a share of the baseline's latency, is below the latency of the model without its blocks;
-            or the model cannot be written in the format.
+        NotSupported: `limit` (a share of the baseline's latency) is below the latency of the model without its blocks.
+            Or the model cannot be written in the format.
     """
     settings = settings.while_planning(family_of(original).costs(original).macs)
     baseline = Baseline.as_file(original, form, images, settings.log, settings.in_subprocess)
@@ -198,17 +198,19 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     class_names: Sequence[str] = (),
     in_subprocess: bool = False,
 ) -> FileRun:
-    """Writes files of the original and of the `result`, and measures them in the runtime of a format.
+    """Writes files of the original and of the `result`, and measures them in the format's runtime.
 
-    The vendor's tool writes the original in float, in the format and in 8 bits. attnrx writes the original in the
-    format and in 8 bits, and the `result`, if there is one, in the format. All files are timed in turns on the
-    `noise`, calibrated on the same images, and compared on the `tested` images. A file that cannot be
-    written is left out and logged, except for attnrx's files in the format itself: these must be written. The files of
-    a `baseline`, which was calibrated on the same images, are not written again. attnrx's files have the
-    `class_names`, if the model has none. With `in_subprocess`, some are written in another process at the same time.
+    The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
+    `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
+    images, timed in turns on the `noise`, and compared on the `tested` images.
+
+    If a file cannot be written, it is left out and logged. Only attnrx's files in `form` must be written. If you pass a
+    `baseline`, its files are used again, so it must have been calibrated on the same images. attnrx's files get the
+    `class_names` if the model has none. With `in_subprocess`, some files are written in another process at the same
+    time.
 
     Raises:
-        NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
+        NotSupported: attnrx cannot write a file in `form`, or the outputs of the result's file differ from the model's.
     """
     tested = tested.take(min(COMPARED_IMAGES, len(tested)))
     drafts = _drafts(original, result, form, calibration, class_names, log)
@@ -226,8 +228,8 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
             raise file
         else:
             log(f"not compared with {name}: {file}")
-    # Speeds are relative to the vendor's file in the requested precision or, if the vendor's tool fails, to attnrx's
-    # file of the unchanged model.
+    # Speeds are relative to the vendor's file in the requested precision. If the vendor's tool failed, they are
+    # relative to attnrx's file of the unchanged model.
     first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
     log(f"timing {len(files)} files in turns")
     speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
@@ -262,7 +264,7 @@ def _drafts(
     class_names: Sequence[str],
     log: Log,
 ) -> dict[str, Draft]:
-    """Returns the drafts of all files by their titles; the vendor's float file comes first."""
+    """Returns the drafts of all files by their titles, with the vendor's float file first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
@@ -272,6 +274,7 @@ def _drafts(
     if bits is not None and bits != form:
         drafts[f"{UNCHANGED}, int8"] = Draft.of(original, bits, calibration, class_names, is_compared=True)
     if result is not None:
-        # If the file of a result differs from its model, this is an error: such a result could not be saved.
+        # If the result's file and its model have different outputs, an error is raised, because the result could not be
+        # saved.
         drafts[RESULT] = Draft.of(result, form, calibration, class_names, is_compared=True)
     return drafts

@@ -1,4 +1,4 @@
-"""`save` and `push_to_hub`: the folder of a model with its prescription, evidence and card."""
+"""`save` and `push_to_hub`, which write and upload a model's folder with its prescription, evidence and card."""
 
 import re
 import warnings
@@ -39,19 +39,19 @@ def save(
 ) -> Path:
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
-    An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
-    did not write are never overwritten, and neither is a card that you edited (`CardWarning`).
+    If the folder has a model already, `save` replaces it atomically, with its prescription, evidence and card. Files
+    that attnrx did not write are never overwritten. If you edited the card, it is kept, and a `CardWarning` says so.
 
     Args:
         model: The model.
         folder: The folder, which is created if missing.
         prescription: The prescription that the model was realized from.
         evidence: The evidence of this model.
-        portable: Writes a checkpoint of the model's own library, which loads it without attnrx: timm
+        portable: Writes a checkpoint that the model's own library can load without attnrx: timm
             (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision or
-            open_clip (weights and a line of code). If no argument of the class states the sizes, e.g. because layers
+            open_clip (weights and a line of code). If the class has no arguments for the sizes, e.g. because layers
             have different widths, the folder also has modeling.py, which creates the model. The model card shows the
-            code that loads it. `load` reads the folder, too.
+            code that loads the checkpoint. You can also pass the folder to `load`.
 
     Returns:
         The folder.
@@ -59,7 +59,7 @@ def save(
     Raises:
         InvalidInput: A file that attnrx did not write would be overwritten, or the folder belongs to an elastic model.
         FingerprintMismatch: The evidence is for another model.
-        NotSupported: A portable model has parts that the library's class does not have: ranks, tokens.
+        NotSupported: The model cannot be portable, because the library's class has no reduced ranks or tokens.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -80,9 +80,9 @@ def save_with(
     parts: ReplacedFiles | None = None,
     portable: bool = False,
 ) -> Path:
-    """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
+    """Saves a model like `save`, together with files that `write_beside` writes to the new folder.
 
-    `parts` names the files of the old folder that are replaced; by default these are a model's files.
+    `parts` names the files of the old folder that are replaced. By default, these are the files of a model.
     """
     model = stock_form(model) if portable else model
     require_no_sizes(Path(folder))
@@ -90,7 +90,7 @@ def save_with(
     if "factory" in needed:
         warnings.warn(f"to load {folder} again: {needed}.", FactoryWarning, stacklevel=5)
     if evidence is not None:
-        # Evidence of another model beside the weights would be a false claim.
+        # Evidence about another model would be a false claim about these weights.
         evidence.require(model_fingerprint(model), "the model to save")
 
     def write_documents(new: Path) -> None:
@@ -102,14 +102,14 @@ def save_with(
         write_text(new / "README.md", card)
         write_beside(new)
 
-    # All files go to a new folder, which replaces the old one as a whole: model and documents always belong together.
+    # All files go to a new folder, which replaces the old one as a whole. So model and documents always match.
     if portable:
         return save_stock(folder, model, write_documents, parts)
     return save_model(folder, model, write_beside=write_documents, parts=parts)
 
 
 def require_readable(document: type[Prescription] | type[Evidence], path: Path) -> None:
-    """Raises InvalidInput if a file that was just written cannot be read again; nothing has been replaced by then."""
+    """Raises InvalidInput if a file that was just written cannot be read again. Nothing has been replaced by then."""
     try:
         document.load(path)
     except CheckpointError as error:
@@ -118,7 +118,7 @@ def require_readable(document: type[Prescription] | type[Evidence], path: Path) 
 
 
 def require_no_sizes(folder: Path) -> None:
-    """Raises InvalidInput for the folder of an elastic model: `load` would not find a model beside the sizes."""
+    """Raises InvalidInput for an elastic model's folder, because `load` would not find another model there."""
     if is_elastic(folder):
         raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
 
@@ -141,9 +141,9 @@ def _card(
 
 
 def _kept_card(folder: Path) -> str:
-    """Returns the card of a folder if it was edited after attnrx wrote it, else an empty text."""
+    """Returns a folder's card if it was edited after attnrx wrote it, else an empty text."""
     card = folder / "README.md"
-    # The write itself refuses to replace a file that is not a card, like any other file that attnrx did not write.
+    # If the file is not a card of attnrx, the write itself will refuse to replace it.
     if file_kind(card) != CARD_KIND:
         return ""
     text = card.read_text(encoding="utf-8")
@@ -172,17 +172,17 @@ def push_to_hub(
     base_model: str | None = None,
     private: bool = False,
 ) -> str:
-    """Uploads a folder written by `save` to the Hugging Face hub, and returns its address.
+    """Uploads a folder that `save` wrote to the Hugging Face hub, and returns its address.
 
-    The folder is loaded first, so that no broken model and no evidence of another model is published. If you did not
-    edit the card, it is written again from the files of the folder, e.g. to include an evidence.json that was added
-    later. `load("hub:OWNER/NAME")` loads the model again.
+    The folder is loaded first, so a broken model, or evidence about another model, is never published. If the folder
+    has evidence and you did not edit the card, the card is written again. So it includes an evidence.json that was
+    added later. `load("hub:OWNER/NAME")` loads the uploaded model.
 
     Args:
         folder: The folder of the model, with its card.
-        repository: OWNER/NAME on the hub; created if missing.
-        license: The license of the weights for the header of the card, as an identifier of the hub, e.g. apache-2.0.
-        base_model: The name of the original on the hub, for the header of the card.
+        repository: OWNER/NAME on the hub, created if missing.
+        license: The license of the weights, as the hub names it, e.g. apache-2.0. It is written to the card's header.
+        base_model: The original's name on the hub. It is written to the card's header.
         private: Whether a new repository is private.
 
     Raises:
@@ -191,7 +191,7 @@ def push_to_hub(
         FingerprintMismatch: The evidence in the folder is for another model.
     """
     folder = Path(folder)
-    # The model is loaded as others will load it. The evidence must have the fingerprint of its weights.
+    # The model is loaded as others will load it, and the evidence must have the fingerprint of its weights.
     model, card = load_folder(folder), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
@@ -205,7 +205,7 @@ def push_to_hub(
             text = _card(folder, model, evidence, prescription, (folder / STOCK).exists())
     if license is not None or base_model is not None:
         text = card_with(text, license=license, base_model=base_model)
-    # Only the card can change in the folder, so a second upload has the same files.
+    # Only the card may change here, so all other files are the same in a second upload.
     if text != written:
         write_text(card, text)
     return upload(folder, repository, private)

@@ -1,6 +1,6 @@
-"""`shrink`: the whole workflow in one call. Divides the images, plans, realizes and fits, and verifies a smaller model.
+"""`shrink`, the whole workflow in one call. It divides the images, then plans, realizes, fits and verifies a model.
 
-`Shrunk` is its result. `elastic` runs the same steps for several targets.
+The result is a `Shrunk`. `elastic` runs the same steps for several targets.
 """
 
 import math
@@ -75,11 +75,12 @@ from attnrx.workflows.shrunk import (
 )
 from attnrx.workflows.verify import verify
 
-# A latency target that saves less keeps the whole decoder, because a smaller decoder could meet it by itself.
+# If a latency target saves less than this share, the whole decoder is kept. Otherwise a smaller decoder could meet the
+# target without any change to the blocks.
 LARGEST_DECODER = 0.2
 
-# For an allowed divergence: the most plans that are made, the share of it that is enough, the share that the next plan
-# aims at, and the largest factor by which its limit is raised.
+# For a divergence target: the maximum number of plans, the share of the allowed loss at which the search ends, the
+# share that the next plan aims at, and the largest factor by which a plan's limit is raised.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
 # A recall target counts this many neighbours. A cosine distance d loses the share LOST * sqrt(d) of them, measured on a
 # ViT-Tiny's features in an index of 10,000 images (2026-11).
@@ -88,8 +89,9 @@ NEIGHBOURS, LOST = 10, 1.3
 # The unchanged model's file meets a speed target if its timed speed is at least this multiple of the target.
 ENOUGH_SPEED = 1.02
 
-# The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). The phases
-# before the repair have CPU seconds of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
+# The phases of `shrink`, with their usual shares of the time for a quick call with a MACs target (`progress.Phases`).
+# The shares before the repair are CPU seconds, measured with a ViT-Tiny at 224 pixels on one thread of a loaded machine
+# (2026-11).
 PHASE_SHARES = {
     "loading the model": 3.0,
     "reading the images": 8.0,
@@ -153,63 +155,66 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
-    Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`. attnrx reads your data once:
-    as many images as the effort needs, and at most 10,000 to verify on. The effort "quick" verifies on fewer: as many
-    as take 6e12 multiply-accumulates, but at least 256. Random transforms and samplers are drawn once, from `seed`. If
-    your data have splits, the plan sees training and validation images, and the evidence is about test images. Other
-    data are divided into three parts. No image is in two parts; images with the same pixels count as one.
+    Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`.
 
-    You get the unchanged model if it is already as fast as requested, through attnrx's kernels or through the format.
+    attnrx reads your data once. It reads the images that the effort needs, and at most 10,000 to verify on. The effort
+    "quick" verifies on fewer images. Their passes take at most 6e12 multiply-accumulates, but there are at least 256
+    images. Random transforms and samplers are drawn once, from `seed`. If your data have splits, the plan uses training
+    and validation images, and the evidence uses test images. Other data are divided into three parts. No image is in
+    two parts, and images with the same pixels count as one image.
 
-    With `to`, attnrx also writes the vendor's own conversion of your unchanged model, in float and in 8 bits by the
-    vendor's defaults. One run times all files and compares their outputs. If a file of the unchanged model is faster
-    than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names its format.
+    If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get this model.
+
+    With `to`, the vendor's own tool also converts your unchanged model to files in float and, with the tool's defaults,
+    in 8 bits. One run times all files and compares their outputs. If attnrx's own file of the unchanged model is faster
+    than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names the format of
+    this file.
 
     Args:
-        model: A model, or what `load` reads.
-        data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
-        faster: The speed-up, e.g. 1.6, over your model as you would run it without attnrx: in eager PyTorch or, with
-            `to`, as the vendor's own file in that runtime and precision. Measured on this machine.
+        model: A model, or anything that `load` accepts.
+        data: Images in any form that `load_data` or `data.image_set` accepts, or `Splits`.
+        faster: The speed-up, e.g. 1.6, measured on this machine. It is relative to your model in eager PyTorch or, with
+            `to`, relative to the vendor's own file in that runtime and precision.
         macs: The share of the MACs to keep, e.g. 0.5 or 50%.
         params: The share of the parameters to keep, e.g. 0.7 or 70%.
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
-        max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05. It is in nats for classes;
-            other outputs have their own divergence. With `to`, it applies to the file. attnrx removes MACs as long as
-            the divergence allows it.
-        size: The megabytes of the file with `to`, else of the weights, e.g. 4.
+        max_kl: The allowed mean divergence from the original's outputs, e.g. 0.05. For classes it is in nats, and other
+            outputs have their own divergence. With `to`, it applies to the file. attnrx removes MACs until this limit
+            is reached.
+        size: The size of the weights or, with `to`, of the file, in megabytes, e.g. 4.
         recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
-            embeddings, e.g. 0.98 or 98%. attnrx removes MACs as long as this recall is kept. Implies `keep_index`.
-        keep_index: Fits embeddings for search in an index of vectors that the original made. The model is then
-            distilled by the cosine distance to these vectors; with quick only if it has at most 5e9 MACs per image.
+            embeddings, e.g. 0.98 or 98%. attnrx removes MACs until this limit is reached. Implies `keep_index`.
+        keep_index: Fits embeddings for search in an index of the original's vectors. The model is then distilled by the
+            cosine distance to these vectors. With quick, it is distilled only if it has at most 5e9 MACs per image.
         batch: Images per timed forward pass.
         threads: CPU threads of a timed forward pass (torch's default).
-        effort: How much is measured: quick (minutes), normal or thorough. The last two also distill the model from the
-            original at the end; normal does so only for at most 5e9 MACs per image.
+        effort: How much to measure: quick (minutes), normal or thorough. Normal and thorough also distill the model
+            from the original at the end. Normal does so only for at most 5e9 MACs per image.
         to: The format of the file that the target applies to (see export), e.g. int8 or 'openvino(precision=bf16)'. For
             `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file.
-        portable: Returns a model of the library's own class, with other sizes. `Shrunk.save` then writes a checkpoint
-            of that library, which loads it without attnrx (see `save`). attnrx prunes all MLPs to one width, and heads
-            if the class states their number. `faster` is then the speed in the library's own code.
-        multiple: For a portable model: its width is a multiple of this number; by default 8, or 64 on a GPU.
-        inputs: What the forward of your own module takes from every batch: `inputs(batch)` returns a tensor, a tuple of
-            arguments or a mapping of named ones. By default a batch is a batch of images.
-        weights: A local file of weights, for a model given by its name.
-        columns: The columns of images and labels, for tables.
-        folder: Where `Shrunk.save` will write the results. attnrx refuses it before the work starts if files that
-            attnrx did not write are in the way. Only one call at a time can use a folder.
+        portable: Returns a model of the library's own class, with smaller sizes. `Shrunk.save` then writes a checkpoint
+            that the library loads without attnrx (see `save`). attnrx prunes all MLPs to one width. It also prunes
+            heads if the class has an argument for their number. `faster` then applies to the library's own code.
+        multiple: The width of a portable model is a multiple of this number, by default 8, or 64 on a GPU.
+        inputs: A function that returns your own module's arguments for a batch. `inputs(batch)` returns a tensor, a
+            tuple of arguments or a mapping of named arguments. By default, attnrx takes the images from every batch.
+        weights: A local file of weights, for a model that you pass by name.
+        columns: The columns of images and labels, if the data are tables.
+        folder: The folder that `Shrunk.save` will write to. If files that attnrx did not write are in the way, an error
+            is raised before the work starts. Only one call at a time can use a folder.
         seed: Seeds every random draw.
-        log: Receives a line for every step.
-        divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
-            per image, 0 for equal outputs. The plan and the evidence use it, and so do the fits if it has gradients.
-        metric: Your measure of the outputs for the evidence, `metric(outputs, (images, labels))` (see `verify`).
-        metric_of_set: Your measure of a whole set for the evidence, `metric_of_set(outputs, labels)` (see `verify`).
+        log: A function that receives a line for every step.
+        divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
+            outputs. The plan and the evidence use it, and so do the fits if it has gradients.
+        metric: Your own metric for the evidence, `metric(outputs, (images, labels))` (see `verify`).
+        metric_of_set: Your own metric of a whole set for the evidence, `metric_of_set(outputs, labels)` (see `verify`).
 
     Returns:
         The smaller model with its prescription, plan and evidence.
 
     Raises:
-        InvalidInput: There is not exactly one target, labels do not fit, or results in the `folder` would overwrite
-            files that attnrx did not write.
+        InvalidInput: You did not pass exactly one target, or labels do not fit. Or results in the `folder` would
+            overwrite files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
         NotSupported: No plan reaches the target, or the class of a portable model has no argument for the MLPs' width.
 
@@ -229,13 +234,14 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     form = None if to is None else parse_format(to)
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
-    # Says what `Shrunk.save` will lack, before hours of work. It is not an error, because the result need not be saved.
+    # If a library is missing that `Shrunk.save` needs, the log says so before hours of work. This is not an error,
+    # because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(form or Onnx(),))):
         try:
             check()
         except NotSupported as missing:
             log(f"for Shrunk.save: {missing}")
-    # One process for all latency measurements, which starts while the images are read.
+    # All latency measurements share one process, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
     shares = phase_shares(target.minimized, effort, portable, to is not None, keep_index)
@@ -248,16 +254,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
                 f"{asked} is about embeddings, and this model returns {kind.returns}: {instead}, or load the model "
                 'with outputs="embedding".'
             )
-        if folder is not None:  # before the work
+        if folder is not None:  # before the work starts
             require_result_folder(Path(folder), original, result_files(Path(folder), None if to else Onnx(), to))
         conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         about = {"batch": batch, "conditions": conditions, "to": to, "seed": seed, "log": log, **portability}
         settings = PlanSettings.preset(effort, portable=portable, **about)
-        if portable:  # before the work
+        if portable:  # before the work starts
             require_portable(original, settings)
-        # The decoder is made smaller only for a latency that this is not expected to reach by itself.
+        # The decoder is made smaller only for targets that also need a smaller model in the blocks.
         decoder = target.quantity == target.minimized == "latency" and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)
@@ -265,17 +271,17 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             require_labels(run.images.planned)
         result = run.result(target)
         if isinstance(result, TargetMet):
-            # attnrx's kernels or the format reach the speed by themselves, so nothing has to be removed.
+            # The unchanged model reaches the speed in attnrx's kernels or in the format, so nothing has to be removed.
             log(result.reason)
             return run.unchanged(target)
         return result
 
 
 def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
-    """Returns `multiple`, for the width of a portable model, as a setting; no setting if it is None.
+    """Returns `multiple`, for the width of a portable model, as a setting. If it is None, there is no setting.
 
     Raises:
-        InvalidInput: There is a `multiple`, but the model is not portable.
+        InvalidInput: You passed a `multiple`, but the model is not portable.
     """
     if multiple is not None and not portable:
         raise InvalidInput(f"multiple={multiple} is that of a portable model: give portable=True, too.")
@@ -288,33 +294,33 @@ def phase_shares(
     """Returns the phases of a call that limits the cost `spend`, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
-        # Blocks and whole plans are timed. These are seconds of wall clock on one thread of an idle machine (2026-11).
+        # Blocks and whole plans are timed. These are wall-clock seconds on one thread of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
         shares["timing your model"] = 20.0 if is_file else 0.0
     if EFFORTS[effort].distill_epochs or keep_index:
         shares["distilling"] = 150.0
-    if portable:  # there are few plans, and each is measured by itself
+    if portable:  # there are only a few plans, and every plan is measured as a whole
         shares["measuring sensitivities"] = 0.0
     return {name: share for name, share in shares.items() if share}
 
 
 @dataclass(frozen=True, eq=False)
 class ShrinkRun:
-    """What every target of one call shares: the original, its diagnosis, and the images by their use."""
+    """The state that all targets of one call share: the original, its diagnosis, and the images by their use."""
 
     original: nn.Module
     diagnosis: Diagnosis
-    planned: FixedImages  # the images that the plan is chosen on; weights are fitted to these and others
+    planned: FixedImages  # the images that the plan is chosen on, a part of the images that weights are fitted to
     images: ImageParts
     class_names: tuple[str, ...]
     effort: Effort
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
-    baseline: Baseline | None = None  # the vendor's file, which the speed of a file is relative to
+    baseline: Baseline | None = None  # the vendor's file, which speeds of files are relative to
     planned_baseline: Baseline | None = None  # the same, with attnrx's files of the planned model
     unchanged_speed: float = 0.0  # the speed of attnrx's file of the unchanged model, relative to the baseline
-    measured: dict[str, Planner] = field(default_factory=dict)  # planners with what they measured, by cost
+    measured: dict[str, Planner] = field(default_factory=dict)  # the planners with their measurements, by cost
 
     @classmethod
     def start(
@@ -328,11 +334,11 @@ class ShrinkRun:
         target: Target | None = None,
         keep_index: bool = False,
     ) -> "ShrinkRun":
-        """Divides the images and diagnoses the model; for the speed of a file, also times the vendor's file.
+        """Divides the images and diagnoses the model. If the target is a file's speed, also times the vendor's file.
 
         Raises:
-            NotSupported: The speed of the target is out of reach, whatever is removed.
-            InvalidInput: There are too few images to verify the search in an index on.
+            NotSupported: The target's speed is out of reach, whatever is removed.
+            InvalidInput: There are too few images to verify the search in an index.
         """
         log, seed = settings.log, settings.seed
         begin("reading the images")
@@ -344,8 +350,8 @@ class ShrinkRun:
         needed = Effort.of(effort, kind, settings=settings, keep_index=keep_index)
         counts = needed.fitted_images, needed.predicted_images, needed.verified_images
         splits = splits_for(original, data, limit=sum(counts), seed=seed)
-        # Choices, predictions and reported results are measured on disjoint images: the chosen plan is the best of many
-        # on its own images, so its divergence there is too low.
+        # Choices, predictions and reported results are measured on disjoint images. The chosen plan is the best of many
+        # plans on its own images, so its divergence there is too low.
         images = three_parts(splits, *counts)
         for line in (images.summary, *images.notes):
             log(line)
@@ -416,14 +422,14 @@ class ShrinkRun:
         return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
-        """Returns the plan and the model with the fewest MACs whose loss on other images is within the target.
+        """Returns the plan and the model with the fewest MACs whose loss on other images meets the target.
 
-        If there is a format, this is the loss of the file.
+        If there is a format, the loss is measured on the file.
 
         Raises:
-            NotSupported: No plan is within the target.
+            NotSupported: No plan meets the target.
         """
-        # A plan is chosen by its divergence in float and before the repair, so the loss that is measured afterwards
+        # A plan is chosen by its divergence in float and before the repair. The loss that is measured afterwards
         # corrects the limit for the next plan.
         loss = self._loss_of(target)
         limit, best, last, measured = loss.limit, None, None, list[float]()
@@ -436,7 +442,7 @@ class ShrinkRun:
                     break
                 refusal, limit = error, limit * FARTHEST**loss.power  # before the repair a plan may diverge by more
                 continue
-            assert isinstance(plan, Plan)  # the unchanged model can only meet targets of cost
+            assert isinstance(plan, Plan)  # the unchanged model can only meet cost targets
             if last is not None and (plan.cost, plan.explained) == (last.cost, last.explained):
                 if best is not None:
                     break
@@ -460,7 +466,7 @@ class ShrinkRun:
         raise NotSupported(f"{target}: the {reached}. {loss.advice(1.1 * min(measured))}, or take a greater effort.")
 
     def _loss_of(self, target: Target) -> "_Loss":
-        """Returns the loss that a target of divergence or recall limits."""
+        """Returns the loss that a divergence or recall target limits."""
         if target.quantity != RECALL:
 
             def most(loss: float) -> str:
@@ -472,40 +478,39 @@ class ShrinkRun:
             return f"Ask for recall={max(1 - loss, 0.0):.3f} or less"
 
         lost = 1 - target.limit
-        # The share of lost neighbours grows with the root of the divergence.
+        # The share of lost neighbours grows with the square root of the divergence.
         name, limit = "share of the neighbours that are lost", (lost / LOST) ** 2
         return _Loss(name, lost, limit, 2, self._share_lost_by, least)
 
     def _divergence_of(self, model: nn.Module) -> float:
-        """Returns the mean divergence of a model, or of its file, on the images that predictions are made on."""
+        """Returns the mean divergence of a model, or of its file, on the images for predictions."""
         return self._answers_of(model).divergence("original", "result").double().mean().item()
 
     def _share_lost_by(self, model: nn.Module) -> float:
-        """Returns the share of the nearest neighbours in an old index that a model, or its file, does not find.
+        """Returns the share of nearest neighbours in an old index that a model, or its file, no longer finds.
 
-        The queries are the images that predictions are made on. The standard error of the share is added.
+        The queries are the images for predictions. The standard error of the share is added.
         """
         answers = self._answers_of(model)
         old, new = answers.outputs["original"], answers.outputs["result"]
         index, own = torch.cat([old, self._stored]), torch.arange(len(old))
         lost = 1 - recalled((old, index), (new, index), (NEIGHBOURS,), own)
-        # Without the standard error, a plan could be within the limit by the luck of a few queries, but not on others.
+        # Without the standard error, a plan could meet the limit by luck on these few queries, and miss it on others.
         return float(lost.mean() + lost.std(correction=0) / len(lost) ** 0.5)
 
     @cached_property
     def _stored(self) -> Tensor:
-        """The original's vectors [images, features] for the images that are fitted to or verified on.
+        """The original's vectors [images, features] for the images to fit to and to verify on.
 
-        With them a plan is tried in an index as large as the one it is verified in. The queries are other images.
+        With these vectors, a plan is tried in an index at least as large as the index of the verification. The queries
+        are other images.
         """
         parts = [self.images.planned, self.images.verified]
         rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
         return torch.cat([each["original"] for each in rows])
 
     def _answers_of(self, model: nn.Module) -> Predictions:
-        """Returns the outputs of the original and of a model, or of its file, on the images that predictions are made
-        on.
-        """
+        """Returns the outputs of the original and of a model, or of its file, on the images for predictions."""
         form, images = format_of(self.settings), self.images.predicted
         with scratch_folder() as folder:
             candidate = model
@@ -520,7 +525,7 @@ class ShrinkRun:
         return plan_sharing(*about, *images, self.measured, **shared, baseline=self.planned_baseline)
 
     def _realized(self, plan: Plan) -> "_Made":
-        """Realizes the smaller model of a plan, and fits it."""
+        """Realizes a plan as a smaller model, and fits the model."""
         log = self.settings.log
         begin("realizing and repairing")
         chosen = plan.with_predictions
@@ -534,9 +539,9 @@ class ShrinkRun:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
-            # Only the decoder differs from the original, and the prescription is about the blocks.
+            # The prescription is about the blocks. They are the original's, although the plan is for a copy of it.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
-        # `attnrx realize` and the matched controls read this record, and repeat what it states.
+        # `attnrx realize` and the matched controls repeat the settings in this record.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
         return _Made(plan, slim, replace(chosen, about={**chosen.about, "realized": how}))
 
@@ -550,7 +555,7 @@ class ShrinkRun:
         return final_rounds(self.settings.batch, family_of(self.original).costs(self.original).macs)
 
     def _files(self, model: nn.Module | None) -> FileRun | None:
-        """Measures a model's file beside the vendor's and attnrx's files of the unchanged model.
+        """Measures a model's file together with the vendor's and attnrx's files of the unchanged model.
 
         Returns None for a target without a format.
         """
@@ -565,10 +570,11 @@ class ShrinkRun:
         return measure_files(self.original, model, form, *about, **shared)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
-        """Returns the file of the unchanged model that replaces the plan's file, or None.
+        """Returns the unchanged model's file that replaces the plan's file, or None.
 
-        For latency, it is faster, no farther from the original, and meets the target. For parameters there is none,
-        because a plan need not be faster. For other costs it is the unchanged model in the same format if that is
+        If the target limits latency, attnrx wrote this file, and it meets the target. It is also faster than the plan's
+        file, and no farther from the original. If the target limits parameters, no file replaces the plan's, because a
+        plan need not be faster. For other costs, it is the unchanged model's file in the same format, if that file is
         faster.
         """
         log, result = self.settings.log, files.result
@@ -582,14 +588,14 @@ class ShrinkRun:
         return next((file for file in files.better() if file.is_own and file.speed.value >= enough), None)
 
     def unchanged(self, target: Target, files: FileRun | None = None, instead: MeasuredFile | None = None) -> Shrunk:
-        """Returns the original, with the evidence of its speed relative to its own library.
+        """Returns the original, with evidence about its speed relative to its own library.
 
-        It has the smaller decoder that it was planned with. If `instead` is given, the file of a plan was worse than
-        this file, and the original is returned with its own decoder.
+        If plans were made for a smaller decoder, the returned model has it. Pass `instead` if this file is better than
+        the plan's file. The returned model then has the original's own decoder.
         """
         batch, model = self.settings.batch, self.planned_model if instead is None else self.original
         files = files or self._files(self.planned_model if self.has_smaller_decoder else None)
-        # The speed of a file was measured in the run of files.
+        # The speed of a file was already measured, together with the other files.
         speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
         last = () if files is not None else (speed,)
         return self._verified(model, target, None, None, last, files, instead)
@@ -606,7 +612,7 @@ class ShrinkRun:
     ) -> Shrunk:
         """Verifies a model, or its file if there is a format, against the original.
 
-        `last` are the checks of what was promised.
+        `last` are the checks that run at the end, such as the check of the plan's promises.
         """
         begin("verifying")
         tested, names = self.images.verified, self.class_names
@@ -617,12 +623,12 @@ class ShrinkRun:
         of_outputs = with_accuracy(tested, self.original, *checks_of(target, self.original, tested))
         checks = (*(of_outputs if file is None else ()), Costs(), *last)
         evidence = verify(model, self.original, tested, checks, about, **context)
-        if file is not None:  # the file is what you run: 8 bits may change answers that the model keeps
+        if file is not None:  # the user runs the file, whose 8 bits may change answers that the model keeps
             of_file = verify(file, self.original, tested, of_outputs, seed=self.settings.seed, batch_size=32)
             evidence = with_file(evidence, of_file, result_path(Path(), file.form).name, str(form))
         evidence = evidence if files is None else files.added_to(evidence, target, instead)
         samples, maps = samples_of(self.original, model, tested, names)
-        # The diagnosis is about the blocks, which a copy with a smaller decoder shares with the original.
+        # The diagnosis is about the blocks. A copy with a smaller decoder has the same blocks as the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
@@ -631,7 +637,7 @@ class ShrinkRun:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A plan, the model that was realized and fitted by it, and its prescription."""
+    """A plan, the model that was realized from it and fitted, and its prescription."""
 
     plan: Plan
     model: nn.Module
@@ -641,8 +647,8 @@ class _Made:
 class _Loss(NamedTuple):
     """The loss that a target limits.
 
-    `allowed` is how much loss the target allows. `limit` is the divergence that the first plan is limited to, which
-    grows with the loss to the `power`. `measured` returns the loss of a model, and `advice` what to ask for instead.
+    `allowed` is the loss that the target allows. `limit` is the limit for the first plan's divergence. The divergence
+    grows like the loss to the `power`. `measured` returns a model's loss, and `advice` says what to request instead.
     """
 
     name: str
@@ -654,7 +660,7 @@ class _Loss(NamedTuple):
 
 
 def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:
-    """Returns the images with at most `most` to verify on."""
+    """Returns the images, with at most `most` images to verify on."""
     if len(images.verified) <= most:
         return images
     log(f"{reason}: verified on {most:,} of {len(images.verified):,} images")
@@ -666,7 +672,7 @@ def _share_of(images: FixedImages, share: float) -> FixedImages:
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
-    """Returns the model, and the facts of the splits, at the size of the images."""
+    """Returns the model and the splits, adapted to the size of the images."""
     shape = next(iter(images.take(1).batches(1))).images.shape[1:]
     fitting, before = accepting(model, tuple(shape)), family_of(model).input_shape(model)
     if fitting is model:

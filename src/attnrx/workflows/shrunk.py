@@ -1,6 +1,6 @@
-"""`Shrunk`: the result of `shrink`, with the files of its folder.
+"""`Shrunk`, the result of `shrink`, and the files of its folder.
 
-Saving replaces the files of an earlier result, and never the files of others.
+Saving replaces the files of an earlier result, but never files that attnrx did not write.
 """
 
 import re
@@ -62,7 +62,7 @@ from attnrx.workflows.load import preflight
 from attnrx.workflows.save import require_no_sizes, save_with
 from attnrx.workflows.verify import verify
 
-REPORT_IMAGES, REPORT_MAPS = 8, 4  # how many test images the report shows, and how many with their maps
+REPORT_IMAGES, REPORT_MAPS = 8, 4  # how many test images the report shows, and for how many it shows maps
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,22 +73,21 @@ class Shrunk:
 
     Attributes:
         model: The smaller model.
-        prescription: What was pruned, and how; None for the unchanged model.
+        prescription: What was pruned, and how. None for the unchanged model.
         evidence: The comparison with the original.
-        plan: The plan with its predictions; None for the unchanged model.
+        plan: The plan with its predictions. None for the unchanged model.
         target: The target of the call.
         diagnosis: The diagnosis of the original, for the report.
         samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
         class_names: The classes of the data, for exported files.
         images: The images that the model was planned and verified on.
-        maps: The maps that the original and the smaller model return for some samples, for the report; None for other
-            outputs.
-        timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was the target too, the model is
+        maps: The maps that the original and the smaller model return for some samples, for the report. None if their
+            outputs are not maps.
+        timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text; None without `to`. It is the `to` of the call, or another
-            format in which the unchanged model is better than the plan.
-        file: The file of this format that the evidence is about. It exists as long as it is in use, and `save` copies
-            it.
+        form: The format of the file to write, as text. None without `to`. Usually this is the `to` of the call. But if
+            the unchanged model in another format is better than the plan, this is the other format.
+        file: The temporary file in this format that the evidence was measured on. `save` copies it.
     """
 
     model: nn.Module
@@ -114,7 +113,7 @@ class Shrunk:
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result with a model of its own class, accelerated if that is how its speed was measured."""
+        """Returns the result with the model in its own class, accelerated if its speed was measured that way."""
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -122,9 +121,9 @@ class Shrunk:
 
     @property
     def summary(self) -> Sentence:
-        """The result in one sentence: speed with its factors, accuracy, costs.
+        """The result in one sentence: the speed with its factors, the accuracy and the costs.
 
-        It says if the images were drawn at random. You may also call it: `shrunk.summary()`.
+        The sentence also says if the images were drawn at random. You may call the summary, `shrunk.summary()`.
         """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
         return Sentence("; ".join((summary_of(self.evidence), *draws)))
@@ -144,37 +143,38 @@ class Shrunk:
         batch: int = 32,
         threads: int | None = None,
     ) -> Path:
-        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+        """Writes a folder with the model, its prescription, evidence, card and report, and a file to deploy.
 
         Everything is written to a new folder, which replaces the old one in one step. Files of an earlier result are
-        replaced, exports of other models removed, and files that attnrx did not write kept.
+        replaced, and exports of other models are removed. Files that attnrx did not write are kept.
 
-        One file is written for deployment: model.onnx or, after `shrink(to=...)`, the file of that format, e.g.
-        model-int8.onnx. The evidence of `shrink` is then about this file: its speed, its accuracy, its outputs. The
-        file is calibrated on the images that the plan was made on, and verified on other images.
+        The file to deploy is model.onnx. After `shrink(to=...)` it is a file in that format instead, e.g.
+        model-int8.onnx, and the evidence of `shrink` contains the speed, accuracy and outputs of this file. The file is
+        calibrated on the images that the plan was made on, and verified on other images.
 
-        If you pass another format as `to`, its file has its own evidence against the original, e.g. evidence-int8.json.
-        Its speed is relative to the original in its own library at the precision of the file. The original's file of
-        the same format is timed in turns with it, so you see what the format gave and what the compression gave.
+        If you pass another format as `to`, its file gets its own evidence, e.g. evidence-int8.json, which compares it
+        with the original. The file's speed is relative to the original in its own library, at the file's precision. The
+        original is also timed as a file of the same format. So you see how much of the speed is due to the format, and
+        how much to the compression.
 
         Args:
             folder: The folder.
-            onnx: Whether to write model.onnx, even beside the file of another format; by default only if there is none.
-            to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`); by default the one that
-                `shrink` was given.
-            opset: The operator set version of model.onnx, 17 to 23. Choose a smaller one for a runtime or a tool that
-                does not know the newest.
-            original: The model that you gave `shrink`. With it, model.onnx is timed beside the same file of the
-                original, for `reports.files_table`. You need it for a `to` that you did not give `shrink`.
-            batch: For `to`: the images of a timed batch.
+            onnx: Whether to write model.onnx. By default, it is written if there is no file of another format.
+            to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`). By default, the `form`
+                of this result.
+            opset: The operator set version of model.onnx, 17 to 23. Choose a smaller one if your runtime or tool does
+                not support the newest.
+            original: The model that you passed to `shrink`. If you pass it, model.onnx is timed against the original's
+                own ONNX file, for `reports.files_table`. You must pass it if `to` is not the format of this result.
+            batch: Images per timed batch, for the evidence of `to`.
             threads: CPU threads of the timings (torch's default).
 
         Returns:
             The folder.
 
         Raises:
-            InvalidInput: A file that attnrx did not write would be overwritten; nothing was changed.
-            AttnrxError: The model cannot be exported; everything else was saved.
+            InvalidInput: A file that attnrx did not write would be overwritten. Nothing was changed.
+            AttnrxError: The model cannot be exported. Everything else was saved.
         """
         folder = Path(folder)
         to = self.form if to is None else to
@@ -192,7 +192,7 @@ class Shrunk:
             try:
                 for path, form in files.items():
                     self._write_exported(new / path.name, form, to, original, batch, threads)
-            except AttnrxError as error:  # a file that cannot be written must not lose hours of work
+            except AttnrxError as error:  # the rest is saved, because it may be the result of hours of work
                 failures.append(error)
 
         documents = self.prescription, self.evidence
@@ -205,12 +205,12 @@ class Shrunk:
     def _write_exported(
         self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
     ) -> None:
-        """Writes model.onnx, or the file of another format with its evidence, to a folder that does not have it yet.
+        """Writes model.onnx, or a file of another format with its evidence, to a folder without such a file.
 
-        With the original, model.onnx has its speed beside the original's.
+        With the original, model.onnx is also timed against the original's ONNX file.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
-        # `save_with` has refused a model that is not the one that the evidence, and so the file, is about.
+        # `save_with` has checked that the evidence, and therefore the file, belongs to this model.
         if self.file is not None and self.file.form == form and self.file.facts["parity"]:
             exporting.copy_export(self.file, path)
             return
@@ -226,7 +226,7 @@ class Shrunk:
                 rounds = final_rounds(timed, family_of(original).costs(original).macs)
                 exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
             return
-        assert original is not None and images is not None  # `save` needs the original, and `shrink` returns images
+        assert original is not None and images is not None  # `save` required the original, `shrink` returned images
         conditions = Conditions(file.images.device, file.images.precision, threads)
         protocol = final_protocol(conditions, batch, original)
         speed = 1 / self.target.limit if self.target.quantity == "latency" else None
@@ -236,7 +236,7 @@ class Shrunk:
             checks = with_accuracy(tested, original, *checks_of(self.target, original, tested), latency)
             evidence = verify(file, original, tested, checks, about, batch_size=32)
         except AttnrxError:
-            exporting.remove_export(path)  # no file without evidence
+            exporting.remove_export(path)  # a file without evidence must not remain
             raise
         evidence.save(evidence_of(path))
 
@@ -265,9 +265,9 @@ class Shrunk:
 def samples_of(
     original: nn.Module, model: nn.Module, images: ImageSet, class_names: tuple[str, ...]
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
-    """Returns some images with their classes, and both models' maps of the first of them, for the report.
+    """Returns a few images with their classes, and both models' maps for the first ones, for the report.
 
-    Both are None if the inputs are not pictures. The maps are None for other outputs.
+    Both results are None if the inputs are not pictures. The maps are None if the models do not return maps.
     """
     if not getattr(family_of(original).inputs(original), "is_plain", True):
         return None, None
@@ -279,9 +279,9 @@ def samples_of(
 
 
 def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check, ...]:
-    """Returns the checks of the outputs; for embeddings also a search in an old index.
+    """Returns the checks of the outputs. For embeddings they include a search in an old index.
 
-    A target of divergence or recall sets the limit of its check.
+    A divergence or recall target sets the limit of its check.
     """
     fidelity = Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
     is_searched = isinstance(output_kind_of(model), Embeddings) and len(images) >= Index.least
@@ -291,31 +291,31 @@ def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
-    """Returns the checks, preceded by the check of accuracy if the images have labels and the model makes decisions."""
+    """Returns the checks, after an accuracy check if the images have labels and the model makes decisions."""
     has_accuracy = images.has_labels and output_kind_of(model).has_decisions
     return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
 
 
-RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder of results
+RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a result folder
 
 
 def result_files(folder: Path, onnx: Onnx | None, to: str | None) -> dict[Path, Format]:
-    """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
-    formats = [onnx, None if to is None else parse_format(to)]  # the format replaces model.onnx, if it is ONNX
+    """Returns the exported files of a result as a mapping from path to format: model.onnx, and the file for `to`."""
+    formats = [onnx, None if to is None else parse_format(to)]  # if `to` is ONNX too, it replaces `onnx`
     return {result_path(folder, form): form for form in formats if form is not None}
 
 
 def evidence_of(path: Path) -> Path:
-    """Returns the path of the evidence of a file in a folder of results: evidence-FORMAT.json."""
+    """Returns the path of a file's evidence in a result folder, evidence-FORMAT.json."""
     return path.with_name(f"{evidence_stem(path.stem)}.json")
 
 
 def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Evidence:
-    """Returns the evidence of a model, with the findings on the outputs of its file in place of the model's."""
+    """Returns a model's evidence, with the findings about its file's outputs in place of its own."""
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
-    # Your own metric is measured on both, so the model's finding is left out.
+    # The user's metric is measured on both the file and the model, and only the file's finding is kept.
     of_outputs = {finding.check for finding in of_file.findings}
     of_model = (finding for finding in evidence.findings if finding.check not in of_outputs)
     return Evidence((*of_file.findings, *of_model), {**about, "file": name, "format": form})
@@ -333,10 +333,10 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
 
 
 def result_parts(fingerprint: str) -> ReplacedFiles:
-    """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
+    """Returns a function that names the files that `Shrunk.save` replaces for the model with this fingerprint.
 
-    These are the model, its report, and exports of other models with their evidence. Exports of this model stay unless
-    they are written again.
+    These files are the model, its report, and exports of other models with their evidence. Exports of this model are
+    kept, unless they are written again.
     """
 
     def parts(folder: Path, written: Collection[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""`verify`: compares a candidate with its reference, and returns the evidence."""
+"""`verify` compares a candidate with its reference, and returns the evidence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,13 +33,12 @@ from attnrx.workflows.load import SOURCE, load, size_of
 
 
 def realization_of(prescription: Prescription | None) -> str | None:
-    """Returns how a prescription was realized, in a few words; None if it is unknown."""
+    """Returns a few words that say how a prescription was realized, or None if that is unknown."""
     how = {} if prescription is None else prescription.about.get("realized", {})
     if not how:
         return None
     fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
-    # Fitted weights do not follow from the kind of compression, so the fits are named. Without fits, the model that
-    # "compress" makes has the outputs of the mask.
+    # Fits change the weights, so they are named. Without fits, the compressed model has the outputs of the masked one.
     by = how["by"]
     return " and ".join(fitted) or ("exact" if by == "compress" else by)
 
@@ -47,13 +46,13 @@ def realization_of(prescription: Prescription | None) -> str | None:
 def stored_prescription(
     source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
-    """Returns a candidate's prescription, from its folder or else the given one, together with notes.
+    """Returns a candidate's prescription (from its folder, or else the prescription `given`) and notes.
 
-    If a model was realized twice, its folder has the prescription of the second step. That one was made for the result
-    of the first step, so a comparison with the original does not use it, and a note says so.
+    If a model was realized twice, its folder has the prescription of the second step. This prescription was made for
+    the result of the first step. A comparison with the original therefore ignores it and adds a note.
 
     Raises:
-        InvalidInput: The given prescription makes other decisions than the candidate's own.
+        InvalidInput: The given prescription differs from the candidate's own.
     """
     path = stored_folder(source) / "prescription.json"
     if not path.exists():
@@ -65,8 +64,8 @@ def stored_prescription(
             "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions."
         )
         return given, (note,)
-    # Compares rules and ranks, but not tensors: realizing a model writes refits and calibrated thresholds into its
-    # prescription and policy.
+    # Only rules and ranks are compared. Realizing a model writes refits and calibrated thresholds into the tensors of
+    # its prescription and policy.
     decided = [
         (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (given or stored, stored)
     ]
@@ -79,8 +78,9 @@ def stored_prescription(
 
 
 def stored_folder(source: str | Path) -> Path:
-    """Returns the folder with the prescription and the evidence of a model: its source, or the folder of an elastic
-    size.
+    """Returns the folder that contains a model's prescription and evidence.
+
+    For an elastic size (`FOLDER@macs=0.6`) this is the folder of the size, and otherwise the source itself.
     """
     found = size_of(source) if "@" in str(source) else None
     return Path(source) if found is None else found[0].folder / found[1].name
@@ -111,42 +111,43 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     metric: Metric | None = None,
     metric_of_set: SetMetric | None = None,
 ) -> Evidence:
-    """Compares the candidate with the reference by checks, and returns the evidence.
+    """Runs checks that compare the candidate with the reference, and returns the evidence.
 
-    A check that you request raises an error if it cannot run. The standard checks are the ones that your data and
-    models allow; the notes of the evidence list the others.
+    If a check that you request cannot run, it raises an error. By default the standard checks run. If your data or
+    models do not allow one of them, it is skipped, and a note in the evidence says why.
 
     Args:
-        candidate: A model, or the folder or file that `load` reads.
-        reference: The model that the candidate was made from, or what `load` reads. Used at the candidate's image size.
-        data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
-        checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
+        candidate: A model, or a folder or file that `load` accepts.
+        reference: The model that the candidate was made from, or anything that `load` accepts. It runs at the
+            candidate's image size.
+        data: Images, in any form that `data.image_set` accepts. Checks that compare labels need images with labels.
+        checks: Checks, or a text such as "accuracy(most_drop=0.5),fidelity". By default, the standard checks.
         about: Facts to add to the record of the evidence.
-        origin: The folder that the candidate was loaded from, by default the folder of a candidate given by name. If
-            its prescription is for the reference, the prescription is used, and the masked model is made with it.
-        prescription: The prescription that the candidate was made by.
-        masked: The reference with the pruned directions set to zero, for checks that compare with it. By default it is
-            made with the prescription of a candidate from a folder.
+        origin: The folder that the candidate was loaded from. By default, the path that you passed as the candidate.
+            If the folder's prescription is for the reference, `verify` uses it and makes the masked model with it.
+        prescription: The prescription that the candidate was made with.
+        masked: The reference with the pruned directions set to zero, for checks that compare with it. If the candidate
+            comes from a folder, the default is made with the folder's prescription.
         diagnosis: The diagnosis of the reference, for the check "controls".
-        splits: The data with their training images, on which the checks "controls" and "transfer" are fitted.
+        splits: The data with training images. The checks "controls" and "transfer" fit on them.
         seed: Seeds every random draw.
         batch_size: Images per forward pass.
-        device: The device of the models, by default the reference's.
-        divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
-            per image, 0 for equal outputs. Both arguments are outputs for some images, as the model returns them.
-        metric: Your measure of the outputs, `metric(outputs, (images, labels))`: one number per image, e.g. its
+        device: The device of the models. By default, the reference's device.
+        divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
+            outputs. Both arguments are outputs for some images, as the models return them.
+        metric: Your own metric, `metric(outputs, (images, labels))`. It returns one number per image, e.g. the
             intersection over union with a mask. For models without classes, labels may be tensors of any shape.
-        metric_of_set: Your measure of a whole set, `metric_of_set(outputs, labels)`: one number for the outputs and
-            labels of all images, e.g. a mean average precision. Its interval comes from 200 resamples of the images.
+        metric_of_set: Your own metric of a whole set, `metric_of_set(outputs, labels)`. It returns one number for all
+            images, e.g. a mean average precision. Its interval comes from 200 resamples of the images.
 
     Returns:
-        The findings, and the conditions that they were measured under.
+        The findings, with the conditions of their measurement.
 
     Raises:
-        InvalidInput: A requested check is meaningless for these images, outputs and models; or the prescription, the
-            masked model and the candidate do not belong together.
+        InvalidInput: A requested check is meaningless for these images, outputs and models. Or the prescription and
+            the candidate do not belong together.
         FingerprintMismatch: The prescription is for another reference.
-        DataError: There is no image, or a requested check needs labels that are missing.
+        DataError: There are no images, or a requested check needs labels that are missing.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -165,7 +166,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     candidate = _loaded(candidate, device)
     require_weights(candidate, "candidate")
     reference = at_size_of(reference, candidate)
-    # This is checked before any measurement, which may take long.
+    # The weights are checked before any measurement, because measurements may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
     fingerprint, notes = model_fingerprint(reference), list[str]()
@@ -197,7 +198,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     with scratch_folder() as folder:  # for the reference's file
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, folder, notes))
-        # One comparison for all checks: the outputs of the models are computed once.
+        # All checks share one comparison, so the outputs of the models are computed only once.
         findings = _findings(chosen, comparison, notes)
     of_candidate = model_fingerprint(candidate)
     # Merging or pruning tokens changes no weights.
@@ -224,7 +225,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     if origin is not None:
         removed_share = None if prescription is None else prescription.removed_share
         facts |= {"realization": realization_of(prescription), "removed_share": removed_share}
-    return Evidence(findings, {**facts, **dict(about or {})})  # `about` is last: it may replace any of these
+    return Evidence(findings, {**facts, **dict(about or {})})  # `about` is last, so it may replace any fact
 
 
 def _of_users() -> tuple[Check, ...]:
@@ -248,7 +249,7 @@ def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -
 
 
 def _instances(checks: Any) -> tuple[Check, ...]:
-    """Returns the checks of a text or of an iterable."""
+    """Returns the checks in a text or an iterable."""
     if isinstance(checks, str):
         return parse_checks(checks)
     found = tuple(checks) if isinstance(checks, Iterable) else (checks,)
@@ -285,9 +286,10 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
 def _in_runtime(
     candidate: Exported, reference: nn.Module, images: ImageSet, folder: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns two fields for a comparison with a file: its `runtime`, and `unchanged`, a file of the reference.
+    """Returns the fields `runtime` and `unchanged` of a comparison with a file.
 
-    If the reference cannot be written in the format, `unchanged` is missing, and a note says why.
+    `unchanged` is a file of the reference in the same format. If the reference cannot be written in this format,
+    `unchanged` is missing, and a note says why.
     """
     form, batch = candidate.form, candidate.images.batch
     runtime = form.runtime_at(candidate.images.precision)
@@ -307,15 +309,15 @@ def _in_runtime(
 
 
 def _busy_notes(findings: Sequence[Finding]) -> list[str]:
-    """Returns a warning if a speed was measured beside other processes."""
+    """Returns a warning if a speed was measured while other processes used the machine."""
     taken = [finding.details.get("measured", finding.details).get("taken") for finding in findings]
     busy = max((each for each in taken if is_busy(each)), default=None)
     return [] if busy is None else [f"the speed was {busy_text(busy)}: verify again on an idle machine"]
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    # Labels in another order of classes raise no error: the accuracy is near chance. Nearest neighbours take their
-    # classes from labels of the data, so they cannot differ in order.
+    # If the labels number the classes in another order than the model, no error is raised, but the accuracy is near
+    # chance. Nearest neighbours use the labels of the data themselves, so their order cannot differ.
     of_reference = {"quantity": "accuracy", "model": "reference"}
     for finding in findings if isinstance(comparison.kind, Logits) else ():
         is_accuracy = finding.check == "accuracy" and of_reference.items() <= finding.details.items()

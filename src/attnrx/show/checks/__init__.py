@@ -1,7 +1,7 @@
-"""Checks compare a candidate with its reference and return findings. Each is a frozen dataclass of knobs.
+"""Checks compare a candidate with its reference and return findings. Every check is a frozen dataclass of knobs.
 
-comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
-findings = [finding for check in standard() for finding in check(comparison)]
+    comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
+    findings = [finding for check in standard_checks() for finding in check(comparison)]
 """
 
 from attnrx.change.predictions import Predictions
@@ -29,10 +29,10 @@ class _Reader(TextReader):
 
 
 def parse_checks(text: str) -> tuple[Check, ...]:
-    """Returns the checks of a text, each given once, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
+    """Returns the checks that a text names, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
 
     Raises:
-        InvalidInput: The text has another form, or a check is given twice.
+        InvalidInput: The text has another form, or names a check twice.
         UnknownName: There is no such check or knob.
     """
     reader, requested = _Reader(text), dict[str, Check]()
@@ -46,5 +46,5 @@ def parse_checks(text: str) -> tuple[Check, ...]:
 
 
 def standard_checks() -> tuple[Check, ...]:
-    """Returns the checks that do not need to be requested, with their defaults."""
+    """Returns the checks that run unless you request others, with their defaults."""
     return Accuracy(), Fidelity(), Calibration(), Costs(), Latency()

@@ -1,4 +1,4 @@
-"""The base class of checks, and what they compare: candidate, reference, images, and the predictions on these."""
+"""The base class of checks, and the comparison that they receive: candidate, reference, images and predictions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,13 @@ class Comparison:
     """A candidate and its reference on one set of images.
 
     `masked` is the reference with the pruned directions set to zero. The candidate was made from `prescription` and
-    `diagnosis`. `splits` are the data with training images. Only some checks need these. If the candidate is an
-    exported file, `verify` sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the
-    reference in both. With it a speed is divided into what the runtime gave and what the compression gave. The models
-    are on `device`; `seed` seeds all random draws of the checks.
+    `diagnosis`. `splits` are the data with training images. Only some checks need these fields.
+
+    If the candidate is an exported file, `verify` sets `runtime` and `unchanged`. `runtime` names the file's runtime
+    and precision. `unchanged` is a file of the reference in the same runtime and precision. With this file, a speed can
+    be divided into a factor due to the runtime and a factor due to the compression.
+
+    The models are on `device`. `seed` seeds all random draws of the checks.
     """
 
     candidate: nn.Module
@@ -68,17 +71,17 @@ class Comparison:
             NonFiniteOutputs: The candidate returns NaN or infinity.
             DataError: The labels do not fit the outputs.
         """
-        # Computed on first use: a check that needs no outputs, e.g. of latency, runs no model over the data.
-        # Stored by model, because a model may have several roles, e.g. a candidate that is the mask.
+        # Predictions are computed on first use, because some checks need none, e.g. the check of latency. They are
+        # stored by model, because one model may have several roles, e.g. a candidate that is the masked model.
         roles: dict[nn.Module, str] = {}
         for role, model in self.models.items():
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            # A user's model runs its own code, and not attnrx's in its place.
+            # A user's model runs its own code here, and not attnrx's code.
             models = {role: own_model(model) for model, role in roles.items()}
             computed = predict(models, self.data, self.batch_size, device=self.device)
-            # Cached even if they are not finite: a model that returns NaN runs once for several checks.
+            # Outputs are cached even if they are not finite, so a model that returns NaN also runs only once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
         classes = {role: values.shape[1] for role, values in outputs.items()}
@@ -92,25 +95,25 @@ class Comparison:
 
     @property
     def kind(self) -> OutputKind:
-        """What the models return, by the reference."""
+        """The kind of the reference's outputs, which all models return."""
         return output_kind_of(self.reference)
 
     def require_logits(self, check: str) -> Logits:
-        """Returns what the models return; raises InvalidInput for outputs that are not logits of classes."""
+        """Returns the kind of the outputs, or raises InvalidInput if they are not class logits."""
         kind = self.kind
         if not isinstance(kind, Logits):
             raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
         return kind
 
     def of(self, candidate: nn.Module) -> "Comparison":
-        """Returns the comparison with another candidate; its outputs are not kept beside these models' outputs."""
+        """Returns this comparison with another candidate, whose outputs are not added to this comparison's cache."""
         return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
 
     def taking(self, images: int | None) -> "Comparison":
-        """Returns the comparison on the first images only; unchanged for None or more images than there are."""
+        """Returns the comparison on the first `images` only, or unchanged if `images` is None or too large."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
+        return replace(self, data=self.data.take(images), _cache={})  # the cached outputs belong to other images
 
 
 def _require_valid(predictions: Predictions, data: ImageSet) -> None:
@@ -155,20 +158,20 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
 
 
 class Check(ABC):
-    """One kind of evidence. Every check is a final frozen dataclass whose fields are its knobs.
+    """One kind of evidence. Every check is a final frozen dataclass, and its fields are its knobs.
 
-    The claim of a finding contains no measured number, so that the same claim can be compared over several runs;
+    The claim of a finding contains no measured number, so you can compare the same claim over several runs.
     `details["quantity"]` is the short name of the measured quantity.
     """
 
     name: ClassVar[str]
-    """The name in texts and findings; by default the name of the class in snake case."""
+    """The name in texts and findings. By default, it is the class name in snake case."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """What the check needs of images, outputs and models: see `unmet_needs`."""
+    """What the check requires of images, outputs and models (see `unmet_needs`)."""
 
     measures_speed: ClassVar[bool] = False
-    """Whether the check times the models. For an exported file it then needs the unchanged model's file, too."""
+    """Whether the check times the models. For an exported file, such a check also needs the unchanged model's file."""
 
     kinds: ClassVar[Mapping[str, Kind]] = {}
     """The allowed values of knobs, if their types do not state them."""
@@ -177,7 +180,7 @@ class Check(ABC):
         cls.name = text_name(cls)
 
     def __post_init__(self):
-        # Counts, shares and limits. Infinity is refused: JSON has none, so evidence with it could not be read again.
+        # Counts, shares and limits must be finite. JSON has no infinity, so evidence with it could not be read again.
         by_type = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
         require_fields(self, by_type, **self.kinds)
 
@@ -209,9 +212,9 @@ class Check(ABC):
             measured: The value with its interval, or an exact number.
             unit: The unit of both.
             n: The number of samples, e.g. images.
-            limit: The limit of the claim; None for a quantity that is reported.
-            side: On which side of the limit the quantity must be: ">=", ">" or "<=".
-            seed: The seed of the draws behind the interval.
+            limit: The limit of the claim, or None if the quantity is only reported.
+            side: The side of the limit on which the quantity must be: ">=", ">" or "<=".
+            seed: The seed of the draws that the interval is computed from.
             details: Further measurements.
 
         Returns:
@@ -237,14 +240,14 @@ class Check(ABC):
         quantity: str = "accuracy change",
         **more: Any,
     ) -> Finding:
-        """Returns the finding for a paired change of accuracy, in points. It is a claim unless `most_drop` is None.
+        """Returns a paired change of accuracy, in points, as a finding. It is a claim unless `most_drop` is None.
 
         Args:
-            where: What is appended to the claim, e.g. " over all corruptions".
+            where: A text to append to the claim, e.g. " over all corruptions".
             change: The change as a share of the images, candidate minus reference.
-            most_drop: The limit of the loss in points.
+            most_drop: The largest allowed loss, in points.
             n: The number of images.
-            measure: What is counted as correct.
+            measure: The name of the accuracy.
             quantity: The short name of the quantity.
             **more: The seed and the details, as in `finding`.
 
@@ -252,14 +255,14 @@ class Check(ABC):
             The finding.
         """
         noun = "accuracy" if measure == Logits.accuracy else measure
-        # A claim has no measured number in its text, so that runs can be compared claim by claim.
+        # The text of a claim contains no measured number, so that runs can be compared claim by claim.
         claim, limit = f"change of {noun}{where}, candidate minus reference", None
         if most_drop is not None:
             claim, limit = f"the candidate loses at most {most_drop:g} points of {noun}{where}", -most_drop
         return self.finding(quantity, claim, change.scaled(100.0), "points", n=n, limit=limit, **more)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""
+        """Returns the name and knobs for the record, with fingerprints of image sets, without models and functions."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
@@ -267,9 +270,9 @@ class Check(ABC):
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
     """Returns the needs that the images, outputs and models do not meet, each with the reason.
 
-    Checks may need labels that are class indices of the model, or logits of classes, which embeddings do not have. They
-    may need decisions, which a regression does not make. They may need embeddings: nobody searches for neighbours of
-    class logits. They may need layers, which an exported file does not have.
+    A check may need labels that are class indices of the model, or class logits, which embeddings are not. It may need
+    decisions, which a regression does not make. It may need embeddings, because a search for neighbours makes no sense
+    for class logits. It may need layers, which an exported file does not have.
     """
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
@@ -291,7 +294,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
     for check in checks:
         check.require(comparison)
         for need, reason in unmet.items():
-            # Missing labels are reported as an error of the data, with what to do (`require_labels`).
+            # `require_labels` reports missing labels, as an error of the data that says what to do.
             if need in check.needs and need != "labels":
                 raise InvalidInput(f"the check {check.name} {reason.removeprefix('it ')}")
 
@@ -299,7 +302,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
 def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
     """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
     notes = []
-    # One note per reason. A check that lacks both labels and logits is only in the first one.
+    # There is one note per reason. A check that lacks both labels and logits is only in the first note.
     for need, reason in unmet_needs(comparison).items():
         names = ", ".join(check.name for check in checks if need in check.needs)
         if names:

@@ -1,4 +1,4 @@
-"""The price of a pass (parameters, MACs, speed, memory), and what a plan promised, measured on other images."""
+"""Checks of a forward pass's costs (parameters, MACs, speed, memory), and of a plan's promises on other images."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,19 +30,20 @@ from attnrx.vit.costs import (
 from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.models import counted_by_spec, family_of, timed_form
 
-# The runtimes of models that are not exported files.
+# The names of the runtimes for models that are not exported files.
 KERNELS, PYTORCH = "attnrx's kernels", "PyTorch"
-# With this multiple of the plan's images, their own interval suffices: with a lognormal divergence of sigma 1.5, a
-# promise of half the divergence holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
+# If the test images are this many times the plan's images, the interval of the test images suffices. With a lognormal
+# divergence of sigma 1.5, a promise of half the divergence then holds in 2 of 200 samples (`kept_promises` in
+# benchmarks/coverage.py).
 MANY_TIMES = 4
-MIN_LOSS = 0.02  # a share of the images: a loss that differs by less from the promised loss keeps the promise
+MIN_LOSS = 0.02  # the share of the images by which a loss may always exceed the promised loss
 
 
 @dataclass(frozen=True)
 class Costs(Check):
-    """The savings in parameters and MACs, and claims that the closed forms equal the counts on both models.
+    """The savings in parameters and MACs, and claims that the closed forms equal the counts of both models.
 
-    Parameters are counted with numel, MACs with torch's FLOP counter on the unpadded eager backend.
+    Parameters are counted with numel. MACs are counted with torch's FLOP counter on the unpadded eager backend.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -65,7 +66,7 @@ class Costs(Check):
         return self.finding(what, f"{what} saved by the candidate", 100 * (1 - after / before), "%", details=amounts)
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
-        # All parameters, not only the trainable ones: the reference may be frozen.
+        # All parameters are counted, and not only the trainable ones, because the reference may be frozen.
         params = sum(parameter.numel() for parameter in model.parameters())
         with evaluating([model]), counted_by_spec(model, family_of(model)):
             macs = count_product_macs(model, images.to(next(model.parameters()).dtype))
@@ -82,7 +83,7 @@ class Costs(Check):
 
 
 def baseline_of(comparison: Comparison, library: bool) -> Baseline:
-    """Returns what the speed is relative to: the reference, with `library` in the code of its own library."""
+    """Returns the baseline of the speed, which is the reference. With `library` it runs its own library's code."""
     reference = comparison.reference
     if library and getattr(family_of(reference), "library", None) is not None:
         return Baseline.eager(reference)
@@ -99,10 +100,10 @@ def speed_findings(
     limit: float | None = None,
     promise: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
-    """Times the candidate beside the baseline, and returns its speed as a finding of a check, then the speed's factors.
+    """Times the candidate and the baseline, and returns findings of a check: the speed, and then its factors.
 
-    There are factors if the unchanged model is timed, too, in the runtime of the candidate. It is not timed if it
-    is the baseline itself, or if a file has no file of the unchanged model beside it. `limit` is the least speed.
+    There are factors if the unchanged model is also timed in the candidate's runtime. It is not timed if it is the
+    baseline itself, or if there is no file of the unchanged model to compare a file with. `limit` is the least speed.
     `promise` has the details of a speed that a plan promised.
     """
     begin("measuring speed")
@@ -112,7 +113,7 @@ def speed_findings(
         unchanged = comparison.reference
     in_kernels = protocol.conditions.in_kernels
     if not in_kernels and comparison.runtime is None:
-        runtime, unchanged = PYTORCH, None  # the model's own code: all of its speed is by what was removed
+        runtime, unchanged = PYTORCH, None  # the model runs its own code, so all of its speed is due to the compression
     times = compare_latency(timed_form(comparison.candidate, in_kernels), model, images, protocol, unchanged)
     return described_speed(check, times, baseline_name, runtime, limit, promise)
 
@@ -126,14 +127,14 @@ def described_speed(
     promise: Mapping[str, Any] | None = None,
     gained_by: str | None = None,
 ) -> tuple[Finding, ...]:
-    """Returns a measured speed as a finding of a check, then its factors, if the unchanged model was timed.
+    """Returns a measured speed as a finding of a check, and then its factors if the unchanged model was timed.
 
-    `runtime` is where the candidate runs, and `gained_by` what makes the unchanged model faster there than the
-    `baseline`, by default the runtime. `limit` and `promise` are as in `speed_findings`.
+    `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster there than the
+    `baseline`, by default the runtime. `limit` and `promise` are the same as in `speed_findings`.
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
-        record["runtime"] = runtime  # for a file; else the version of torch is recorded
+        record["runtime"] = runtime  # for a file (for a module, the version of torch is recorded)
     if gained_by is not None:
         record["gained_by"] = gained_by
 
@@ -158,16 +159,16 @@ def described_speed(
 
 @dataclass(frozen=True)
 class Latency(Check):
-    """The speed of a forward pass relative to the reference, measured interleaved, and the ratio of peak memory.
+    """The speed of a forward pass relative to the reference, timed in turns, and the ratio of peak memory.
 
-    The speed has two factors if the candidate and the baseline differ in more than the compression: what the runtime
-    gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file), and what the compression gave (`speed by
-    compression`: relative to the unchanged model in the same runtime and precision).
+    If the candidate and the baseline differ in more than the compression, the speed has two factors. `speed of
+    unchanged` is due to the runtime, which is attnrx's kernels or the runtime of a file. `speed by compression` is
+    relative to the unchanged model in the same runtime and precision.
 
-    `batch` is the batch size. The device comes from the comparison, the other conditions from the protocol, by default
-    with the rounds divided between PROCESSES processes. `faster` is the least speed, e.g. 1.5; on a busy machine the
-    interval is wide and the claim undecided. With `library` the reference is the model as implemented by its own
-    library.
+    `batch` is the batch size. The device comes from the comparison, and the other conditions from the `protocol`. By
+    default, the rounds are divided between PROCESSES processes. `faster` is the least speed, e.g. 1.5. On a busy
+    machine the interval is wide, and the claim may be undecided. With `library`, the reference runs its own library's
+    code.
     """
 
     measures_speed: ClassVar[bool] = True
@@ -179,18 +180,18 @@ class Latency(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Times both models, then measures their memory."""
-        # Latency depends only on the number of images, so images are repeated if there are fewer.
+        # Latency depends only on the number of images, so images are repeated if there are too few.
         available = min(self.batch, len(comparison.data))
         first = next(iter(comparison.data.batches(available, device=comparison.device))).images
         images = first[torch.arange(self.batch, device=first.device) % len(first)]
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
-        # The gain by attnrx's kernels is part of the speed that a user of the library sees.
+        # A user of the library sees the gain from attnrx's kernels, too.
         protocol, baseline = replace(self.protocol, conditions=conditions), baseline_of(comparison, self.library)
         found = speed_findings(self, comparison, baseline, images, protocol, self.faster)
         candidate = timed_form(comparison.candidate, conditions.in_kernels)
         memory = compare_memory(candidate, baseline.model, images, conditions)
         if not (memory.candidate.total and memory.reference.total):
-            return found  # an exported file: its runtime allocates memory that torch does not count
+            return found  # the runtime of an exported file allocates memory that torch does not count
         claim = f"peak memory of a forward pass of {self.batch}, candidate over {baseline.title}"
         peak = self.finding("memory", claim, memory.ratio, "x", n=1, details=asdict(memory))
         return *found, peak
@@ -198,18 +199,20 @@ class Latency(Check):
 
 @dataclass(frozen=True)
 class Promises(Check):
-    """Compares the predictions of the plan behind the prescription with measurements.
+    """Compares the predictions of the prescription's plan with measurements.
 
-    The claims about divergence, agreement and change of accuracy fail if the mean over these images is worse than the
-    end of the plan's prediction interval for this number of images. They hold if it is not, and if the interval of the
-    mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
-    but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided; its limit is
-    then twice what was promised. If the prediction interval ends with the quantity's range, no model can miss it, and
-    the mean is reported without a limit.
+    There are claims about the divergence, the agreement, and the change of accuracy. A claim fails if the mean over
+    these images is worse than the whole interval that the plan predicts for this number of images. If the mean is not
+    worse, the interval of the mean decides. The claim holds if this interval also excludes twice the promised loss. If
+    it does not, there are too few images. The claim is then undecided, with twice the promised loss as its limit.
+
+    The loss is the divergence, or the share of images with changed decisions or lost accuracy. For shares, twice the
+    loss is at least `MIN_LOSS` more than the loss. If the predicted interval ends at the end of the quantity's range,
+    no model can miss it. The mean is then reported without a limit.
 
     The claim about speed in PyTorch is relative to the library's reference implementation. It holds if a pass takes at
-    most the share `within` longer than predicted. Precision, threads, clock and batch size are the plan's. `promised`
-    replaces the record of the prescription (`Plan.predictions`).
+    most the share `within` longer than predicted. Precision, threads, clock and batch size are the same as in the plan.
+    `promised` replaces the record of the prescription (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True
@@ -236,7 +239,7 @@ class Promises(Check):
             for name, values in per_image.items()
             if name in record["expected"]
         ]
-        # Only a plan for latency was timed; the speed of its file is measured beside other files.
+        # Only plans for latency were timed. The speed of a file is measured elsewhere, together with other files.
         if record["measured"] is not None and "to" not in record["measured"]:
             findings += self._speed(comparison, record["measured"])
         return tuple(findings)
@@ -245,9 +248,9 @@ class Promises(Check):
         graphs = promised.get("graphs", False) and torch.device(comparison.device).type == "cuda"
         sides = str(comparison.device), promised["precision"], promised["threads"]
         conditions = Conditions(*sides, graphs=graphs, plain=promised.get("plain", False))
-        # Timed like the plan: by the same clock, and in new processes if the plan was.
+        # Timing repeats the conditions of the plan: the same clock, and new processes if the plan used them.
         processes = min(PROCESSES, max(self.rounds // 2, 1)) if promised.get("in_subprocess", False) else 1
-        # As long passes have few rounds, one is enough to warm up.
+        # Long passes have only a few rounds, so one round is enough to warm up.
         warmup = 2 if self.rounds >= 4 * processes else 1
         protocol = LatencyProtocol(conditions, self.rounds, warmup, promised["clock"], processes)
         model, family = comparison.reference, family_of(comparison.reference)
@@ -291,38 +294,40 @@ def _kept_promise(
 def judged_promise(
     quantity: str, promised: PredictedQuantity, values: Float[Tensor, "images"], seed: int
 ) -> dict[str, Any]:
-    """Returns the mean of a quantity over images, as arguments of `Finding`, with the outcome of its promise."""
+    """Returns arguments of `Finding`: the mean of a quantity over images, and the outcome of its promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
-    # Shares and changes of few images may all be equal, e.g. zero: their intervals have nonzero width.
+    # For a few images, all shares or changes may be equal, e.g. zero. These estimates still have intervals of nonzero
+    # width.
     interval, measured = promised.interval(n), ESTIMATES[quantity](values, seed)
     worst = interval[1] if more_is_worse else interval[0]
-    # A claim that every model meets would hold without saying anything about this one.
+    # If every model meets a claim, the claim says nothing about this model.
     limit = worst if worst not in promised.limits else None
-    # The limit is the end of a prediction interval, which already covers the noise of n images: a mean beyond it fails,
-    # whatever its own interval is.
+    # The limit is the end of a prediction interval, which already covers the noise of n images. So a mean beyond the
+    # limit fails, whatever its own interval is.
     verdict = against_limit(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
-        # On few images the limit is far from the promise: a model that is twice as bad would often meet it. So twice
-        # the loss has to be excluded by the interval of these images and, unless they are many times more, by the
-        # spread of the plan's images: a few images of either lack the tail.
+        # With only a few images, the limit is far from the promise, and a model that is twice as bad would often meet
+        # it. So the interval of these images must exclude twice the loss. Unless they are many times more than the
+        # plan's images, an interval from the spread of the plan's images must exclude it, too. A few images of either
+        # set may lack the tail.
         double, spread = doubled_loss(quantity, promised)
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:
             ends = min(measured.low, value - spread / n**0.5), max(measured.high, value + spread / n**0.5)
         excluded = against_limit(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
-            # Stated with the limit that these images do not exclude.
+            # The finding has the limit that these images do not exclude.
             verdict |= {"outcome": UNDECIDED, "limit": double, "deciding_n": excluded.get("deciding_n")}
     return {**verdict, "value": value, "low": measured.low, "high": measured.high}
 
 
 def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
-    """Returns the value of a quantity at twice the promised loss, and 1.96 standard deviations over images there.
+    """Returns a quantity's value at twice the promised loss, and 1.96 standard deviations over images at that loss.
 
-    For shares of images the loss is at least `MIN_LOSS` more.
+    For shares of images, this loss is at least `MIN_LOSS` above the promised loss.
     """
     if quantity == "divergence":
         return 2 * promised.value, 2 * 1.96 * promised.spread  # every image diverges twice as much
     lost = 1 - promised.value if quantity == "agreement" else -promised.value
-    # Twice as many images have the loss, so that its variance doubles.
+    # The number of images with the loss doubles, and so does the variance.
     return promised.value - max(lost, MIN_LOSS), 2**0.5 * 1.96 * promised.spread

@@ -1,4 +1,4 @@
-"""Answers against labels, and outputs against outputs, each with its paired change or its interval."""
+"""Checks that compare answers with labels, and outputs with the reference's outputs, with intervals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, ne
 PatchTable = Float[Tensor, "images patches features"]
 STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
 PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
-# Counts of neighbours. With too many of them, all other images of a group are neighbours for any model.
+# Numbers of neighbours. If a number is too large, all other images of a group are neighbours for any model.
 COUNTS = each(COUNT, "numbers of neighbours, 1 or more", least=1)
 VECTORS = Kind("vectors, a tensor [images, features]", lambda value: isinstance(value, Tensor) and value.ndim == 2)
 NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)
@@ -46,13 +46,13 @@ NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP 
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    Embeddings have no classes: for them it is the accuracy of the nearest neighbour's label (`attnrx.vit.outputs`),
-    called 1-nearest-neighbour accuracy in the findings. If images have several labels, all must be right: exact-match
-    accuracy.
+    Embeddings have no classes. Their accuracy is the accuracy of the nearest neighbour's label (`attnrx.vit.outputs`),
+    and findings call it 1-nearest-neighbour accuracy. If images have several labels, all must be right (exact-match
+    accuracy).
 
     The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
-    satisfies the limit, fails if no part of it does, and is undecided otherwise: a small image set cannot show a small
-    loss. With None the change is only reported.
+    satisfies the limit, and fails if no part of the interval does. Otherwise it is undecided, because a small image set
+    cannot show a small loss. If `most_drop` is None, the change is only reported.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -64,11 +64,11 @@ class Accuracy(Check):
         n, measure = len(before), predictions.kind.accuracy
         findings = []
         for role, correct in (("reference", int(before.sum())), ("candidate", int(after.sum()))):
-            # Not a bootstrap: at 0 or 100 % all resamples are equal, and the interval would have no width.
+            # A bootstrap interval would have no width at 0 or 100 %, because all resamples are equal.
             share = proportion(correct, n).scaled(100.0)
             details = {"model": role, "correct": correct, "measure": measure, "interval": "Wilson"}
             findings.append(self.finding("accuracy", f"{measure} of the {role}", share, "%", n=n, details=details))
-        # Only images on which the models differ decide about the change; the others cancel in a paired comparison.
+        # Only images on which the models differ affect the change. The others cancel in a paired comparison.
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
         details = {"lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained), "measure": measure}
         details["interval"] = "paired bootstrap over images"
@@ -83,10 +83,10 @@ class Accuracy(Check):
 class Calibration(Check):
     """The expected calibration error (ECE) of both models and its paired change, in points.
 
-    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE estimate is
-    non-negative and therefore biased upwards on few images; most of the bias cancels in the change of similar models.
-    The intervals take the bias into account (`statistics.calibration_interval`, `statistics.biased_change`).
-    `most_rise` limits the change, in points; with None the change is only reported.
+    The confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE
+    estimate is not negative, so it is biased upwards on small image sets. Most of the bias cancels in the change
+    between similar models. The intervals account for the bias (`statistics.calibration_interval`,
+    `statistics.biased_change`). `most_rise` limits the change, in points. If it is None, the change is only reported.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -99,10 +99,10 @@ class Calibration(Check):
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []  # by model [images, bins]
         for role in roles:
-            # Gaps of every image, from which the error of any resample is a mean of columns and a sum.
+            # From the gaps of every image, the error of any resample follows by column means and a sum.
             confidence = kind.class_logits(predictions.outputs[role].double()).softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
-        # Both models share the resamples, so that the change is paired. [models, bins] and [models, draws, bins]
+        # Both models share the resamples, so that the change is paired: [models, bins] and [models, draws, bins].
         means = torch.stack([gap.mean(0) for gap in gaps])
         draws = resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)).transpose(0, 1)
         findings = [
@@ -121,9 +121,9 @@ class Calibration(Check):
 
 @dataclass(frozen=True)
 class Metric(Check):
-    """The mean over images of the `metric` that `verify` or `shrink` was given, e.g. an intersection over union.
+    """The mean over images of the `metric` that you pass to `verify` or `shrink`, e.g. an intersection over union.
 
-    The findings are the means of both models, and the mean of the change per image, all with intervals over images.
+    The findings are the means for both models and the mean change per image, all with intervals over images.
     """
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -145,9 +145,9 @@ class Metric(Check):
 
 @dataclass(frozen=True)
 class MetricOfSet(Check):
-    """The `metric_of_set` that `verify` or `shrink` was given, e.g. a mean average precision over all images.
+    """The `metric_of_set` that you pass to `verify` or `shrink`, e.g. a mean average precision over all images.
 
-    The findings are the numbers of both models and their change, with intervals from `draws` paired resamples.
+    The findings are the values for both models and their change, with intervals from `draws` paired resamples.
     """
 
     draws: int = 200
@@ -161,7 +161,7 @@ class MetricOfSet(Check):
         labels, n = predictions.labels, len(predictions)
         generator, everything = torch.Generator().manual_seed(seed), torch.arange(n)
         resamples = torch.randint(n, (self.draws, n), generator=generator)
-        values: dict[str, Tensor] = {}  # by role [1 + draws], the first of all images
+        values: dict[str, Tensor] = {}  # by role [1 + draws], where the first value is for all images
         for role in ("reference", "candidate"):
             rows = predictions.outputs[role]
             found = [
@@ -190,16 +190,17 @@ def _metric_findings(
 
 @dataclass(frozen=True)
 class Fidelity(Check):
-    """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
+    """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence between the outputs of two models.
 
-    For logits, predictions agree, and the divergence is Kullback and Leibler's in nats. (For one logit it is over the
-    sigmoid's probabilities. For the logits of labels it is the sum of theirs, and label decisions agree.) For
-    embeddings, nearest neighbours agree, and the divergence is the cosine distance. For a regression, the divergence is
-    the squared error relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
+    For class logits, agreement counts equal predictions, and the divergence is the Kullback-Leibler divergence in nats.
+    A single logit is first turned into the two probabilities of its sigmoid. For logits of labels, agreement counts
+    equal label decisions, and the divergences of all labels are added. For embeddings, agreement counts equal nearest
+    neighbours, and the divergence is the cosine distance. For a regression, the divergence is the squared error
+    relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
 
-    The paper compares the compressed model only with the masked one; here both are also compared with the reference.
-    `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` are limits for the candidate against
-    the reference.
+    The paper compares the compressed model only with the masked one. Here both models are also compared with the
+    reference. `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` are limits for the candidate
+    against the reference.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
@@ -208,9 +209,9 @@ class Fidelity(Check):
     most_divergence: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns three findings per pair of models, four for labels and two for a regression.
+        """Returns three findings per pair of models, or four for labels and two for a regression.
 
-        Raises InvalidInput for a limit of the agreement of a regression.
+        Raises InvalidInput if `least_agreement` is set for a regression.
         """
         if self.least_agreement is not None and not comparison.kind.has_decisions:
             raise InvalidInput(
@@ -225,7 +226,7 @@ class Fidelity(Check):
         return findings + self._at_other_sizes(comparison)
 
     def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns the agreement and the divergence on all images of other sizes together."""
+        """Returns the agreement and the divergence over all images of other sizes."""
         sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
         if not sets or isinstance(comparison.candidate, Exported):  # a file has one size
             return ()
@@ -254,11 +255,11 @@ class Fidelity(Check):
         least_agreement: float | None = None,
         most_divergence: float | None = None,
     ) -> tuple[Finding, ...]:
-        """Compares the models of the roles `other` and `base`; a quantity without a limit is reported."""
+        """Compares the models with the roles `other` and `base`. A quantity without a limit is only reported."""
         predictions, seed = comparison.predictions, comparison.seed
         n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
         kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])
-        # Eq. 46 is defined per batch; the value of the finding is over all images.
+        # Eq. 46 is defined per batch, but this value is over all images.
         distance = studentized(squares, discrepancy, seed, minimum=0.0)
         words, limit = f"relative {kind.noun} discrepancy, {pair}", most_discrepancy
         findings = [self.finding("discrepancy", words, distance, n=n, limit=limit, side="<=", seed=seed, details=roles)]
@@ -278,8 +279,8 @@ class Fidelity(Check):
 def squared_distances(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images 2"]:
-    """Returns the squared norms of the difference and of the base per image: the two sums of SVDA, Eq. 46."""
-    # Sums per image, because the ratio of Eq. 46 is of sums: a bootstrap resamples both together.
+    """Returns the squared norms of the difference and of the base per image, the two sums in SVDA, Eq. 46."""
+    # The sums are per image, so that a bootstrap can resample both sums of the ratio in Eq. 46 together.
     base, other = base.double(), other.double()
     return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
 
@@ -291,10 +292,11 @@ def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
 
 @dataclass(frozen=True)
 class Features(Check):
-    """The error of the last features of all patches, candidate against reference.
+    """The error of the last patch features, candidate against reference.
 
-    The relative squared error and the cosine of every patch, averaged over the patches of an image; intervals are over
-    images. Pruned and merged patches are restored. `most_error` is a limit for the mean relative squared error.
+    The findings are the relative squared error and the cosine of every patch, averaged over the patches of an image.
+    The intervals are over images. Pruned and merged patches are restored. `most_error` limits the mean relative squared
+    error.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -307,7 +309,7 @@ class Features(Check):
                 base, other = (
                     patch_features(model, batch.images) for model in (comparison.reference, comparison.candidate)
                 )
-                # By patch, relative to its own norm, then the mean over the patches of an image: [batch].
+                # The error of a patch is relative to its norm. The mean is over the patches of an image, [batch].
                 errors.append(((base - other).square().sum(-1) / base.square().sum(-1)).mean(1).cpu())
                 cosines.append(torch.cosine_similarity(base, other, dim=-1).mean(1).cpu())
         n, seed, pair = len(comparison.data), comparison.seed, "of the features of a patch, candidate against reference"
@@ -320,16 +322,16 @@ class Features(Check):
 
 
 def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
-    """Returns the features of all patches of a batch in float64, computed in the dtype of the model's weights."""
+    """Returns a batch's patch features in float64, computed in the dtype of the model's weights."""
     return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
 
 
 @dataclass(frozen=True)
 class Retrieval(Check):
-    """The share of the nearest neighbours of every image that the candidate keeps.
+    """The share of every image's nearest neighbours that the candidate keeps.
 
-    The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`. A
-    group of at most k + 1 images has no other images, and is not counted.
+    For every k in `ks`, the k nearest neighbours by cosine similarity are searched among `GROUP` consecutive images. A
+    group of at most k + 1 images is not counted, because all of its images are neighbours.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
@@ -348,7 +350,7 @@ class Retrieval(Check):
                     f"give at least {k + 2} images, or fewer neighbours, as in {self.name}(ks=1)."
                 )
             before, after = (nearest_neighbours(outputs[:counted], k) for outputs in (base, other))
-            # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
+            # [images, k of base, k of other]. Sets are compared, so the order of the k neighbours does not count.
             recall = (before[:, :, None] == after[:, None, :]).any(-1).double().mean(1)
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
             share = mean_share(recall, seed).scaled(100.0)
@@ -358,15 +360,15 @@ class Retrieval(Check):
 
 @dataclass(frozen=True)
 class Index(Check):
-    """The share of the reference's nearest neighbours that are found in an index of its vectors, for every k of `ks`.
+    """The share of the reference's k nearest neighbours that queries still find in an index, for every k in `ks`.
 
-    Every image is a query. By default all other images are the index. New queries, embedded by the candidate, are
-    sought among vectors of the reference; old queries, embedded by the reference, among vectors of the candidate.
-    Vectors are compared by cosine similarity, in an exact search. The neighbours in a larger index are nearer to each
-    other, and harder to keep.
+    Every image is a query. By default, all other images are the index. New queries are embedded by the candidate, and
+    searched among vectors of the reference. Old queries are embedded by the reference, and searched among vectors of
+    the candidate. The search is exact and compares vectors by cosine similarity. In a larger index, neighbours are
+    closer to each other and harder to keep.
 
-    Pass `stored`, the vectors of your own index, to search there for images that it does not have. The reference must
-    have made them; the old queries then have no index.
+    To search in your own index, pass its vectors as `stored`. The reference must have made them, and the images must
+    not be in the index. Old queries are then omitted.
 
     `least_recall`, in %, is the limit for new queries and the last k.
     """
@@ -377,7 +379,7 @@ class Index(Check):
     least_recall: float | None = None
     stored: Tensor | None = field(default=None, compare=False, repr=False)
     least: ClassVar[int] = 12
-    """The fewest images for the usual neighbours: a smaller index has no other images, so every model finds all."""
+    """The fewest images for the usual `ks`. In a smaller index, every model finds all neighbours."""
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, seed = comparison.predictions.outputs, comparison.seed

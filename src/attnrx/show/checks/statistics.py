@@ -1,7 +1,7 @@
 """The statistics behind every interval, as pure functions of tensors and counts.
 
-All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images. The base
-install has no scipy: Wilson's interval and McNemar's test are 30 lines here, and scipy's bootstrap is not studentized.
+All intervals are at 95 %. Images are resampled, and both models are evaluated on the same resamples. The base install
+has no scipy. Wilson's interval and McNemar's test take only 30 lines here, and scipy's bootstrap is not studentized.
 """
 
 import math
@@ -15,15 +15,15 @@ from attnrx.support.estimate import Estimate
 from attnrx.support.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
-TAIL, SHORT = (1 - LEVEL) / 2, 70  # the share of each tail; the number of images that halve it (`studentized`)
+TAIL, SHORT = (1 - LEVEL) / 2, 70  # the share of each tail, and the number of images that halves it (`studentized`)
 DRAWS = 2000  # bootstrap resamples
-# Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
+# Elements in one chunk of resampling counts. They take 64 MiB in float64, whatever the number of images is.
 CHUNK = 2**23
 
 
 def proportion(successes: int, n: int) -> Estimate:
     """Returns a share with its Wilson score interval, which has nonzero width at 0 and 1."""
-    # The interval has all shares whose score test does not reject the observed share.
+    # The interval contains all shares that the score test does not reject, given the observed share.
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -35,13 +35,13 @@ def proportion(successes: int, n: int) -> Estimate:
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
     """Returns the change of a share, after minus before, with a bootstrap interval over images.
 
-    An image changes by -1, 0 or +1, so resampling images is exactly a draw from a trinomial. Pseudo-counts of 0.5
-    losses, 0.5 gains and 1 unchanged image are added to its weights (Agresti and Min, 2005), so that a small set
-    without any change still has an interval of nonzero width.
+    An image changes by -1, 0 or +1, so resampling images is the same as drawing from a trinomial. Pseudo-counts of 0.5
+    losses, 0.5 gains and 1 unchanged image are added to its weights (Agresti and Min, 2005). With them, the interval of
+    a small set without any change still has nonzero width.
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
-    # Three counts are drawn in place of n images per resample.
+    # A resample draws three counts instead of n images.
     weights = np.array([lost + 0.5, gained + 0.5, n - lost - gained + 1.0])
     counts = np.random.default_rng(seed).multinomial(n, weights / weights.sum(), size=DRAWS)
     changes = torch.from_numpy((counts[:, 1] - counts[:, 0]) / n)
@@ -49,9 +49,9 @@ def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"],
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Returns the exact two-sided p-value that losses and gains are equally likely (McNemar's test)."""
+    """Returns the exact two-sided p-value of McNemar's test that losses and gains are equally likely."""
     n = lost + gained
-    # In logarithms: the binomial coefficients of many images overflow.
+    # Logarithms are added, because binomial coefficients of many images overflow.
     terms = (
         math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
         for k in range(min(lost, gained) + 1)
@@ -60,13 +60,13 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
-    """Returns the column means of bootstrap resamples of the rows; all columns share the resamples."""
-    values = values.double().cpu()  # the generator is on the CPU: the same resamples for every device
+    """Returns the column means of bootstrap resamples of the rows. All columns share the resamples."""
+    values = values.double().cpu()  # the generator is on the CPU, so resamples are the same for every device
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
     ones, means = torch.ones(1, dtype=torch.float64), []
     for rows in chunks(DRAWS, n):
-        # How often every image is drawn, [rows, n]: the means of all columns are then one product of matrices.
+        # Counts how often every image is drawn, [rows, n]. One matrix product then computes all column means.
         drawn = torch.randint(n, (rows, n), generator=generator)
         counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, ones.expand(rows, n))
         means.append(counts @ values / n)
@@ -74,7 +74,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 
 def chunks(draws: int, n: int) -> Iterator[int]:
-    """Yields the number of resamples of each chunk, so that memory does not grow with the n images."""
+    """Yields the number of resamples in each chunk. With `n` images in a resample, memory does not grow with n."""
     chunk = max(1, CHUNK // n)
     yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
 
@@ -86,21 +86,21 @@ def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 
 
 def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
-    """Returns a change whose estimate may be biased with an interval from its bootstrap samples.
+    """Returns a change, whose estimate may be biased, with an interval from its bootstrap samples.
 
-    The samples have the same bias as the estimate, so their percentiles are twice as wrong as the value. The interval
-    therefore covers two intervals: the samples' own, centred on the value, and the basic one, which is centred on the
-    value minus the bias. It contains the value.
+    The samples differ from the value by the same bias by which the value differs from the truth. So their percentiles
+    have the bias twice. The returned interval covers two intervals: the samples' interval, shifted to the value, and
+    the basic interval, which is shifted to the value minus the bias. It contains the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
-    # The basic interval is the interval of the percentiles, reflected at the value.
+    # The basic interval is the percentile interval, reflected at the value.
     basic = 2 * value - percentiles.high, 2 * value - percentiles.low
     low, high = min(basic[0], percentiles.low - bias), max(basic[1], percentiles.high - bias)
     return Estimate(value, min(low, value), max(high, value))
 
 
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean over images with its studentized bootstrap interval; not negative if no value is."""
+    """Returns the mean over images and its studentized bootstrap interval, clipped at 0 if no value is negative."""
     minimum = 0.0 if bool((values >= 0).all()) else -math.inf
     return studentized(values[:, None], lambda means: means[..., 0], seed, minimum)
 
@@ -113,14 +113,14 @@ def studentized(
 ) -> Estimate:
     """Returns a smooth function of column means over images, with its studentized bootstrap interval.
 
-    Every resample is divided by its own standard error (Efron and Tibshirani, 1993, section 12.5), by the delta method.
-    A resample without the few images of a heavy tail has a low mean and a small error, too. The quotient shows this
-    skew, and percentiles do not. For n images the tails are TAIL * n / (n + SHORT) instead of TAIL, because a small
-    sample has too few images of its tail for any bootstrap (benchmarks/coverage.py).
+    Every resample is divided by its own standard error, from the delta method (Efron and Tibshirani, 1993, section
+    12.5). If a resample lacks the few images of a heavy tail, both its mean and its standard error are small. The
+    quotient shows this skew, and percentiles do not. For n images, the tails are TAIL * n / (n + SHORT) instead of
+    TAIL, because a small sample has too few images from its tail for any bootstrap (benchmarks/coverage.py).
 
     Args:
         values: One row per image.
-        function: Maps means of the columns to the quantity; it must be differentiable.
+        function: A differentiable function that maps column means to the quantity.
         seed: The seed of the resamples.
         minimum: The smallest possible value of the quantity.
 
@@ -130,7 +130,7 @@ def studentized(
     values = values.double().cpu()
     n, columns = values.shape
     means = values.mean(0)
-    centered = values - means  # so that the squares below lose no digits
+    centered = values - means  # keeps all digits of the squares below
     squares = (centered[:, :, None] * centered[:, None, :]).flatten(1)  # [images, columns * columns]
     drawn = resampled_means(torch.cat([centered, squares], dim=1), seed)
     shifts = drawn[:, :columns]
@@ -142,7 +142,7 @@ def studentized(
     if not (error.isfinite() and error > 1e-14 * values.abs().max()):
         return Estimate(float(value), float(value), float(value))
     errors = (gradients[:, None] @ covariances @ gradients[:, :, None])[:, 0, 0].clamp(min=0).sqrt()
-    # A resample of very few images that repeats one of them has no error of its own.
+    # A resample of very few images may repeat a single one, and then its own error is zero.
     quotients = (samples - value) / errors.clamp(min=error / 10)
     tail = TAIL * n / (n + SHORT)
     ends = torch.quantile(quotients[quotients.isfinite()], torch.tensor([tail, 1 - tail], dtype=torch.float64))
@@ -161,10 +161,11 @@ def _with_gradient(
 
 
 def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean of shares in [0, 1], with the interval of `proportion` if all are 0 or 1, else of the bootstrap.
+    """Returns the mean of shares in [0, 1] with its interval.
 
-    Two pseudo-images, of 0 and of 1, are added to the resampled ones, so that the interval has nonzero width even if
-    all shares are equal.
+    If all shares are 0 or 1, the interval is the interval of `proportion`. Otherwise it is a bootstrap interval. Two
+    pseudo-images with the shares 0 and 1 are then added, so that the interval has nonzero width even if all shares are
+    equal.
     """
     if bool(((shares == 0) | (shares == 1)).all()):
         return proportion(int(shares.sum()), len(shares))
@@ -174,9 +175,10 @@ def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
 
 
 def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) -> Estimate:
-    """Returns the mean of changes by about `unit`, the analogue of `paired_change` for fractional changes.
+    """Returns the mean of changes that have about the size `unit`, like `paired_change` for fractional changes.
 
-    Two pseudo-images of plus and minus unit * sqrt(0.5) add the same variance as the pseudo-counts of `paired_change`.
+    Two pseudo-images with changes of plus and minus unit * sqrt(0.5) add the same variance as the pseudo-counts of
+    `paired_change`.
     """
     pseudo = unit * torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
     samples = resampled_means(torch.cat([changes.double(), pseudo])[:, None], seed)[:, 0]
@@ -184,12 +186,12 @@ def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) 
 
 
 def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean change of a metric of any unit, after minus before, with its interval over images.
+    """Returns a metric's mean change, after minus before, with its interval over images. The metric may have any unit.
 
-    Many images may have the same value of a metric, e.g. of a share of few objects. It then changes in few images, as a
-    decision does (`mean_change`). The unit of `mean_change` is the size of the changes or, if there are none, the least
-    difference between two images, so the interval has nonzero width. If every image changes, the interval is the
-    studentized bootstrap.
+    If every image changes, the interval is the studentized bootstrap interval. Otherwise it is the interval of
+    `mean_change`, because a metric that changes in only a few images is like a decision. An example is a share of a
+    few objects. The unit of `mean_change` is the root mean square of the nonzero changes. If there are none, it is the
+    least difference between two images, so that the interval has nonzero width.
     """
     changes = (after - before).double()
     if bool((changes != 0).all()):
@@ -203,7 +205,7 @@ def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
     """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
-    # [images, bins] and not only [bins]: column means of a resample give its calibration error.
+    # The gaps are [images, bins] and not [bins], because a resample's calibration error needs its column means.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
     gap = confidence.double() - correct.double()
@@ -211,21 +213,23 @@ def calibration_gaps(
 
 
 def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, "*draws"]:
-    """Returns the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
+    """Returns the expected calibration error, the sum over bins of |share x (confidence - accuracy)|."""
     return mean_gaps.abs().sum(-1)
 
 
 def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
-    """Returns the expected calibration error in bins, with an interval that covers the population's error.
+    """Returns the binned expected calibration error, with an interval that covers the population's error.
 
-    The error is a sum of magnitudes, which noise increases. On few images a calibrated model has an error well above
-    zero, and resamples have a higher one still, so percentiles may exclude the value itself. The error differs from the
-    population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality). The quantile of
-    this sum is the distance to the lower end. The upper end is as far above the value as the low resamples are below
-    their mean; the bias is not subtracted from it. Contains the value; conservative.
+    The error is a sum of magnitudes, which noise increases. On a small image set, a calibrated model has an error well
+    above zero. Resamples have an even larger error, so percentiles may exclude the value itself.
+
+    By the triangle inequality, the error differs from the population's error by at most the sum over bins of the
+    absolute changes. The quantile of this sum is the distance to the lower end. The upper end is as far above the value
+    as the low resamples are below their mean. The bias is not subtracted from it. The interval is conservative, and it
+    contains the value.
     """
     value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
     distances = calibration_error(resampled_gaps - mean_gaps)
     below = float(errors.mean()) - estimate(value, errors).low
-    # An error is at most 1.
+    # An error cannot exceed 1.
     return Estimate(value, max(0.0, value - estimate(value, distances).high), min(1.0, value + max(0.0, below)))

@@ -1,4 +1,4 @@
-"""Layers and heads: what changed, the prescription with its reasons, and the readings of every head."""
+"""Report sections about layers and heads: changes, the prescription with its reasons, and the readings of heads."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,9 @@ CAPTIONS = {
     UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
 }
 
-# Captions of the readings, in the order of the page; other readings follow. The first OPEN_FIGURES are open. They begin
-# with the effective rank in a metric, because the plain one of a dense head is only the number of its directions.
+# Captions of the readings, in the order of the page. Other readings follow them. The first OPEN_FIGURES figures are
+# open. The effective rank in a metric comes first, because the plain effective rank of a dense head is only the number
+# of its directions.
 MEANING = {
     "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
@@ -39,7 +40,7 @@ OPEN_FIGURES = 2
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a heat map: its text, its step of the colour scale (None: no colour), and its tooltip."""
+    """One cell of a heat map: its text, its step of the colour scale (None for no colour), and its tooltip."""
 
     text: str = ""
     step: int | None = None
@@ -48,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Rows are layers, columns are heads or maps; a row with a single cell has it across all columns."""
+    """A table with a row per layer and a column per head or map. A single cell in a row spans all columns."""
 
     title: str
     note: str
@@ -58,12 +59,12 @@ class HeatMap:
 
 
 def colour_step(share: float) -> int:
-    """Returns the step of the colour scale for a share of its range; shares outside [0, 1] are clipped."""
-    return min(LEVELS - 1, max(0, int(share * LEVELS)))  # the highest value would begin one more step
+    """Returns the step of the colour scale for a share of its range. Shares outside [0, 1] are clipped."""
+    return min(LEVELS - 1, max(0, int(share * LEVELS)))  # a share of 1 belongs to the last step
 
 
 def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Returns the prescription: the rules, and one reason per head."""
+    """Returns the data of the prescription's section: the rules, and one reason per head."""
     pairs = zip(prescription.layers, _heads(prescription, diagnosis), strict=True)
     removed = prescription.removed_share
     return {
@@ -78,7 +79,7 @@ def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[s
 
 
 def _heads(prescription: Prescription, diagnosis: Diagnosis | None) -> list[tuple[int, ...]]:
-    """Returns the heads of every layer by their index in the original model, which the diagnosis states."""
+    """Returns the original indices of the heads in every layer, which the diagnosis states."""
     if diagnosis is None:
         return [tuple(range(len(layer.heads))) for layer in prescription.layers]
     return [layer.spectrum.heads for layer in diagnosis.layers]
@@ -103,12 +104,12 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns what was removed, in words, and one heat map per map that lost ranks; None if nothing was removed."""
+    """Returns texts about what was removed, and a heat map per map that lost ranks, or None if nothing changed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
         kept, full = sum(kept or 0 for kept, _ in parts), sum(full for _, full in parts)
-        if kept == full:  # it would be a map of a single colour
+        if kept == full:  # the heat map would have a single colour
             continue
         what = "units" if title == UNITS else "ranks"
         words = f"{percent(1 - kept / full)} of the {what} removed, {number(kept)} of {number(full)} kept"
@@ -129,17 +130,17 @@ def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str
     return {"facts": facts, "figures": figures, "steps": LEVELS} if facts else None
 
 
-# The kept and the full rank of a unit. The kept rank is None for a removed head. The pair is None if an earlier
-# compression had removed the head.
+# The kept rank and the full rank of a head or map. The kept rank is None for a removed head. The pair is None if an
+# earlier compression had already removed the head.
 Rank = tuple[int | None, int] | None
 
 
 def ranks(
     prescription: Prescription, diagnosis: Diagnosis | None = None
 ) -> dict[str, tuple[tuple[str, ...], list[list[Rank]]]]:
-    """Returns columns and rows (one per layer) of the table of every map: query and key, and every reduced map.
+    """Returns a table for query and key, and one for every other reduced map: its columns, and a row per layer.
 
-    The diagnosis provides the original indices of the heads and their numbers of directions.
+    The diagnosis provides the original indices of the heads, and how many directions they have.
     """
     layers, heads = prescription.layers, _heads(prescription, diagnosis)
     head_columns = tuple(
@@ -159,7 +160,7 @@ def ranks(
             full = [int(rank) for rank in diagnosis.layers[index].spectrum.rank]
         scores.append([(qk.kept, qk.directions)] if qk.is_shared else by_head(index, qk.ranks, full))
     tables = {SCORES: (head_columns, scores)}
-    # A layer without a decision keeps all directions of a map, as many as the other layers have.
+    # A layer without a decision keeps all directions of a map. Their number is the same as in the other layers.
     full_ranks = {
         name: max(layer.outputs[name].strength.shape[1] for layer in layers if name in layer.outputs)
         for name in ("vo", *LINEAR_MAPS)
@@ -198,7 +199,7 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
 
 
 def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
-    """Returns effective ranks and selectivity as open figures, and other readings as folded ones, if there are any."""
+    """Returns figures of effective rank and selectivity, which are open, and of other readings, which are folded."""
     names = readings_per_head(diagnosis)
     if not names:
         return None
@@ -211,7 +212,7 @@ def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
 
 
 def readings_per_head(diagnosis: Diagnosis) -> set[str]:
-    """Returns the readings with one number per head that all layers have: a map needs a row for every layer."""
+    """Returns the readings that have one number per head in all layers, because a heat map has a row per layer."""
     per_head = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers
@@ -228,7 +229,7 @@ def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:
     low, high = limits.get(name, (min(values), max(values)))
     rows = []
     for index, layer in enumerate(layers):
-        # Heads are at their index in the original model; columns without a head stay empty.
+        # Heads are placed at their index in the original model. Cells without a head stay empty.
         row = [Cell("removed", None, f"layer {index + 1}, head {head + 1}: removed") for head in range(columns)]
         for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
             share = (value - low) / (high - low) if high > low else 0.5

@@ -1,4 +1,4 @@
-"""Texts of numbers and records: significant digits, typographic minus signs and units."""
+"""Formats numbers and records as text, with significant digits, typographic minus signs and units."""
 
 import math
 import re
@@ -15,12 +15,12 @@ _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def known(value: Number | None) -> Number | None:
-    """Returns a finite number, or None."""
+    """Returns the value if it is a finite number, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def number(value: Number | None, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits; very small and very large ones with a power of ten."""
+    """Formats a number with `digits` significant digits, and very small and large numbers with a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
     # Integers are counts and are shown exactly.
@@ -28,7 +28,7 @@ def number(value: Number | None, digits: int = 3) -> str:
         return f"{int(value):,}".replace("-", MINUS)
     if abs(value) < NOTHING:
         return "0"
-    # Before the exponent is taken: with three digits 999.9 is 1,000.
+    # Rounded before the exponent is computed, because with three digits 999.9 becomes 1,000.
     rounded = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(rounded)))
     if -4 <= exponent < 6:
@@ -38,13 +38,13 @@ def number(value: Number | None, digits: int = 3) -> str:
 
 
 def short(value: Number | None, digits: int = 4) -> str:
-    """Formats a number, such as a limit or the end of a scale, like `number` without trailing zeros."""
+    """Formats a number like `number`, but without trailing zeros, e.g. a limit or the end of a scale."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 
 
 def fixed(value: Number, decimals: int, signed: bool = False) -> str:
-    """Formats a number with fixed decimals and optionally a plus sign; a value that rounds to zero has no sign."""
+    """Formats a number with fixed decimals and, if `signed`, a plus sign. Values that round to zero have no sign."""
     # Otherwise a small negative value would read -0.00.
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
@@ -54,11 +54,11 @@ def fixed(value: Number, decimals: int, signed: bool = False) -> str:
 def with_unit(text: str, unit: str) -> str:
     if not unit or text == MISSING:
         return text
-    return text + TIMES if unit in ("x", TIMES) else f"{text}{GAP}{unit}"  # all but factors follow a no-break space
+    return text + TIMES if unit in ("x", TIMES) else f"{text}{GAP}{unit}"  # no space before the sign of a factor
 
 
 def typeset(text: str) -> str:
-    """Replaces ASCII by typographic signs: minus, the multiplication sign of "1.62x", a no-break space before "%"."""
+    """Replaces ASCII by typographic characters: the minus, the "x" in "1.62x", and the space before "%"."""
     return re.sub(r"(?<=\d)x\b|(?<= )x(?= \d)", TIMES, re.sub(r"-(?=[\d.])", MINUS, text)).replace(" %", f"{GAP}%")
 
 
@@ -70,7 +70,7 @@ def percent(share: Number | None, digits: int = 3) -> str:
 def quantity(
     value: Number | None, unit: str = "", low: Number | None = None, high: Number | None = None, signed: bool = False
 ) -> str:
-    """Formats a measured value; with an interval, the decimals follow from its width."""
+    """Formats a measured value. If it has an interval, the interval's width determines the decimals."""
     if value is None or not math.isfinite(value):
         return MISSING
     decimals = _decimals(low, high)
@@ -81,7 +81,7 @@ def quantity(
 
 
 def interval(low: Number | None, high: Number | None) -> str:
-    """Formats an interval, [0.48, 0.62], with two significant digits of its width; empty without an interval."""
+    """Formats an interval, [0.48, 0.62], with two significant digits of its width, or returns "" if there is none."""
     if low is None or high is None:
         return ""
     decimals = _decimals(low, high)
@@ -91,11 +91,11 @@ def interval(low: Number | None, high: Number | None) -> str:
 
 
 def plain(value: Any, longest: int = 8) -> str:
-    """Formats any JSON value on one line; long lists are truncated with their number of entries."""
+    """Formats any JSON value on one line. Long lists are cut, and their number of entries is appended."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: MISSING}[value]
     if isinstance(value, int):
-        return str(value)  # seeds, sizes and years are names as often as counts: no thousands separators
+        return str(value)  # no thousands separators, because the integer may be a seed, a size or a year
     if isinstance(value, float):
         return short(value)
     if isinstance(value, dict):
@@ -111,6 +111,6 @@ def plain(value: Any, longest: int = 8) -> str:
 def _decimals(low: Number | None, high: Number | None) -> int | None:
     if low is None or high is None or not math.isfinite(high - low) or high <= low:
         return None
-    # Two significant digits of the width; more of the value would be within its error.
+    # Two significant digits of the width are kept, because further digits would be within the error.
     decimals = 1 - math.floor(math.log10(high - low))
     return decimals if 0 <= decimals <= 5 else None

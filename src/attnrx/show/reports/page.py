@@ -1,4 +1,4 @@
-"""The documents of results: the HTML page, sections rendered by their templates into one file, and the model card."""
+"""The documents for results: an HTML page, whose sections are rendered by templates into one file, and a model card."""
 
 import base64
 import hashlib
@@ -38,11 +38,11 @@ from attnrx.support.tables import Marked, markdown, markdown_code, markdown_tabl
 TEMPLATES = Path(__file__).parent / "templates"
 
 # The model card.
-COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
+COUNTED = 100_000  # integers of this size or more are parameters or MACs, and get thousands separators
 UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
-# What a model returns, in code: all but logits are features for the hub.
+# The name of a model's outputs in code. For the hub, everything but logits is features.
 RETURNED = {
     "embedding": "embeddings",
     "regression": "numbers",
@@ -60,15 +60,15 @@ model = rx.load("path/to/this/folder")
 ```"""
 # For a portable model, shown before USE.
 PORTABLE = "Its own library loads it, without attnrx:\n\n```python\n{code}\n```\n\nSo does attnrx:"
-# Shown if the speed was measured in attnrx's kernels, which `load` does not use.
+# This line is added if the speed was measured in attnrx's kernels, which `load` does not use.
 ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
 # For a transformers model.
 PIPELINE = '\nanswers = transformers.pipeline("{task}", model=model, image_processor=processor)'
-# The hub's tasks for embeddings and for classifiers.
+# The hub's task names for embeddings and for classifiers.
 TASKS = "image-feature-extraction", "image-classification"
 
-# The last line, which reveals an edit: a comment, which is not shown.
+# The last line of a card, by which edits are detected. It is a comment, so it is not displayed.
 SEAL = "<!-- attnrx card {} -->\n"
 
 
@@ -76,8 +76,8 @@ SEAL = "<!-- attnrx card {} -->\n"
 class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
-    `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency come from the
-    evidence.
+    `about` is a free record, e.g. of the model, the data, the versions, the seed and the command. Costs and latency
+    come from the evidence.
     """
 
     title: str
@@ -90,7 +90,7 @@ class ReportContent(Displayed):
 
     @property
     def records(self) -> dict[str, Mapping[str, Any]]:
-        """What the parts record, by part."""
+        """The records of all parts, by the part's name."""
         records: dict[str, Mapping[str, Any]] = {"this report": self.about}
         for name, part in (("the diagnosis", self.diagnosis), ("the prescription", self.prescription)):
             if part is not None:
@@ -100,7 +100,7 @@ class ReportContent(Displayed):
 
     def __post_init__(self):
         require_fields(self, title=ANY_TEXT)
-        # By the fields themselves, so that a new part needs no change here.
+        # All fields are tested, so that a new part needs no change here.
         if all(part is None for name, part in vars(self).items() if name not in ("title", "about")):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
@@ -119,15 +119,15 @@ def write_report(
     prescription: Prescription | None = None,
     diagnosis: Diagnosis | None = None,
 ) -> Path:
-    """Writes the report as one HTML file that uses no network: readable without scripts, printable, light and dark.
+    """Writes the report as one HTML file, which needs neither network nor scripts, can be printed, and has a dark mode.
 
-    Pass evidence, prescription and diagnosis, or instead a `content` with these, other parts and a title. The page
-    as text, e.g. for an iframe of a notebook, is `render(ReportContent(title, evidence=evidence))`.
+    Pass evidence, prescription and diagnosis. To add other parts and a title, pass a `content` instead. To get the page
+    as text, e.g. for an iframe in a notebook, call `render(ReportContent(title, evidence=evidence))`.
 
     Args:
         path: The file to write.
         content: All parts of the report.
-        evidence: What `verify` measured.
+        evidence: The evidence that `verify` returned.
         prescription: The prescription of the candidate.
         diagnosis: The diagnosis that the prescription was made from.
 
@@ -135,7 +135,7 @@ def write_report(
         The path of the file.
 
     Raises:
-        InvalidInput: There is nothing to show, or both a content and single parts were given.
+        InvalidInput: There is nothing to show, or you passed both a content and single parts.
         FingerprintMismatch: Diagnosis and prescription belong to different models.
 
     Examples:
@@ -157,7 +157,7 @@ def write_report(
 
 @checked()
 def render(content: ReportContent) -> str:
-    """Returns the page as HTML, e.g. for an iframe of a notebook; all text of the content is escaped.
+    """Returns the page as HTML, e.g. for an iframe in a notebook. All text in the content is escaped.
 
     Args:
         content: All parts of the report.
@@ -169,7 +169,8 @@ def render(content: ReportContent) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        # By default Jinja escapes nothing, and an unknown name is an empty text; here it raises an error.
+        # By default, Jinja escapes nothing and replaces unknown names by empty texts. Here an unknown name raises an
+        # error.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -177,13 +178,13 @@ def render(content: ReportContent) -> str:
     )
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
-    # A record may have any values, e.g. paths.
+    # A record may contain values of any class, e.g. paths.
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
     diagnosis, records = content.diagnosis, content.records
     provenance = {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None
-    # A section has a name (its anchor, and the file name of its template), a title, a part, and a function that returns
-    # the data of the part, or None if there is nothing to show. A section with a "summary" is folded: the page shows
-    # this line until it is opened.
+    # A section has a name (its anchor and the file name of its template), a title, a part, and a function. The function
+    # returns the data of the part, or None if there is nothing to show. If the data have a "summary", the section is
+    # folded, and the page shows only this summary until the reader opens it.
     every_section: list[tuple[str, str, Any, Callable[[Any], dict[str, Any] | None]]] = [
         ("verdict", "Result", records, partial(verdict, content.evidence)),
         ("changes", "What changed", content.prescription, partial(changes, diagnosis=diagnosis)),
@@ -205,10 +206,10 @@ def render(content: ReportContent) -> str:
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=script,
-        # The content security policy of the page only allows the script with this hash.
+        # The page's content security policy only allows the script with this hash.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sections=sections,
-        # If only the result is open, the folded sections are the content of the page.
+        # If all sections after the first are folded, the page unfolds them.
         unfold=all("summary" in data for _, _, data in sections[1:]),
     )
 
@@ -220,23 +221,23 @@ def model_card(
     prescription: Prescription | None = None,
     library_code: str = "",
 ) -> str:
-    """Returns the model card as Markdown, with a YAML header for the hub: README.md of a saved model.
+    """Returns the model card as Markdown with a YAML header for the hub. It is saved as README.md.
 
-    It only has measured and recorded facts. Every saved model has a card, so it needs nothing beyond the base install:
-    `huggingface_hub.ModelCard` would be a fifth dependency, for the fifteen lines of the header.
+    The card only contains measured and recorded facts. Every saved model has a card, so making one must not need more
+    than the base install. `huggingface_hub.ModelCard` would be a fifth dependency for a header of fifteen lines.
 
     Args:
-        facts: What the table states. "name" is the heading, and "outputs" the name of an `OutputKind`: a model that
-            returns embeddings is not a classifier on the hub.
-        evidence: What `verify` measured.
-        prescription: The prescription that the model was made by.
-        library_code: The code with which the library of a portable model loads it.
+        facts: The facts for the table. "name" is the heading. "outputs" is the name of an `OutputKind`, because a model
+            that returns embeddings is not a classifier on the hub.
+        evidence: The evidence that `verify` returned.
+        prescription: The prescription that the model was made with.
+        library_code: For a portable model, the code that loads it with its own library.
 
     Returns:
-        The card, whose last line seals it (`is_unedited`).
+        The card. Its last line is a seal, by which `is_unedited` detects edits.
     """
     rows, returned = [], RETURNED.get(str(facts.get("outputs")), "logits")
-    # A transformers model returns its answer among other outputs.
+    # A transformers model returns several outputs, with the answer among them.
     is_transformers = facts.get("family") == "huggingface"
     call = "output = model(images)" if is_transformers else f"{returned} = model(images)"
     pipeline = PIPELINE.format(task=TASKS[returned == "logits"]) if is_transformers else ""
@@ -266,7 +267,7 @@ def model_card(
 
 
 def is_unedited(card: str) -> bool:
-    """Whether a card is as `model_card` returned it."""
+    """Whether a card has not changed since `model_card` returned it."""
     text = card[: card.rfind(SEAL.partition("{")[0])]
     return card == text + _seal(text)
 
@@ -276,12 +277,12 @@ def _seal(text: str) -> str:
 
 
 def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
-    """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
+    """Returns the YAML header for the hub. Texts are quoted as JSON, which is a subset of YAML."""
     lines = ["library_name: attnrx", f"pipeline_tag: {task}"]
-    # The hub reads these fields for its search and, from model-index, for the results that it shows.
+    # The hub uses these fields for its search, and model-index for the results that it shows.
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
-    # An accuracy of nearest neighbours is not the result of a classifier. An accuracy of several labels, or against
-    # labels that are not the model's, cannot be compared.
+    # The accuracy of nearest neighbours is not the result of a classifier. An accuracy over several labels per image,
+    # or with labels that are not the model's, cannot be compared with other results.
     is_comparable = (
         task == "image-classification"
         and facts.get("outputs") not in ("multilabel", "label_probabilities")
@@ -300,7 +301,7 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
 
 def _prescribed(prescription: Prescription) -> list[str]:
     rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks, 1)]
-    # Directions of heads of different ranks are padded to the largest number.
+    # Heads with fewer directions are padded to the largest number.
     num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
     origin = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
@@ -309,14 +310,14 @@ def _prescribed(prescription: Prescription) -> list[str]:
 
 
 def _files(evidence: Evidence) -> list[str]:
-    """Returns the table of the files that were measured beside the vendor's, for the model card."""
+    """Returns the table of the files that were measured together with the vendor's, for the model card."""
     title, rows = measured_files(evidence)
     return [f"{markdown(title)}:", markdown_table(FILE_COLUMNS, rows)] if rows else []
 
 
 def _evidence(evidence: Evidence) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
-    # Nested records would not fit into a sentence.
+    # Nested records do not fit into a sentence.
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)

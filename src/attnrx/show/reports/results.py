@@ -1,4 +1,4 @@
-"""The results in numbers: one sentence, quantities before and after, findings, costs, and the files of a folder."""
+"""Numbers of results: the summary sentence, quantities before and after, findings, costs, and a folder's files."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One measured amount with its conditions, its 95 % interval and its factors as text; empty if there is none."""
+    """One measured amount with its conditions, its 95 % interval and its factors. Missing texts are empty."""
 
     amount: str
     conditions: str = ""
@@ -38,11 +38,11 @@ class SummaryPart(NamedTuple):
 
 
 class MeasuredSpeed:
-    """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
+    """The speed relative to a baseline (above 1 is faster), with its interval and the conditions of its measurement.
 
     `record` is the record of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if
-    the unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it
-    is recorded. `where` is for the sentence: the threads of a CPU, or another device.
+    the unchanged model was timed in the same `runtime`. `reference_seconds` is the baseline's median time, if it is
+    recorded. `where` is a text for the sentence, with the number of CPU threads or the name of another device.
     """
 
     def __init__(self, record: Record):
@@ -80,33 +80,33 @@ class MeasuredSpeed:
 
     @property
     def factors(self) -> str:
-        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression"; empty without them."""
+        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression", or "" without factors."""
         if self.by_runtime is None or self.by_compression is None:
             return ""
         return f"= {factors_text(self.by_runtime, self.by_compression, self.gained_by)}"
 
 
 def summary_of(evidence: Evidence) -> str:
-    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images.
+    """Returns one sentence with the speed and its factors, the accuracy change, costs, divergence and image count.
 
-    It begins with what you have to know first, e.g. that nothing was removed.
+    The sentence comes after statements that a reader must know first, e.g. that nothing was removed.
     """
     sentence = ", ".join(str(part) for part in summary_parts(evidence))
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
 
 
 def nothing_removed(evidence: Evidence) -> bool:
-    """Whether the candidate is the unchanged model, in attnrx or as a file."""
+    """Whether the candidate is the unchanged model, as a module or as a file."""
     return evidence.about.get("nothing_removed") is True
 
 
 def statements(evidence: Evidence) -> list[str]:
-    """Returns what you have to know before you read the numbers."""
+    """Returns statements that a reader must know before the numbers."""
     warnings = list(evidence.warnings)
     if not nothing_removed(evidence):
         return warnings
     measured = speeds(evidence)
-    if not measured or evidence.of("files"):  # the files of one run state what the runtime gives
+    if not measured or evidence.of("files"):  # findings about files state the gain from the runtime already
         return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
     runtime = measured[0].runtime
     alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
@@ -114,7 +114,7 @@ def statements(evidence: Evidence) -> list[str]:
 
 
 def summary_parts(evidence: Evidence) -> list[SummaryPart]:
-    """Returns the parts of the sentence, each if it was measured."""
+    """Returns the parts of the sentence that were measured."""
     parts = []
     for speed in speeds(evidence)[:1]:  # one sentence has no room for speeds at other batch sizes
         where = f" on {speed.where}" if speed.where else ""
@@ -135,7 +135,7 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     for unit, name in (("macs", "MACs"), ("params", "parameters")):
         before, after = cost_totals(evidence, unit) or (0, 0)
         saved = 100 * (before - after) / before if before else 0.0
-        if abs(saved) >= 0.5:  # less would read 0 %
+        if abs(saved) >= 0.5:  # a smaller number would be rounded to 0 %
             parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
     agreement = finding_of(evidence, "agreement")
     if agreement is not None and agreement.n and known(agreement.value) is not None:
@@ -167,10 +167,10 @@ def _signed(value: float) -> str:
 
 
 def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
-    """Returns the first finding of a quantity, of one model if it is given."""
+    """Returns the first finding about a quantity, for one model if you pass `model`."""
     for finding in evidence.findings:
         details = finding.details
-        # Findings about single corruptions are of the same quantities, but not about the data themselves.
+        # Findings about single corruptions have the same quantities, but they are not about the data themselves.
         single = not {"corruption", "severity"} <= details.keys()
         if single and details.get("quantity") == quantity and model in (None, details.get("model")):
             return finding
@@ -178,23 +178,23 @@ def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> F
 
 
 def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
-    """Returns the measured speeds; the one that a plan promised is the first."""
+    """Returns the measured speeds. If a plan promised a speed, its measurement comes first."""
     promised = finding_of(evidence, "promised speed")
-    # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
+    # This measurement is the headline, because it has the hardware, batch and threads of the plan.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
     others = [each.details for each in evidence.of("latency") if each.details.get("quantity") == "speed"]
     return [MeasuredSpeed(record) for record in first + [record for record in others if "faster" in record]]
 
 
 def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
-    """Returns the costs of the original and of the candidate by part, or None."""
+    """Returns the original's and the candidate's costs by part, or None if they were not measured."""
     found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
     before, after = (None if each is None else each.details.get("parts") for each in found)
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
 def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
-    """Returns the "params" or the "macs" of the original and of the smaller model."""
+    """Returns the original's and the smaller model's number of "params" or "macs"."""
     records = cost_records(evidence)
     if records is not None:
         before, after = (sum(part[unit] for part in record.values()) for record in records)
@@ -204,9 +204,9 @@ def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
 
 
 def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the result: one sentence, the outcomes of the claims, and the quantities before and after.
+    """Returns the data of the result's section: the sentence, the claims' outcomes, and quantities before and after.
 
-    It has the notes on images from the records of all parts.
+    The section also has the notes from the records of all parts.
     """
     evidence = found or Evidence((), {})
     notes = [str(note) for record in records.values() for note in record.get("notes") or ()]
@@ -229,7 +229,7 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
 
 
 def deployed(evidence: Evidence) -> tuple[str, str]:
-    """Returns which file to deploy, and a sentence about it; empty if the evidence is not of a result of `shrink`."""
+    """Returns the file to deploy, and a sentence about it. Both are empty if `shrink` did not return the evidence."""
     name = evidence.about.get("file")
     if isinstance(name, str):
         return name, "the speed, the accuracy and the outputs on this page are this file's."
@@ -247,9 +247,10 @@ def sentence(evidence: Evidence | None) -> str:
 
 
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
-    """Returns the times of the original, of the unchanged model in the runtime of this one, and of this model.
+    """Returns the times of the baseline, of the unchanged model in this model's runtime, and of this model.
 
-    Each has a name, a share of the original's time, and a text. There is none if the unchanged model was not timed.
+    Each entry has a name, a share of the baseline's time, and a text. If the unchanged model was not timed, the list is
+    empty.
     """
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
@@ -260,10 +261,10 @@ def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
 
 
 def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
-    """Yields latency, accuracy, parameters and MACs, each if it was measured: name, before, after and change."""
+    """Yields a row (name, before, after, change) for latency, accuracy, parameters and MACs, if they were measured."""
     for speed in speeds(evidence)[:1]:
-        # Both times follow from the speed of the sentence. The ratio of the two median times differs from the median of
-        # their ratios if the load of the machine changes between rounds.
+        # The second time is computed from the speed in the sentence. If the load of the machine changes between rounds,
+        # the ratio of the two median times would differ from this speed, which is the median of the ratios.
         before, times = speed.reference_seconds, [MISSING] * 2
         if before is not None:
             times = [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
@@ -278,7 +279,7 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(evidence, unit)) is not None:
             old, new = totals
-            # One unit for both models, so that the numbers can be compared without converting.
+            # Both models have the same unit, so that a reader can compare the numbers.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
             change = (
                 "unchanged" if old == new else with_unit(fixed(100 * (new - old) / max(old, 1), 1, signed=True), "%")
@@ -290,8 +291,10 @@ FILE_COLUMNS = ("file", "speed", "unchanged answers", "divergence", "size")
 
 
 def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
-    """Returns the title and the rows of the files that were measured in one run: the vendor's and attnrx's files of the
-    unchanged model, and the result's. There are no rows without such a run.
+    """Returns the title and the rows of the table of files that were measured in one run.
+
+    The rows are the vendor's and attnrx's files of the unchanged model, and the result's file. Without such a run there
+    are no rows.
     """
     rows, title = [], ""
     for finding in evidence.of("files"):
@@ -314,7 +317,7 @@ def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
 
 
 def findings(evidence: Evidence) -> dict[str, Any]:
-    """Returns the evidence table; the order of the findings within a check is preserved."""
+    """Returns the evidence table, in which the findings of a check keep their order."""
     shown, elsewhere = by_severity(evidence)
     groups: dict[str, list[Finding]] = {}
     for finding in shown:
@@ -324,7 +327,7 @@ def findings(evidence: Evidence) -> dict[str, Any]:
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
-    """Separates the findings about one corruption at one severity: there are too many of them for the main table."""
+    """Separates the findings about one corruption at one severity, which are too many for the main table."""
     separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
         # False and True are the indices of the two lists.
@@ -343,9 +346,9 @@ def costs(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
-    """Returns the rows of the table: every part that costs anything before or after, and the whole model."""
+    """Returns a row for every part that has costs before or after, and a row for the whole model."""
     zero = dict.fromkeys(UNITS, 0)
-    # Parts of both models, because compression adds some, e.g. predictors of tokens.
+    # Both models' parts are listed, because compression adds parts, e.g. token predictors.
     pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
     shown = [(name, *pair) for name, pair in pairs.items() if any(part[unit] for part in pair for unit in UNITS)]
     total_before, total_after = (
@@ -358,7 +361,7 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
             changed = was and now != was
             change = with_unit(fixed(100 * (now - was) / was, 2, signed=True), "%") if changed else MISSING
             cells += [number(was), number(now), change]
-        # A share of the original's MACs, for the bar of the row; four digits, because it is part of the page.
+        # The share of the original's MACs sets the length of the row's bar. Four digits keep the page small.
         share = round(old["macs"] / max(total_before["macs"], 1), 4)
         title = NAMES.get(name, name.replace("_", " "))
         rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
@@ -368,13 +371,14 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
 def written_files(folder: Path | str) -> list[dict[str, Any]]:
     """Returns a record for every model file of a folder that `Shrunk.save` wrote.
 
-    `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
-    the same runtime and precision. `accuracy` is the accuracy in its evidence, in %. Both are None if they were not
-    measured: model.onnx has no accuracy, because it has the model's logits. `unchanged` states that nothing was
-    removed. `problem` says why the evidence of a file cannot be read; such a file has no numbers.
+    `bytes` is the size of the file together with the files that belong to it. `faster` is its speed relative to the
+    unchanged model's file in the same runtime and precision. `accuracy` is the accuracy in its evidence, in %. Both are
+    None if they were not measured. For model.onnx no accuracy is measured, because it returns the model's logits.
+    `unchanged` is true if nothing was removed. If the evidence of a file cannot be read, `problem` says why, and the
+    record has no numbers.
     """
     folder = Path(folder)
-    main, judged = folder / "evidence.json", None  # the file that the evidence of the folder is about
+    main, judged = folder / "evidence.json", None  # the folder's evidence, and the file that it is about
     with suppress(CheckpointError, OSError):
         judged = Evidence.load(main).about.get("file")
     rows = [_record(folder, "model.safetensors", ("model.safetensors",), main, {})]
@@ -391,12 +395,12 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def evidence_stem(stem: str) -> str:
-    """Returns the name of the evidence of an exported file without its suffix: evidence-FORMAT."""
+    """Returns the stem of the file with an exported file's evidence, evidence-FORMAT."""
     return f"evidence{stem.removeprefix('model') or '-onnx'}"
 
 
 def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]:
-    """Returns columns, rows and title of the table of the files of a folder, as texts."""
+    """Returns the columns, rows and title of a folder's table of files, as texts."""
     columns = ("file", "size", "speed against the unchanged model's file", "accuracy")
     rows = []
     for row in written_files(folder):
@@ -419,7 +423,7 @@ def _record(
     if evidence_path.is_file():
         try:
             evidence = Evidence.load(evidence_path)
-        except CheckpointError as error:  # without its numbers, the other files are still shown
+        except CheckpointError as error:  # the file is shown without numbers, and other files are still shown
             problem = str(error)
     faster = batch = None
     accuracy = finding_of(evidence, "accuracy", "candidate")

@@ -1,4 +1,4 @@
-"""Sample images: the patches that are kept after each stage, as SVG, and the maps that models return, as pixels."""
+"""Sample images: the patches that every stage keeps, as SVG, and the maps that models return, as pixels."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from attnrx.vit.models import TokenReduction, TokenRun, answer, family_of, reduc
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 
-# Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
+# Cividis (Nuñez, Anderton and Renslow 2018) in nine equal steps, perceptually uniform also for colour-blind readers.
 _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 
 VEIL, VEILED = 1.0, 0.84  # the grey that covers a pruned patch in a picture, and how much of it
@@ -32,10 +32,10 @@ VEIL, VEILED = 1.0, 0.84  # the grey that covers a pruned patch in a picture, an
 class TokenSamples:
     """Sample images in the unit range, and the patches kept by a token policy.
 
-    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens after each, prefix
-    tokens included. The patches form `grid` (rows, columns), row by row. For a token reducer that merges, `groups`
-    holds the index of the patch whose token represents each patch after each stage. `labels` are the classes of the
-    images.
+    `left` is true for the patches that are kept after each stage of the `policy`. `tokens` has the number of tokens
+    after each stage, including prefix tokens. The patches form a `grid` (rows, columns), row by row. If the token
+    reducer merges, every patch is represented by the token of some patch, and `groups` has the index of that patch.
+    `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -48,7 +48,7 @@ class TokenSamples:
 
 
 def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns the first images, at most `count`, with the names of their classes, which are empty without labels."""
+    """Returns the first `count` images, or fewer, with their class names, or without names if there are no labels."""
     batch = next(iter(images.take(min(count, len(images))).batches(count)))
     # -1: without a label
     if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
@@ -59,7 +59,7 @@ def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tu
 
 
 def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images channels height width"]:
-    """Undoes the normalization of images and clips to [0, 1]."""
+    """Returns images without their normalization, clipped to [0, 1]."""
     return normalization_of(model).invert(images.cpu().float()).clamp(0, 1)
 
 
@@ -67,8 +67,8 @@ def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images ch
 class MapSamples:
     """Sample images in the unit range, and the map that every model returns for them.
 
-    `maps` holds maps [images, height, width] by the name of the model, the original first. If there are several numbers
-    per position, it is the index of the largest. `labels` are the classes of the images.
+    `maps` holds maps [images, height, width] by the name of the model, with the original first. If a model returns
+    several numbers per position, its map holds the index of the largest. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -79,10 +79,10 @@ class MapSamples:
 def sample_maps(
     models: Mapping[str, nn.Module], images: Float[Tensor, "images channels height width"], labels: tuple[str, ...] = ()
 ) -> MapSamples | None:
-    """Returns the first maps among the outputs of models for a few images; None if the outputs have no map.
+    """Returns the first map among every model's outputs for a few images, or None if a model returns no map.
 
     Args:
-        models: The models by name, the original first.
+        models: The models by name, with the original first.
         images: Normalized images.
         labels: The classes of the images.
     """
@@ -91,7 +91,7 @@ def sample_maps(
         weight = next(model.parameters())
         with torch.no_grad(), evaluating([model]):
             outputs = tensors_of(answer(model, images.to(weight.device, weight.dtype)))
-        # [images, height, width] or [images, channels, height, width], and not the tokens of patches.
+        # A map is [images, height, width] or [images, channels, height, width]. Patch tokens are not maps.
         found = [each for each in outputs.values() if each.ndim in (3, 4) and min(each.shape[-2:]) > 1]
         if not found:
             return None
@@ -105,7 +105,7 @@ def sample_maps(
 def sample_tokens(
     model: nn.Module, images: Float[Tensor, "images channels height width"], labels: tuple[str, ...] = ()
 ) -> TokenSamples:
-    """Runs a model with token reduction on a few images, and returns the patches that are kept at every stage.
+    """Runs a model with token reduction on a few images, and returns the patches that every stage keeps.
 
     Args:
         model: The model with a token policy.
@@ -116,7 +116,7 @@ def sample_tokens(
         The samples for `ReportContent.tokens`.
 
     Raises:
-        InvalidInput: The model has no token policy, there is no image, or the patches do not form a grid of squares.
+        InvalidInput: The model has no token policy, there are no images, or the patches do not form a grid of squares.
     """
     reduction = reduction_of(model)
     if reduction is None:
@@ -131,7 +131,7 @@ def sample_tokens(
     if run.trail and len(run.trail[0]) != len(images):
         raise InvalidInput("this model gets several images for one input, so the tokens of an input are no one grid.")
     left = patches_left_by(reduction, run, len(images))
-    # Without a trail no stage pruned a token.
+    # If there is no trail, no stage pruned a token.
     counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)
     return TokenSamples(
         images=_in_unit_range(images, model),
@@ -145,23 +145,24 @@ def sample_tokens(
 
 
 def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches kept after each stage, from the statistics of a forward pass of this many images.
+    """Returns the patches that are kept after each stage, from the statistics of a forward pass of `images` images.
 
-    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+    A patch that others were merged into counts as kept. A patch that was merged into another, or fused into a new
+    token, does not.
     """
     patches = reduction.shape.layout.patches
     # One tensor of indices per stage, [images, patches after the stage].
-    if not run.trail:  # a policy that keeps every patch runs no stage
+    if not run.trail:  # a policy that keeps all patches runs no stage
         return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
-    # One more column collects the indices of no patch (-1), and is cut off.
+    # An extra column collects the indices that are not patches (-1), and is then cut off.
     none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
     masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
     return torch.stack(masks, dim=1).cpu()
 
 
 def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
-    """Returns the rows and columns of the grid of square patches of an image of this size."""
-    # Square patches: rows * columns = patches and rows / columns = height / width.
+    """Returns the rows and columns of the grid of square patches in an image of this size."""
+    # For square patches, rows * columns = patches and rows / columns = height / width.
     rows = round((patches * height / width) ** 0.5)
     if rows < 1 or patches % rows:
         raise InvalidInput(
@@ -171,8 +172,8 @@ def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
 
 
 def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images stages patches"] | None:
-    """Returns the patch whose token represents each patch after every stage; None without merging."""
-    stages = zip(reduction.policy.layers, run.trail, strict=False)  # without a trail no stage pruned a token
+    """Returns the index of the patch that represents each patch after every stage, or None if nothing is merged."""
+    stages = zip(reduction.policy.layers, run.trail, strict=False)  # there is no trail if no stage pruned a token
     found = [(run.representatives(layer), indices) for layer, indices in stages]
     if not isinstance(reduction.policy.reducer, Merging) or all(tokens is None for tokens, _ in found):
         return None
@@ -180,7 +181,7 @@ def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images sta
     for tokens, indices in found:
         if tokens is None:  # before the first stage that merges
             groups.append(indices)
-        else:  # a mask keeps every token at its patch
+        else:  # a mask keeps every token in its place
             groups.append(tokens if reduction.by == "mask" else indices.gather(1, tokens))
     return torch.stack(groups, dim=1).cpu()
 
@@ -190,7 +191,7 @@ def _label(samples: MapSamples | TokenSamples, index: int) -> str:
 
 
 def outputs(samples: MapSamples) -> dict[str, Any]:
-    """Returns the map of every model for each image, all on the scale of the original's map."""
+    """Returns every model's map for each image, in colours on the scale of the original's map."""
     first = next(iter(samples.maps.values()))
     images = []
     for index, picture in enumerate(samples.images):
@@ -208,7 +209,7 @@ def outputs(samples: MapSamples) -> dict[str, Any]:
 
 
 def tokens(samples: TokenSamples) -> dict[str, Any]:
-    """Returns the policy as a table, and for each image a picture after every stage."""
+    """Returns the policy as a table, and a picture of each image after every stage."""
     policy, stages = samples.policy, []
     for layer, keep, left, count in zip(
         policy.layers, policy.keep, samples.left.unbind(1), samples.tokens, strict=True
@@ -227,7 +228,7 @@ def tokens(samples: TokenSamples) -> dict[str, Any]:
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     label, name, image = _label(samples, index), f"tokens-{index}", shown(samples.images[index].double().cpu())
     all_patches = torch.ones(samples.grid, dtype=torch.bool)
-    # The picture is stored once, with the image itself; every stage refers to it.
+    # The pixels are stored once, in the picture of the image itself, and the other pictures refer to them.
     unreduced = patch_picture(label, name, all_patches, as_uri(image))
     stages = [{"title": "image", "picture": unreduced, "note": f"{number(all_patches.numel())} patches"}]
     for stage, layer in enumerate(samples.policy.layers):
@@ -242,9 +243,9 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
 
 
 def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 height width"]:
-    """Returns one image as it is after every stage: pruned patches are faded, and merged ones have their mean colour.
+    """Returns one image after every stage, with pruned patches faded and merged patches in their mean colour.
 
-    An image of one channel is grey.
+    An image with one channel is grey.
     """
     image = as_colours(samples.images[index])
     if samples.groups is None:
@@ -258,7 +259,7 @@ def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 
         covered = sizes.gather(1, groups) > 1
         colours = means.gather(2, groups[:, None].expand(-1, 3, -1))
     rows, columns = samples.grid
-    # Every pixel takes what its patch has: the nearest of a grid that is stretched over the image.
+    # Every pixel gets the values of its patch, by nearest interpolation of the grid to the size of the image.
     size, (fill, mask) = image.shape[1:], (colours.unflatten(2, (rows, columns)), covered.view(-1, 1, rows, columns))
     fill, mask = (F.interpolate(each.double(), size=size, mode="nearest") for each in (fill, mask))
     strength = 1.0 if samples.groups is not None else VEILED
@@ -284,17 +285,17 @@ def _group_fills(groups: Int[Tensor, "rows columns"], image: Float[Tensor, "chan
 
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
-    """Maps values from `low` (dark blue) to `high` (yellow) to colours."""
+    """Returns the colours of values, from dark blue at `low` to yellow at `high`."""
     ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
-    # The highest value is the end of the last interval, and not the beginning of one more.
+    # The highest value is the end of the last interval, and does not begin another interval.
     below = position.floor().long().clamp(max=len(ramp) - 2)
     mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
     return mixed.movedim(-1, 0).to(values.dtype)
 
 
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
-    """Returns an image that can be drawn: more channels than a picture has, e.g. bands, are averaged."""
+    """Returns an image that can be drawn. If it has too many channels for a picture, e.g. bands, they are averaged."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
 
 
@@ -304,12 +305,12 @@ def as_colours(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image in the unit range as a PNG data URI; more channels than a picture has are averaged."""
+    """Returns an image in the unit range as a PNG data URI. If it has too many channels, they are averaged."""
     from PIL import Image
 
     image = shown(image)
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    # Pillow takes one channel only as an image without a channel axis.
+    # Pillow accepts a single channel only without a channel axis.
     pixels = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
     buffer = io.BytesIO()
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)
@@ -324,11 +325,11 @@ def patch_picture(
     groups: Int[Tensor, "rows columns"] | None = None,
     fills: Mapping[int, str] | None = None,
 ) -> str:
-    """Draws the image with the id `shown`; its patches form a grid, and patches that are not `left` are covered.
+    """Draws the image with the id `shown`, whose patches form a grid, and covers patches that are not `left`.
 
-    Patches with the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one
-    for this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains
-    it as the data URI `address`; the others refer to its id.
+    Patches with the same number in `groups` were merged. They are outlined together, and filled with the colour that
+    `fills` has for this number, if there is one. The unit of the picture is one patch. The first picture of an image
+    contains the pixels as the data URI `address`, and the others refer to its id.
     """
     rows, columns = left.shape
     size = f'width="{columns}" height="{rows}"'
@@ -336,7 +337,7 @@ def patch_picture(
     if address is not None:
         image = f'<image class="shown" id="{shown}" href="{address}" {size} preserveAspectRatio="none"/>'
     shapes = [image]
-    # Outlines separate patches of different parts: merged groups, or kept and pruned patches.
+    # Outlines separate merged groups, or kept patches from pruned ones.
     parts, line = (left.long(), "outline") if groups is None else (groups, "seam")
     if groups is not None:
         for group, fill in (fills or {}).items():
@@ -351,8 +352,8 @@ def patch_picture(
 
 
 def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
-    """Returns the marked patches as one rectangle per run within a row."""
-    # Runs instead of single patches, to keep the page small.
+    """Returns an SVG path with one rectangle per run of true patches in a row."""
+    # Runs keep the page smaller than single patches would.
     path = ""
     for row, cells in enumerate(mask.tolist()):
         column = 0
@@ -364,8 +365,8 @@ def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
 
 
 def _outline(parts: list[list[int]]) -> str:
-    """Returns the edges between neighbouring patches of different parts."""
-    # The upper and the left edge of every patch, so that no edge is drawn twice.
+    """Returns an SVG path of the edges between neighbouring patches in different parts."""
+    # Only the upper and left edges of patches are drawn, so that no edge is drawn twice.
     edges = ""
     for row, cells in enumerate(parts):
         for column, part in enumerate(cells):
