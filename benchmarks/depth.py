@@ -2,10 +2,10 @@
 
     python benchmarks/depth.py MODEL --data DATA [--counts 1 2] [--distill 2] --out runs/depth
 
-For every count, `least_needed_blocks` removes the blocks that the model needs least. This model is compared with a
-portable plan, which has one width for all MLPs at the same share of the MACs. Both are repaired and, with --distill,
-distilled in the same way. The divergence is measured on test images that no model was fitted to. Speeds are for the
-library's own code at batch 1 and 32, by CPU time on one thread, with all models in turns.
+For every count, `least_needed_blocks` removes the blocks that the model needs least. The result is compared with a
+portable plan, which has one width for all MLPs at the same share of the MACs. Both models are repaired and, with
+--distill, distilled in the same way. The divergence is measured on test images that no model was fitted to. Speeds are
+for the library's own code at batch 1 and 32, by CPU time on one thread, with all models in turns.
 """
 
 import argparse

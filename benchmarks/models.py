@@ -9,9 +9,9 @@ images, which `attnrx.load` makes for every model. A library that is not install
 file OUTCOMES, one line of JSON per kind, and another call resumes from it.
 
 With --measure the smallest architecture of every row is created with random weights, and the page gets four more
-columns. They state how far the copy is from the library's model, whether the closed form of its MACs equals a count,
-whether a smaller model is the same after saving and loading, and whether it has an ONNX file. Each row takes minutes.
-With OUTCOMES, --measure resumes after an interruption.
+columns. The first is the difference between the copy and the library's model. The second is whether the closed form of
+the MACs equals a count. The third is whether a smaller model is the same after saving and loading, and the fourth is
+whether it has an ONNX file. Each row takes minutes. With OUTCOMES, --measure resumes after an interruption.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/predicted_speed.py MODEL --data DATA [--weights W] [--to eager onnx openvino] [--batch 1]
 
-The table was not fitted to these plans. They change hidden units, ranks or merging stages in some layers, or combine
-these changes. Both speeds are relative to the unchanged model in the same runtime. Cost tables are measured as for
-`--effort quick`, or come from the cache if an earlier plan measured them.
+The cost table was not fitted to these plans. The plans change hidden units, ranks or merging stages in some layers, or
+combine these changes. Predicted and measured speeds are relative to the unchanged model in the same runtime. Cost
+tables are measured as for `--effort quick`, or come from the cache if an earlier plan measured them.
 """
 
 import argparse

@@ -66,7 +66,7 @@ class RelevanceWatch:
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
-        """Returns the relevance by source. It is NaN in a layer that computed nothing."""
+        """Returns the relevance by source, with NaN for a layer that computed nothing."""
         by_source = {}
         for name, layers in self._seen.items():
             # A layer without heads observes nothing, so its rows take their shape from another layer.

@@ -21,7 +21,7 @@ from attnrx_lab.tokens import Random, image_keys
 
 LOOKED_AT = 512  # the number of test images whose remaining patches are counted
 STAGES = {"first": 0, "last": -1}
-LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key; its higher bits are undefined
+LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits are undefined
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class SharedForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of shared rows, padded to the width of the buckets. It is zero for rank 0."""
+        """Returns the number of shared rows, padded to the width of the buckets, or zero for rank 0."""
         return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -117,7 +117,8 @@ class BlockFactors:
     _maps: Tensor | None = None
 
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the product of queries and keys of every block. It is computed once, and is zero for an empty block.
+        """Returns the product of queries and keys of every block. The products are computed once, and are zero for an
+        empty block.
         """
         if self._maps is None:
             # Blocks have different ranks, so there is one product per block. An empty block's product is zero.

@@ -82,7 +82,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the error over all samples, relative to zero strengths. It is 0 for a constant target."""
+        """Returns the root of the error over all samples, relative to zero strengths, or 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

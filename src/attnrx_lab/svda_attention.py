@@ -19,7 +19,7 @@ class SvdaForm(ScoreForm):
     """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
     With `norms="original"` each row is divided by its norm over all original directions. Then only the kept directions,
-    which are stored first, enter the scores. This mode is exact, but saves no projection.
+    which are stored first, enter the scores. The result is exact, but saves no projection.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -90,7 +90,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Returns the reciprocal of every row's Euclidean norm, in float32 or better. It is zero for a zero row."""
+    """Returns the reciprocal of every row's Euclidean norm, in float32 or better, or zero for a zero row."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
     # Below the smallest normal number the reciprocal overflows, so such a row is treated as zero.

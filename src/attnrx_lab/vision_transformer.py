@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
 
 MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
-MOST_HIDDEN = 2**20  # units of an MLP; ViT-22B has 24,576
+MOST_HIDDEN = 2**20  # units of an MLP (ViT-22B has 24,576)
 
 
 def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
@@ -47,7 +47,7 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
     ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), FORMS[form]
     # The scale follows the original head dimension. The spec stores it, so compression cannot change the temperature.
     spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
-    # At first there is one block per head, and every head uses only its own block. This is multi-head attention.
+    # There is one block per head. Every head uses only its own block, so the layer equals multi-head attention.
     if traits.mixes_blocks:
         return spec.with_shared_directions(width, ranks)
     return replace(spec, form=form, norms=traits.norms[0])
@@ -79,9 +79,10 @@ class TransformerConfig(ABC):
     """The shape of the model and its input format. The defaults are the SVDA paper's for CIFAR-10.
 
     `attention` holds one spec per layer, so it describes a compressed model completely. `mlp_ranks` holds the ranks of
-    the two maps of every MLP, with None for a map that is one matrix. It is empty if all maps are. `hidden_units` holds
-    the number of hidden units of every MLP if some were removed. The model was trained on images normalized by `mean`
-    and `std`. `geometry` says how pictures were resized and cropped for the model, or is None if that is not known.
+    every MLP's two maps, with None for a map that is one matrix. It is empty if no map has two factors. `hidden_units`
+    holds the number of hidden units of every MLP if some units were removed. The model was trained on images normalized
+    by `mean` and `std`. `geometry` says how pictures were resized and cropped for the model. It is None if that is not
+    known.
     """
 
     attention: tuple[AttentionSpec, ...]

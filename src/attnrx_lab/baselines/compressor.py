@@ -15,7 +15,7 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import family_of
 
-# Shares are multiples of 1 / GRID. This step is smaller than one direction of any layer, and exact in binary.
+# Shares are multiples of 1 / GRID, which is smaller than one direction of any layer, and exact in binary.
 GRID = 4096
 
 
@@ -24,8 +24,8 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
     `fits` must be true up to some share and false above it. For costs this holds, because they rise with the share.
     """
-    # The bisection assumes that `high` does not fit, so the full share is tested first. It runs on integers (multiples
-    # of 1 / GRID), so that `low` and `high` become exact neighbours.
+    # The bisection assumes that `high` does not fit, so the full share is tested first. The bisection runs on integers
+    # (multiples of 1 / GRID), so that `low` and `high` become exact neighbours.
     if fits(1.0):
         return 1.0
     below = round(least * GRID) - 1  # assumed to fit until a share is found
@@ -82,7 +82,7 @@ class PrescribedBaseline(ModelCompressor):
         """Returns the decisions for every layer. With `fitted=False` they have equal shapes, without compensation."""
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
-        """Returns the prescription for a share of the units. Its rules are empty, because no attnrx rule made it."""
+        """Returns the prescription for a share of the units, without rules, because no attnrx rule made it."""
         about = {**self.diagnosis.about, "baseline": self.name}
         return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
 

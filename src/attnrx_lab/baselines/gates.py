@@ -53,7 +53,7 @@ class UnitGates(nn.Module):
             self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
     def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the scores minus their thresholds. These margins decide which units are kept."""
+        """Returns the margins, which are the scores minus their thresholds. Margins decide which units are kept."""
         places = {key: key.partition("-") for key in self.scores}
         return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 

@@ -139,7 +139,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index, without unchanged layers. It is empty if there is no prescription."""
+    """Returns the changes by layer index, without unchanged layers, or none without a prescription."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")

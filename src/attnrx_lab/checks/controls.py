@@ -30,8 +30,8 @@ class Controls(Check):
 
     `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"). `realize` builds a model from
     each draw, with the candidate's settings. By default there are `draws` random controls and one control of each other
-    kind. They are prescribed from the comparison's diagnosis, and realized with the settings that the candidate's
-    prescription records.
+    kind. The default controls are prescribed from the comparison's diagnosis, and realized with the settings that the
+    candidate's prescription records.
 
     There are two findings per kind. The first is the control's discrepancy minus the candidate's (SVDA, Eq. 46). The
     second is the candidate's accuracy minus the control's, in points. Values above 0 favour the candidate. Intervals

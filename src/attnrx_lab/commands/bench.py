@@ -125,7 +125,7 @@ def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
             "--device cuda where there is one."
         )
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
-    # In another runtime the models run as files. These conditions also determine the precision of the files.
+    # In another runtime the models run as files, whose precision these conditions determine.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     protocols = tuple(

@@ -162,8 +162,8 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
     """Returns the shares of parameters and MACs that you save by removing `share` of every layer's directions.
 
-    No head may become empty. These are the savings in SVDA's Tables 1 and 2. They are linear in the number of
-    directions, so `share` may be a mean over models.
+    No head may become empty. The results are the savings in SVDA's Tables 1 and 2. The savings are linear in the number
+    of directions, so `share` may be a mean over models.
     """
     removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
     params = sum(number * direction.params for number, direction in removed)

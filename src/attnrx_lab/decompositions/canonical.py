@@ -83,7 +83,7 @@ def least_sensitivity(terms: Canonical) -> float:
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     """Returns the `rank` strongest singular triples of all slices. Each is owned by its slice.
 
-    It is the best approximation with one owner per term. Its squared error is the energy of the discarded triples.
+    The result is the best approximation with one owner per term. Its squared error is the energy of the discarded triples.
     Terms are sorted by descending strength. If two are equal, the earlier slice comes first.
     """
     # With one owner per term the squared error is a sum over slices, and the Eckart-Young theorem applies to each.

@@ -101,8 +101,8 @@ class FactoredTensor:
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the SVD of every slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
 
-        There are min(inner, rows, columns) triples per slice, in descending order. They come from two thin QRs and one
-        small SVD.
+        There are min(inner, rows, columns) triples per slice, in descending order. The function computes two thin QRs
+        and one small SVD.
         """
         basis_left, small_left = torch.linalg.qr(self.left.mT)
         basis_right, small_right = torch.linalg.qr(self.right.mT)

@@ -53,7 +53,7 @@ class CorruptedExperiment(DerivedExperiment):
         """Makes the clean run's model, and measures it on every corruption.
 
         Raises:
-            DataError: The folder lacks a corruption. This is checked before anything is trained.
+            DataError: The folder lacks a corruption. The method checks it before anything is trained.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
         splits = self.splits()

@@ -33,7 +33,7 @@ class KeptPatchesExperiment(DerivedExperiment):
         """Makes the model, and draws its patches.
 
         Raises:
-            NotSupported: Matplotlib is not installed. This is checked before anything is trained.
+            NotSupported: Matplotlib is not installed. The method checks it before anything is trained.
         """
         required_module("matplotlib", "figures", "a figure")
         splits = self.splits()

@@ -158,7 +158,7 @@ class SmallOriginal:
         )
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
-        """Returns the trained model. It is trained in the folder if it is not there yet."""
+        """Returns the trained model. If the folder does not contain it, trains it there."""
         with shared_lock(place):  # several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)

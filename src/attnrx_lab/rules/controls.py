@@ -37,7 +37,7 @@ def control_prescriptions(
 
     By default, `kinds` are all kinds that exist. "largest" and "uniform" do not exist for tokens, for directions that
     all heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" is also
-    omitted if it equals the prescription. This happens if only fc1 and fc2 have rules.
+    omitted if it equals the prescription, as it does if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.

@@ -162,7 +162,7 @@ class DTPS(Soft):
 
 
 def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
-    """Returns the weighted mean or sum of the patches, as one token per image. It is zero if all weights are zero."""
+    """Returns the weighted mean or sum of the patches, as one token per image, or zero if all weights are zero."""
     if not normalized:
         return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)

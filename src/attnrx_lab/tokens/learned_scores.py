@@ -19,7 +19,7 @@ class Predicting(Selecting):
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep. They are ordered like log-probabilities, but do not saturate near zero."""
+        """Returns the log-odds of keep, which have the order of log-probabilities but do not saturate near zero."""
         # Log-probabilities of almost certain patches round to 0. The index would then decide their order.
         return odds(self.keep_scores(state, predictor))
 
