@@ -4,7 +4,7 @@ There are three simulations. The first covers means over images. The Kullback-Le
 tails, so they are lognormal, mixtures of gamma distributions, or resampled from a real model's divergences. The second
 covers latency. The rounds of a run are correlated (AR(1) with the coefficient `phi`) and drift, some rounds are
 disturbed, and the ratio differs between processes. One process is compared with four processes that each run a quarter
-of the rounds. The third covers promises: how often a promise holds if the divergence is as promised, and if it is twice
+of the rounds. The third measures how often a promise holds if the divergence is as promised, and if it is twice
 as large.
 
 python benchmarks/coverage.py

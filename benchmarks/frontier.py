@@ -105,7 +105,7 @@ def speeds(
     # The process is new, because the speed of memory allocation depends on what a process has done before.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)
-    # The speed by compression is relative to the unchanged model in the same kernels: attnrx's, or the library's if the
+    # The speed by compression is relative to the unchanged model in the same kernels. These are the library's if the
     # model has no attnrx attention.
     attnrx = {name for name, each in candidates.items() if any(isinstance(part, Attention) for part in each.modules())}
     compression = {name: each.by_compression if name in attnrx else each.faster for name, each in comparisons.items()}

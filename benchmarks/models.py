@@ -1,4 +1,4 @@
-"""Writes docs/models.md: which models of timm, transformers, torchvision and open_clip attnrx adopts, on which axes.
+"""Writes docs/models.md, the list of adopted timm, transformers, torchvision and open_clip models with their axes.
 
 python benchmarks/models.py [PAGE [OUTCOMES]] [--measure]
 

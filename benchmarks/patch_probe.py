@@ -1,4 +1,4 @@
-"""Measures a linear segmentation probe on patch features: the original against pruned or merged tokens.
+"""Compares a linear segmentation probe on the original's patch features with probes on pruned or merged tokens.
 
     python benchmarks/patch_probe.py timm:vit_tiny_patch16_224 --weights W --data imagenette224.parquet \
         --test-column ilsvrc_val --policies ward:12@every tome:13@every

@@ -1,4 +1,4 @@
-"""Measures search in an old index: which neighbours a smaller tower finds among vectors that the original made.
+"""Measures which neighbours a smaller tower finds in an old index, among vectors that the original made.
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py timm:vit_tiny_patch16_224 --data imagenette224.parquet \
         --weights vit_tiny_patch16_224.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-vit

@@ -1,4 +1,4 @@
-"""Compares a smaller image with a smaller model: the same weights at fewer pixels, beside prescriptions.
+"""Compares the same weights at fewer pixels with prescriptions at the full size.
 
     python benchmarks/smaller_image.py MODEL --data DATA [--weights W] [--sizes 208 192 176 160] [--rules RULES ...]
 

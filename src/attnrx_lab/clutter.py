@@ -26,7 +26,7 @@ LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits a
 
 @dataclass(frozen=True)
 class Oracle(Random):
-    """Keeps the digit's patches first, then random patches: an upper limit for reducers that prune.
+    """Keeps the digit's patches first, then random patches. Its result is an upper limit for reducers that prune.
 
     It recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits' patches. For
     images from other data, the selection is random.

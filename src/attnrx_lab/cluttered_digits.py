@@ -1,4 +1,4 @@
-"""Digits among clutter: a dataset in which only a few patches of an image matter, and these patches are known.
+"""Digits among clutter, a dataset in which only a few patches of an image matter and these patches are known.
 
 Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits covers 2 x 2 patches at a random position. Each
 other patch contains, with probability one half, a fragment of another digit at half the contrast. The splits share no

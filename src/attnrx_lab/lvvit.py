@@ -1,4 +1,4 @@
-"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a convolutional stem, and a second classifier for the patches."""
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter), with a convolutional stem and a second classifier for patches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ class LVViTConfig(TransformerConfig):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image: the class token and the patches."""
+        """The number of tokens of an image, which are the class token and the patches."""
         return 1 + self.patches
 
     def patch_costs(self) -> PartCosts:

@@ -1,4 +1,4 @@
-"""SVDA's perturbation response: how attention changes if the images change slightly, and the losses of the paper."""
+"""SVDA's perturbation response, the change of attention under small image changes, and the losses of the paper."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -109,7 +109,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # Computes the rows as in the compressed layer: pruned directions are zero, and the norm is over the others.
+        # Computes the rows as in the compressed layer, with zero for pruned directions and the norm over the others.
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)

@@ -56,7 +56,7 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
 def block_costs(
     spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
 ) -> LayerCosts:
-    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
+    """Returns the costs of a pre-norm block with attention, an MLP with `hidden` features and two LayerNorms.
 
     If the MLP's two maps are stored as two factors each, `mlp_ranks` are their ranks. The second factor has the bias.
     """
@@ -151,7 +151,7 @@ class TransformerConfig(ABC):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image: its patches, plus one if the model has a class token."""
+        """The number of tokens of an image, which are its patches and the class token if the model has one."""
         return self.patches
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:

@@ -67,7 +67,7 @@ class DiffRateBaseline(SearchedBaseline):
     Adam learns one share per layer on unlabelled calibration images. It starts from the uniform schedule that meets the
     target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared difference between the
     MACs and the target. All shares are then raised to one common power that meets the target. The result is an ordinary
-    token policy: it fuses the patches with the lowest class attention into the most similar others (`dtps` with class
+    token policy. It fuses the patches with the lowest class attention into the most similar others (`dtps` with class
     attention).
 
     The following choices are ours:

@@ -283,7 +283,7 @@ class MapStatistics:
         return self._moments[address]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
-        """Returns the empirical Fisher information of one map's weight: its squared gradient, averaged over images.
+        """Returns the empirical Fisher information of one map's weight, which is its mean squared gradient over images.
 
         The gradient is of -log p(y | image), where y = argmax p is the model's own answer. So the dataset's labels are
         not used.

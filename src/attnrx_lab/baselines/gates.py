@@ -59,7 +59,7 @@ class UnitGates(nn.Module):
 
     def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
         softs = {place: (margin, (margin / SURROGATE).sigmoid()) for place, margin in self.margins().items()}
-        # Straight-through: the value comes from the step, and the gradient comes from the sigmoid.
+        # Straight-through gates take their value from the step, and their gradient from the sigmoid.
         return {place: (margin > 0).to(soft) + soft - soft.detach() for place, (margin, soft) in softs.items()}
 
 
@@ -173,7 +173,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the smallest share of the MACs: the share of the units that no threshold removes."""
+    """Returns the smallest share of the MACs, which is the share of the units that no threshold removes."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 

@@ -1,4 +1,4 @@
-"""attnrx's own plans as a method: they are made like `shrink(macs=..., effort="quick")`, on the calibration images."""
+"""attnrx's own plans as a method, made like `shrink(macs=..., effort="quick")` on the calibration images."""
 
 from torch import nn
 

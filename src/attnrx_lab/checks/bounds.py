@@ -1,4 +1,4 @@
-"""Bounds: the theorems of the SVDA paper, checked on the activations of the reference.
+"""Bounds, which checks the SVDA paper's theorems on the activations of the reference.
 
 All theorems and equations below are from the SVDA paper. Each theorem has a function that divides a measured quantity
 by its bound. A ratio above 1 violates the theorem. The functions take the query and key rows that enter one layer's
@@ -237,7 +237,7 @@ def head_scores(
 def theorem_1(
     change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The largest change of a score is at most `most`: scale times the largest change of a strength (SVDA, Eq. 12).
+    """The largest change of a score is at most `most`, which is scale times the largest strength change (SVDA, Eq. 12).
 
     If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. The rows must have unit length.
     """

@@ -1,4 +1,4 @@
-"""Methods: texts that say how to compress a model but leave the share open, and compressors for any share."""
+"""Methods, which are texts that say how to compress a model but leave the share open, and compressors for any share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -136,7 +136,7 @@ def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Darkens the image by the factor `kept`, and adds a share of ice.
 
     The benchmark adds crops of photographs, and its code draws from five of its six. These photographs are not included
-    here. This function generates the ice: the ridges of a fractal landscape with the brightness, variety and roughness
+    here. This function generates ice from the ridges of a fractal landscape, with the brightness, variety and roughness
     of the photographs. You can compare models with it, but not with the benchmark's numbers.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)

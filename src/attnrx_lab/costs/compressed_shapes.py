@@ -1,4 +1,4 @@
-"""Compressed forms by name: the shapes that result from a compression, without computing any weights."""
+"""Computes the shapes of compressed forms from their names, without computing any weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

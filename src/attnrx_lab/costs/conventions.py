@@ -50,7 +50,7 @@ class Price:
         return macs[0] if len(set(macs)) == 1 else macs
 
     def percent_of(self, original: "Price") -> dict[str, float]:
-        """Returns parameters, MACs and attention MACs as percentages of the original's: the compression ratios (CR)."""
+        """Returns the compression ratios (CR), as percentages of the original's parameters, MACs and attention MACs."""
         attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),

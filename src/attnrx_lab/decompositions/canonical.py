@@ -14,7 +14,7 @@ from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
 
-# A start from water-filling can be a saddle point: if heads are equal, no sweep moves a term to another head. A random
+# A start from water-filling can be a saddle point. If heads are equal, no sweep moves a term to another head. A random
 # start can end in a worse minimum. "best" runs both and keeps the result with the smaller error.
 STARTS = ("best", "water_filling", "random")
 # Below this relative error, rounding makes the fast error formula too inaccurate to compare sweeps.
@@ -83,8 +83,8 @@ def least_sensitivity(terms: Canonical) -> float:
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     """Returns the `rank` strongest singular triples of all slices. Each is owned by its slice.
 
-    The result is the best approximation with one owner per term. Its squared error is the energy of the discarded triples.
-    Terms are sorted by descending strength. If two are equal, the earlier slice comes first.
+    The result is the best approximation with one owner per term. Its squared error is the energy of the triples that
+    are left out. Terms are sorted by descending strength. If two are equal, the earlier slice comes first.
     """
     # With one owner per term the squared error is a sum over slices, and the Eckart-Young theorem applies to each.
     left, strength, right = tensor.svd()

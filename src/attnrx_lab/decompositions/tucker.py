@@ -76,7 +76,7 @@ def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"
 def tucker_terms(
     tensor: FactoredTensor, count: int, ranks: tuple[int, int, int], sweeps: int = 5
 ) -> tuple[Tucker, ...]:
-    """Returns `count` Tucker terms of these ranks: the general block-term decomposition (IrrAtt, Appendix A.2.3).
+    """Returns the general block-term decomposition into `count` Tucker terms of these ranks (IrrAtt, Appendix A.2.3).
 
     Each term in turn becomes the `hosvd` of the tensor minus the other terms. A truncated HOSVD is not the best
     approximation, so the error can rise. The function returns the terms of the sweep with the smallest error. With

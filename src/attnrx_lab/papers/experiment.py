@@ -1,4 +1,4 @@
-"""Experiments: resumable runs that measure candidates. Tables are made from the numbers of finished runs."""
+"""Experiments, which are resumable runs that measure candidates. Tables use the numbers of finished runs."""
 
 import copy
 from abc import ABC, abstractmethod

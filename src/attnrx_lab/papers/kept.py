@@ -1,4 +1,4 @@
-"""The patches that SPOT keeps (Figures 3 and 6): test images with the patches that remain after every stage."""
+"""Draws the patches that SPOT keeps in test images after every stage (Figures 3 and 6)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

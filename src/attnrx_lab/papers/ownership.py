@@ -1,4 +1,4 @@
-"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and each shared direction belongs to one head."""
+"""IrrAtt's training constraint (Eq. 7), by which strengths are nonnegative and one head owns each shared direction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """Penalizes shared directions that several heads use: the constraint S S^T = I (IrrAtt, Eq. 7) as a penalty.
+    """Penalizes shared directions that several heads use, by the constraint S S^T = I as a penalty (IrrAtt, Eq. 7).
 
     The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. It is 0 if and only if one head uses
     the direction, and heads - 1 if all heads use it equally. The loss is the mean over the directions of all layers.
@@ -57,7 +57,7 @@ def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def project_fusion_(model: nn.Module) -> None:
-    """Projects every fusion matrix onto the constraint set: nonnegative columns of length one (IrrAtt, Eq. 7).
+    """Projects every fusion matrix onto matrices with nonnegative columns of length one (IrrAtt, Eq. 7).
 
     Raises:
         NotSupported: No heads of the model share directions.

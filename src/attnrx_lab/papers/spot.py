@@ -121,7 +121,7 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SmallOriginal:
-    """An original that is not pre-trained: a small model with a class token, trained once for all rows.
+    """A small original with a class token, which is not pre-trained but trained once for all rows.
 
     It is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch embedding. Its
     matrices start with a standard deviation of 1 / sqrt(inputs). The usual 0.02 is meant for wide models, and a narrow

@@ -42,7 +42,7 @@ from attnrx_lab.vision_transformer import SCENARIOS, named_config
 KINDS = ("mask", "renormalized", "exact", "refit")  # the kinds of `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 
-# The retention ratios, and a stronger cut: the share of directions that every head keeps, whatever their strengths.
+# The retention ratios, and the share of directions that every head keeps in a stronger cut, whatever their strengths.
 RHOS, RANK_SHARE = (0.85, 0.90, 0.95), 0.5
 
 # The rules of the rows by name. Each is a function of the number of directions in a head.

@@ -1,4 +1,4 @@
-"""Matched controls: prescriptions that keep the same number of directions in every map, but select other directions."""
+"""Matched controls, prescriptions that keep the same number of directions in every map, but select other directions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -24,7 +24,7 @@ NOISE = 1e-12
 
 
 def rank_among(value: int | float, total: int) -> int:
-    """Returns the rank that `value` specifies: an integer is the rank, and a float is a share of `total`.
+    """Returns the rank that `value` specifies. An integer is the rank, and a float is a share of `total`.
 
     A share gives a rank of at least one.
     """
@@ -95,7 +95,7 @@ class JointForm:
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Returns the symmetric root of a joint moment, with its rows divided by head. The products of the rows are the moment."""
+    """Returns the symmetric root of a joint moment, with its rows divided by head. Products of rows are the moment."""
     square = gram.double().flatten(0, 1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.mT).reshape(gram.shape)

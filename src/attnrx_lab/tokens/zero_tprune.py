@@ -83,7 +83,7 @@ class ZeroTPrune(Reducer):
                 state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
             )
             present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
-        # I: rank again, without the attention of the removed patches.
+        # I ranks the patches again, without the attention of the removed patches.
         importance = self.importance(state.attention, present_mask, state.prefix)
         kept = best(importance, present_mask[:, state.prefix :], count)
         return Reduction(kept, gathered_rows(state.patches, kept))
