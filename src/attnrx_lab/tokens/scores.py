@@ -164,7 +164,7 @@ class HaltingScores(Selecting):
 
 @dataclass(frozen=True)
 class HeadSelector(Predicting):
-    """Keeps the patches that SPViT's selector chooses, by a learned predictor of several heads (Kong et al., ECCV 2022).
+    """Keeps the patches that SPViT's selector chooses, a learned predictor of several heads (Kong et al., ECCV 2022).
 
     The width is divided among the heads. Every head computes local and global features from its share of the width, and
     scores each patch. For every patch, another branch computes the weights of the heads from the mean of each share.
