@@ -91,7 +91,7 @@ model.eval()
 # `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two outputs in
 # different units, so you must weight them. This divergence adds the divergence of the classes in all patches and the
 # error of the boxes where the original sees an object. `metric(outputs, (images, labels))` is the number that you
-# report. This metric is the share of objects that the detector finds: with the right class and an overlap (IoU) above
+# report. This metric is the share of objects that the detector finds with the right class and an overlap (IoU) above
 # one half.
 
 
@@ -179,7 +179,7 @@ print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old
 # %% [markdown]
 # ## Windows and merging
 #
-# attnrx also finds the backbone in a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR): pass the whole detector.
+# attnrx also finds the backbone in a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR). Pass the whole detector.
 # LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. attnrx can remove ranks, heads
 # and units there, too. It merges the same number of tokens in every window, and restores them before the head. The
 # example is an LW-DETR with random weights. `from_pretrained` loads yours.
@@ -208,4 +208,4 @@ print(f"{100 * after / before:.0f} % of the MACs; boxes of two images: {tuple(sm
 #   image. Pass the module without this selection, and select boxes afterwards.
 # - A DETR returns queries in place of patches. Compare the same query of both models, and weight it by the scores of
 #   the original, as above.
-# - The lists of objects must have one shape for all images: pad them in the dataset.
+# - The lists of objects must have one shape for all images. Pad them in the dataset.

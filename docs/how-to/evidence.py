@@ -95,7 +95,7 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 #
 # - You report a change without an interval, or on images that were used for the selection. Diagnose and calibrate on
 #   training images, and verify on test images.
-# - You use one seed. Every finding contains its seed: run the command with several seeds, and compare the findings.
+# - You use one seed. Every finding contains its seed. Run the command with several seeds, and compare the findings.
 # - You report latency without its conditions. The check times both models in turns, so other load slows both. It
 #   records the hardware, the batch size and the threads. Its rounds run in four new processes, because processes differ
 #   more than rounds do. The interval is a t interval over the medians of the processes. A file, or a model that cannot

@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Search with an old index
 #
-# You have an index: vectors of many images, made by a large tower. You want cheaper queries, and you do not want to
+# You have an index with vectors of many images, made by a large tower. You want cheaper queries, and do not want to
 # embed the images again. So the smaller tower must find the original's neighbours among the original's vectors.
 
 # %%
@@ -40,7 +40,7 @@ print(f"{len(index):,} vectors of {index.shape[1]} numbers")
 # %% [markdown]
 # ## A smaller tower for this index
 #
-# `keep_index=True` fits the smaller tower to the original's vectors: every effort then minimizes the cosine distance to
+# `keep_index=True` fits the smaller tower to the original's vectors. Every effort then minimizes the cosine distance to
 # them. attnrx uses no labels. Pass at least 1,000 images of the kind that you search with.
 
 # %%

@@ -46,7 +46,7 @@ print(evidence.about["notes"][0])
 #
 # Items may be PIL pictures, such as those from `torchvision.datasets.ImageFolder("photos")` or
 # `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. The model's own library resizes, crops and
-# normalizes them: with timm's transform, or with the image processor of transformers. For other models, attnrx prepares
+# normalizes them with timm's transform, or with the image processor of transformers. For other models, attnrx prepares
 # them in the same way as `rx.load_data`.
 #
 # ## Training loaders

@@ -117,7 +117,7 @@ except rx.AttnrxError as error:
     print(str(error).partition("cannot be adopted: ")[2])
 
 # %% [markdown]
-# - The model must call the attention module with only the tokens: masks and positions raise `NotSupported`.
+# - The model must call the attention module with only the tokens. Masks and positions raise `NotSupported`.
 # - `nn.MultiheadAttention` with `batch_first=True` needs no `projections`.
 # - The model must pass the tokens [batch, tokens, width] to a block as its first argument.
 # - `pooling` is "class" or "mean". With any other name the model works, but you cannot prune its tokens.

@@ -41,7 +41,7 @@ print(f"{type(shrunk.model).__module__}: {sum(weight.numel() for weight in shrun
 # %% [markdown]
 # ## Save
 #
-# The folder is the library's checkpoint: timm or transformers load its `config.json` and `model.safetensors`. The file
+# The folder is the library's checkpoint. timm or transformers load its `config.json` and `model.safetensors`. The file
 # `attnrx.json` is for `rx.load`. Evidence, report and model card are there as in every folder. The card contains the
 # code that loads the model.
 
@@ -113,11 +113,12 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # session = onnxruntime.InferenceSession("runs/portable.onnx", providers=providers)
 # ```
 #
-# For an `.mlpackage`, convert the program instead of the ONNX file: see [Deploy](deploy.md#phones-and-browsers).
+# For an `.mlpackage`, convert the program instead of the ONNX file (see [Deploy](deploy.md#phones-and-browsers)).
 #
 # ### An NPU
 #
-# An NPU accepts only fixed shapes (OpenVINO, "Supported Devices"), as in this file. Shrink with `multiple=64`.
+# An NPU accepts only fixed shapes (OpenVINO, "Supported Devices"). The file above has fixed shapes. Shrink with
+# `multiple=64`.
 #
 # ```python
 # compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")

@@ -33,7 +33,7 @@ class Segmenter(nn.Module):
 
 
 # %% [markdown]
-# A loader yields images and their masks: the class of every pixel.
+# A loader yields images and their masks, which contain the class of every pixel.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -63,9 +63,9 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` returns one number per image: how far the outputs are from the original's. Plans, the
-# repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))` is
-# the number that you report. It receives labels of any shape, as your loader yields them. Without these functions,
+# `divergence(original, smaller)` returns one number per image, the distance of the outputs from the original's. Plans,
+# the repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))`
+# is the number that you report. It receives labels of any shape, as your loader yields them. Without these functions,
 # attnrx compares the outputs by their squared error and does not read the labels.
 
 
@@ -101,4 +101,4 @@ for finding in small.evidence.findings:
 #   one number for a whole set. attnrx resamples images to compute its interval. `rx.verify(small.model, model,
 #   test_data, metric=...)` measures either kind on other images.
 # - A divergence without gradients (an argmax) can choose plans. The fits of weights then use the squared error instead.
-# - The masks must have one shape: resize them in the dataset.
+# - The masks must have one shape. Resize them in the dataset.

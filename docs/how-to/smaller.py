@@ -84,7 +84,7 @@ with torch.inference_mode():
 print(f"mask and smaller model differ in their logits by at most {difference:.1e}")
 
 # %% [markdown]
-# `repair` recovers part of the loss without labels: it fits every block to the outputs of the original's block.
+# `repair` recovers part of the loss without labels. It fits every block to the outputs of the original's block.
 
 # %%
 repaired = rx.repair(slim, model, splits.train.take(512))

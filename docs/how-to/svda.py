@@ -49,9 +49,9 @@ run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# The table shows the effect of the settings on the digits: two layers of four heads with 16 directions, 600 steps of 64
-# images, learning rate 2e-3, one seed, mean over the heads. The retained rank is the number of directions that together
-# hold 90 % of the energy.
+# The table shows the effect of the settings on the digits. The model has two layers of four heads with 16 directions.
+# It is trained for 600 steps of 64 images at a learning rate of 2e-3, with one seed. Ranks and strengths are means over
+# the heads. The retained rank is the number of directions that together hold 90 % of the energy.
 #
 # | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
 # |---|---|---|---|---|---|

@@ -4,7 +4,7 @@
 # # Volumes and series
 #
 # Your model does not take images, but volumes [batch, channels, depth, height, width] or series [batch, steps,
-# channels]. Pass `inputs` to describe the arguments of its forward. Everything else is as for images: the result is a
+# channels]. Pass `inputs` to describe the arguments of its forward. Everything else is as for images. The result is a
 # module of your class.
 #
 # ## A volume
@@ -161,8 +161,8 @@ print(small.summary())
 #
 # ## What can go wrong
 #
-# - All items must have one shape: cut series and volumes to it in the dataset. If you pad them and use a mask, the mask
+# - All items must have one shape. Cut series and volumes to it in the dataset. If you pad them and use a mask, the mask
 #   is a second input.
-# - Integers and masks are inputs too: return a tuple or a mapping.
+# - Integers and masks are inputs too. Return a tuple or a mapping.
 # - The output for an item must not depend on the other items in its batch. Normalize over steps, not over the batch.
 # - If a module takes one tensor, export it with `rx.export`. Export other modules with `torch.onnx.export`.
