@@ -1,11 +1,11 @@
 """Measures how often the 95 % intervals cover the truth, in seeded simulations with a known answer.
 
 There are three simulations. The first covers means over images. The Kullback-Leibler divergences of images have heavy
-tails, so they are lognormal, mixtures of gamma distributions, or resampled from a real model's divergences. The second
-covers latency. The rounds of a run are correlated (AR(1) with the coefficient `phi`) and drift, some rounds are
-disturbed, and the ratio differs between processes. One process is compared with four processes that each run a quarter
-of the rounds. The third measures how often a promise holds if the divergence is as promised, and if it is twice
-as large.
+tails. So the script draws them from lognormal distributions or mixtures of gamma distributions, or resamples a real
+model's divergences. The second covers latency. The rounds of a run are correlated (AR(1) with the coefficient `phi`)
+and drift, some rounds are disturbed, and the ratio differs between processes. One process is compared with four
+processes that each run a quarter of the rounds. The third measures how often a promise holds if the divergence is as
+promised, and if it is twice as large.
 
 python benchmarks/coverage.py
 python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # also a real ViT-Tiny

@@ -135,7 +135,7 @@ def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Darkens the image by the factor `kept`, and adds a share of ice.
 
-    The benchmark adds crops of photographs, and its code draws from five of its six. These photographs are not included
+    The benchmark adds crops of six photographs, and its code draws from five of them. The photographs are not included
     here. This function generates ice from the ridges of a fractal landscape, with the brightness, variety and roughness
     of the photographs. You can compare models with it, but not with the benchmark's numbers.
     """

@@ -59,7 +59,7 @@ class Fusion:
 def fusion_ranks(terms: Canonical) -> Fusion:
     """Returns the terms' owners and the blocks' ranks, from the mix (IrrAtt, Algorithm 1, Section 3.1).
 
-    The first slice owns a column of zeros, which has no energy outside it.
+    If a column is zero, the first slice owns it, and its energy outside the first slice is zero.
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]

@@ -261,7 +261,7 @@ def _corrected(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
-    """Returns the squared error and the updated factor, or the old factor if the update would raise the objective."""
+    """Returns the updated factor, or the old one if the update would raise the objective, with the squared error."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
