@@ -1,4 +1,4 @@
-"""Charts as SVG: curves with their intervals over two axes."""
+"""Draws SVG charts of curves with their intervals over two axes."""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from attnrx.show.reports.numbers import NOTHING, Number, fixed, number, short
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 
-# Sizes in units of a picture, which the page scales.
+# Sizes are in units of a picture, which the page scales.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of its axes
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of the chart's axes
 
 # Markers by position in the legend, so that curves also differ without colour. They are drawn around the origin.
 MARKERS = (
@@ -25,7 +25,7 @@ MARKERS = (
 
 
 class Drawing:
-    """An SVG picture under construction; colours come from the classes of the page's style sheet."""
+    """An SVG picture under construction. Its colours come from the classes of the page's style sheet."""
 
     def __init__(self, width: Number, height: Number, title: str, description: str = ""):
         box = f"0 0 {_coordinate(width)} {_coordinate(height)}"
@@ -51,18 +51,18 @@ class Drawing:
 
     def svg(self) -> str:
         """Returns the finished picture as markup for an HTML page."""
-        # "unicode" leaves out the XML declaration, which is not allowed inside HTML.
+        # "unicode" omits the XML declaration, which is not allowed inside HTML.
         return ElementTree.tostring(self._root, encoding="unicode")
 
 
 def _coordinate(value: Number | str) -> str:
-    # Two decimals are a hundredth of a pixel; more decimals would only make the page larger.
+    # Two decimals are a hundredth of a pixel. More decimals would only make the page larger.
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Maps `low`..`high` to `start`..`stop` linearly; `high` must exceed `low`."""
+    """Maps `low`..`high` to `start`..`stop` linearly. `high` must exceed `low`."""
 
     low: Number
     high: Number
@@ -83,7 +83,7 @@ class AxisScale:
 
     @property
     def power(self) -> int:
-        """The power of ten that serves as the unit of the labels: 0 unless they would be too long."""
+        """The power of ten that is the unit of the labels. It is 0 unless the labels would be too long."""
         largest = max(abs(self.low), abs(self.high))
         if 1e-3 <= largest < 1e5 or largest == 0:
             return 0
@@ -101,7 +101,7 @@ class AxisScale:
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Returns a range that contains all values with a margin of `room`. Equal values get a range around them."""
+    """Returns a range that contains all values with a margin of `room`. If all values are equal, it surrounds them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # equal up to rounding
@@ -153,7 +153,7 @@ class Chart:
 
     @property
     def legend(self) -> tuple[tuple[str, str], ...]:
-        """A small picture of every curve's line and marker, with its name."""
+        """A small picture of every curve's line and marker, with the curve's name."""
         return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
 
     def draw(self) -> str:
@@ -167,7 +167,7 @@ class Chart:
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
             drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
-        for curve in self.curves:  # draw all bands first, so that they lie below the lines
+        for curve in self.curves:  # all bands come first, so that they lie below the lines
             _draw_band(drawing, curve, x, y)
         for curve in self.curves:
             if len(curve.points) > 1:

@@ -1,13 +1,14 @@
-"""How often the 95 % intervals cover the truth: seeded simulations with a known answer.
+"""Measures how often the 95 % intervals cover the truth, in seeded simulations with a known answer.
 
-Means over images: the Kullback-Leibler divergences of images have heavy tails. Here they are lognormal, mixtures of
-gamma distributions, or resampled from a real model's divergences. Latency: the rounds of a run are correlated (AR(1)
-with the coefficient `phi`) and drift, some rounds are disturbed, and every process has its own ratio. One process is
-compared with four processes that run a quarter of the rounds each. Promises: how often a promise holds if the
-divergence is as promised, and if it is twice as large.
+There are three simulations. The first covers means over images. The Kullback-Leibler divergences of images have heavy
+tails. So the script draws them from lognormal distributions or mixtures of gamma distributions, or resamples a real
+model's divergences. The second covers latency. The rounds of a run are correlated (AR(1) with the coefficient `phi`)
+and drift, some rounds are disturbed, and the ratio differs between processes. One process is compared with four
+processes that each run a quarter of the rounds. The third measures how often a promise holds if the divergence is as
+promised, and if it is twice as large.
 
 python benchmarks/coverage.py
-python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # a real ViT-Tiny too
+python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # also a real ViT-Tiny
 """
 
 import argparse
@@ -36,7 +37,7 @@ def lognormal(spread: float) -> Draw:
 
 
 def gammas(share: float, size: float) -> Draw:
-    """Draws from a gamma distribution of shape 1/2, and a `share` from an exponential one `size` times as large."""
+    """Draws from a gamma distribution of shape 1/2, and a `share` from an exponential one with the mean `size`."""
 
     def draw(n: int, generator: torch.Generator) -> Tensor:
         small = torch.randn(n, generator=generator).double().square()  # a gamma distribution of shape 1/2 and mean 1
@@ -62,7 +63,7 @@ DIVERGENCES: Mapping[str, Draw] = {
 
 
 def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
-    """Returns the coverage of the studentized interval of a mean and of the percentile interval, as shares."""
+    """Returns the coverage of a mean's studentized interval and of its percentile interval, as shares."""
     generator, found = torch.Generator().manual_seed(0), torch.zeros(2)
     for seed in range(repetitions):
         values = draw(n, generator)
@@ -72,14 +73,14 @@ def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
     return studentized, plain
 
 
-BETWEEN = 0.02  # the standard deviation of the logarithm of the ratio between processes
+BETWEEN = 0.02  # the standard deviation of the logarithm of the ratio, between processes
 
 
 def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Returns the seconds of two models in the rounds of a run. The first model takes 1.5 times as long.
 
-    Both share a drift. Each has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The time of the first
-    model also differs between processes.
+    Both models share a drift. Each model has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The time
+    of the first model also differs between processes.
     """
     warm = 50  # rounds until the noise is stationary
     noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5
@@ -97,7 +98,7 @@ def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) 
 def covers_ratio(
     rounds: int, phi: float, processes: int, repetitions: int, between: float = BETWEEN
 ) -> tuple[float, float]:
-    """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio.
+    """Returns the coverage of the interval of a latency ratio, and its mean width relative to the ratio.
 
     The rounds are divided among the processes.
     """
@@ -112,7 +113,7 @@ def covers_ratio(
 
 
 def kept_promises(draw: Draw, n: int, times: float, repetitions: int) -> dict[str, float]:
-    """Returns how often each outcome of a promise occurs if the true divergence is `times` the promised one.
+    """Returns how often each outcome of a promise occurs if the true divergence is `times` the promised divergence.
 
     The promise is measured on 96 images, as in `attnrx shrink`, and judged on `n` images.
     """

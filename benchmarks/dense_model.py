@@ -1,9 +1,9 @@
-"""`attnrx.shrink` on a whole model that predicts maps, exported and compared with the vendor's own file.
+"""Shrinks a whole model that predicts maps, exports it, and compares it with the vendor's own file.
 
 The model is a Vision Transformer with a decoder. It is created by a class that can be imported, e.g.
-`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. On images that the call
-has not seen, the maps of the exported file are correlated with the original's, image by image. The speeds come from the
-evidence: the files were timed in turns, in one run.
+`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. On images that `shrink`
+has not seen, the script correlates the maps of the exported file with the original's, image by image. The speeds come
+from the evidence, for which the files were timed in turns, in one run.
 
     PYTHONPATH=FOLDER python benchmarks/dense_model.py saliency:Saliency --weights FILE --data PARQUET \\
         --to 'openvino(precision=int8)' --faster 1.4 --out runs/dense
@@ -61,7 +61,7 @@ def maps_of(model: nn.Module, pictures: Pictures) -> torch.Tensor:
 
 
 def correlations(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns the correlation of the two maps of every image."""
+    """Returns the correlation between both maps of every image."""
     before, after = (maps - maps.mean(1, keepdim=True) for maps in (before, after))
     return torch.cosine_similarity(before, after)
 

@@ -1,10 +1,10 @@
-"""A detector with a real DINOv2, trained on scenes of photographs, and how much average precision a smaller one loses.
+"""Trains a detector with a real DINOv2 on scenes of photographs, and measures how much AP a smaller detector loses.
 
-A scene is a blurred photograph with one to four other photographs on it, each an object of its class. The detector is a
-DINOv2 with a head of two convolutions. Like CenterNet (Zhou et al., 2019), the head marks the centre and the size of
-every object in the grid of patches. It is trained on features that are computed only once. Then `shrink` makes the
-whole detector faster, using the detector's own divergence. The evidence has the average precision at an overlap of one
-half (`metric_of_set`), on scenes of photographs that no other step has seen.
+A scene is a blurred photograph with one to four other photographs on it. Each of these is an object of its class. The
+detector is a DINOv2 with a head of convolutions. Like CenterNet (Zhou et al., 2019), the head predicts the centre and
+the size of every object in the grid of patches. It is trained on features that are computed only once. Then `shrink`
+makes the whole detector faster, with the detector's own divergence. The evidence contains the average precision (AP) at
+an overlap of one half (`metric_of_set`), on scenes of photographs that no other step has seen.
 
     python benchmarks/detector.py --weights dinov2_vits14_saliency.safetensors --data imagenette224.parquet
 """
@@ -31,7 +31,7 @@ from attnrx.support.storage import write_json
 
 SIDE, PATCH = 224, 14
 GRID = SIDE // PATCH
-OBJECTS, PEAKS = 4, 20  # the largest number of objects in a scene, and of centres whose scores are kept
+OBJECTS, PEAKS = 4, 20  # the largest number of objects in a scene, and of centres whose scores are used
 
 
 class Detector(nn.Module):
@@ -59,7 +59,7 @@ class Detector(nn.Module):
 
 
 def backbone_of(weights: Path | None) -> nn.Module:
-    """Returns a DINOv2 ViT-S/14 with a file's weights under `backbone.`, or a small one with random weights."""
+    """Returns a DINOv2 ViT-S/14 with a file's weights under `backbone.`, or a small DINOv2 with random weights."""
     from transformers import Dinov2Config, Dinov2Model
 
     if weights is None:
@@ -77,8 +77,10 @@ def backbone_of(weights: Path | None) -> nn.Module:
 
 
 def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) -> TensorDataset:
-    """Returns scenes [count, 3, SIDE, SIDE] and their objects [count, OBJECTS, 5]: class, centre and size as shares of
-    the side. The class is -1 if there is no object.
+    """Returns scenes [count, 3, SIDE, SIDE] and their objects [count, OBJECTS, 5].
+
+    An object consists of a class, the centre and the size, as shares of the side. The class is -1 if there is no
+    object.
     """
     random, images, objects = np.random.default_rng(seed), [], torch.full((count, OBJECTS, 5), -1.0)
     for scene in range(count):
@@ -102,7 +104,7 @@ def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) ->
 
 
 def targets_of(objects: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the marks of centres [batch, classes, GRID, GRID], boxes [batch, 4, GRID, GRID], and where boxes are."""
+    """Returns target scores of centres [batch, classes, GRID, GRID], boxes [batch, 4, GRID, GRID], and the box mask."""
     marks = torch.zeros(len(objects), classes, GRID, GRID)
     boxes, present = torch.zeros(len(objects), 4, GRID, GRID), torch.zeros(len(objects), GRID, GRID, dtype=torch.bool)
     places = torch.arange(GRID) + 0.5
@@ -146,7 +148,7 @@ def trained(detector: Detector, data: TensorDataset, epochs: int, classes: int) 
 
 
 def boxes_of(answers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns class, score and corners of the PEAKS strongest centres of every scene, the strongest first."""
+    """Returns the PEAKS strongest centres of every scene, starting with the strongest, as class, score and corners."""
     scores, found = answers[:, :-4].sigmoid(), answers[:, -4:]
     peaks = scores * (scores == F.max_pool2d(scores, 3, 1, 1))
     score, place = peaks.flatten(1).topk(PEAKS)
@@ -167,7 +169,7 @@ def average_precision(answers: Tensor, objects: Tensor) -> Tensor:
     area = (box[..., 2:] - box[..., :2]).prod(-1)[:, :, None] + (high - low).prod(-1)[:, None] - shared
     fits = (shared / area > 0.5) & (label[:, :, None] == kind[:, None])  # [scenes, peaks, objects]
     free, hit = torch.ones_like(kind, dtype=torch.bool), torch.zeros_like(label, dtype=torch.bool)
-    for peak in range(label.shape[1]):  # the strongest first; an object can be found only once
+    for peak in range(label.shape[1]):  # the strongest comes first, because an object can be found only once
         mine = fits[:, peak] & free
         hit[:, peak] = mine.any(1)
         first = F.one_hot(mine.int().argmax(1), kind.shape[1]).bool() & mine
@@ -184,7 +186,7 @@ def average_precision(answers: Tensor, objects: Tensor) -> Tensor:
 
 
 def detection_divergence(original: Tensor, smaller: Tensor) -> Tensor:
-    """Returns per scene the divergence of the scores, plus the change of boxes where the original sees an object."""
+    """Returns, per scene, the divergence of the scores, plus the change of boxes where the original sees an object."""
     base, share = original[:, :-4], original[:, :-4].sigmoid()
     crossed = [F.binary_cross_entropy_with_logits(each, share, reduction="none") for each in (smaller[:, :-4], base)]
     moved = (original[:, -4:] - smaller[:, -4:]).abs().sum(1) * share.amax(1)

@@ -1,12 +1,12 @@
-"""Accuracy against measured speed for every method, without training, on a pre-trained model and its test images.
+"""Measures accuracy against speed for every method, without training, on a pre-trained model and its test images.
 
     python benchmarks/frontier.py MODEL --data DATA [--weights W] [--label-column L] [--test-column T]
     python benchmarks/frontier.py ... --chart docs/assets/frontier.svg      # with the chart for the README
 
 Our methods are `plan` (`attnrx shrink`) and Ward's merging in every layer. They are compared with ToMe at the same
 numbers of merged patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. Every model
-takes turns with the model as its library ships it, in one run per batch size and number of threads. Results are kept in
-the folder, so an interrupted run resumes.
+takes turns with the model as its library ships it, in one run per batch size and number of threads. The folder stores
+the results, so an interrupted run resumes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from attnrx.vit.models import attach_tokens_, family_of, working_copy
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench
 
-# The names of the methods, with the text of the rules at each point of the curve.
+# The names of the methods, with the rule text of each point on the curve.
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "Ward": ("ward:8@every", "ward:13@every", "ward:16@every"),
     "ToMe": ("tome:8@every", "tome:13@every", "tome:16@every"),
@@ -45,7 +45,7 @@ FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and thre
 CHART_BATCH, CHART_THREADS = 32, 1
 BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
 CALIBRATION, DIAGNOSED = 192, 64  # how many training images to calibrate on, and how many of these to diagnose on
-LOWEST = -12.0  # points of accuracy; larger losses appear only in the table
+LOWEST = -12.0  # points of accuracy, below which a result appears only in the table
 COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
 
 
@@ -71,7 +71,7 @@ def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[t
 
 
 def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Path) -> nn.Module:
-    """Returns the model of a plan, which is kept in the folder."""
+    """Returns the model of a plan, which is stored in the folder."""
     if not (folder / "plan.json").exists():
         settings = rx.planning.PlanSettings.preset(
             "quick", batch=CHART_BATCH, conditions=Conditions(threads=CHART_THREADS), log=log
@@ -79,7 +79,7 @@ def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Pat
         images = splits.train.take(CALIBRATION)
         diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)
-        # A plan's predictions must be measured on images that it was not made on.
+        # A plan's predictions must be measured on images that it was not made from.
         plan: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
         plan.save(folder)
     return rx.realize(model, rx.Prescription.load(folder / "prescription.json"))
@@ -102,10 +102,11 @@ def speeds(
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2)
-    # In a fresh process, because the speed of memory allocation depends on what this process has done before.
+    # The process is new, because the speed of memory allocation depends on what a process has done before.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)
-    # Relative to the unchanged model in the same kernels: attnrx's, or the library's if there is no attnrx attention.
+    # The speed by compression is relative to the unchanged model in the same kernels. These are the library's if the
+    # model has no attnrx attention.
     attnrx = {name for name, each in candidates.items() if any(isinstance(part, Attention) for part in each.modules())}
     compression = {name: each.by_compression if name in attnrx else each.faster for name, each in comparisons.items()}
     return {
@@ -124,11 +125,11 @@ def log(line: str) -> None:
 
 
 def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str, Any]:
-    """Measures what is not in the folder yet, and returns all results."""
-    # After an interruption, models are made again from saved plans, and numbers are read back.
+    """Measures the results that are not in the folder yet, and returns all results."""
+    # After an interruption, models are made again from saved plans, and numbers are loaded.
     path = folder / "frontier.json"
     record: dict[str, Any] = read_json(path) if path.exists() else {"quality": {}, "speed": {}}
-    # attnrx's kernels without any compression, because they are a part of every speed-up.
+    # The unchanged model in attnrx's kernels is measured, because the kernels are a part of every speed-up.
     candidates: dict[str, nn.Module] = {"unchanged, attnrx": model}
     for method, point, candidate in models(model, splits, folder):
         name = f"{method}, {point}"
@@ -149,14 +150,15 @@ def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str,
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Returns one row per model: accuracy, divergence, and how many times faster than the library's model it is in
-    every cell. The chart's cell also has the speed relative to the unchanged model in the same kernels.
+    """Returns one row per model: accuracy, divergence, and its speed relative to the library's model in every cell.
+
+    The chart's cell also has the speed relative to the unchanged model in the same kernels.
     """
     cells, charted = list(record["speed"]), record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
     rows = []
     for name in record["speed"][cells[0]]:
         values = ("-", "-")
-        if (measures := record["quality"].get(name)) is not None:  # the unchanged model has none
+        if (measures := record["quality"].get(name)) is not None:  # the unchanged model has no measures
             values = (_value(measures["change"], "+.1f"), f"{measures['divergence']['value']:.3f}")
         fast = [record["speed"][cell][name] for cell in cells]
         rows.append(
@@ -176,14 +178,14 @@ def _value(estimate: Mapping[str, Any], form: str) -> str:
 
 
 def chart(record: Mapping[str, Any]) -> str:
-    """Returns the chart as a stand-alone SVG."""
+    """Returns the chart as a stand-alone SVG picture."""
     speed = record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
     methods: dict[str, list[CurvePoint]] = {}
     for name, measures in record["quality"].items():
         change, method = measures["change"], name.partition(",")[0]
-        if change["value"] < LOWEST:  # it would squeeze the axis for all others
+        if change["value"] < LOWEST:  # such a point would squeeze the axis for all others
             continue
-        # Relative to the unchanged model in the same kernels, because methods run in different kernels.
+        # Speeds are relative to the unchanged model in the same kernels, because methods run in different kernels.
         point = CurvePoint(speed[name]["by_compression"], change["value"], change["low"], change["high"], name)
         methods.setdefault(method, []).append(point)
     order = sorted(methods, key=lambda method: method != "plan")  # ours has the first colour
@@ -205,7 +207,7 @@ def chart(record: Mapping[str, Any]) -> str:
         f'<path class="marker" d="M-4 0h8v3h-8z"/><text x="9" y="4">{curve.name}</text></g>'
         for index, curve in enumerate(curves)
     )
-    # A README can show only a separate file, which needs the namespace, the style, and room for a legend.
+    # A README can show only a separate file. The file needs the namespace, the style, and room for a legend.
     svg = drawing.draw().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     svg = svg.replace('viewBox="0 0 360 230"', 'viewBox="0 0 460 230"').replace(
         'width="360" height="230"', 'width="690" height="345"'

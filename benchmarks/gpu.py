@@ -1,13 +1,13 @@
-"""What runs on one CUDA device, and how fast: tests of its code paths, models against timm, kernels, a real model.
+"""Tests attnrx on one CUDA device, and measures its speed: models against timm, kernels, and a real model.
 
     python benchmarks/gpu.py --pack imagenette224.parquet --images runs/images.parquet  # the images to take along
     python benchmarks/gpu.py --weights vit_tiny_patch16_224.safetensors --images runs/images.parquet --out runs/gpu
     python benchmarks/gpu.py --device cpu --tiny --out runs/gpu  # a minute, on any machine
 
-It writes gpu.json after every section, and at the end gpu.md, which is the page docs/results/gpu.md. A section that
-fails is recorded with its traceback. A section that has used up its share of --budget ends with the results so far.
-Weights are random, because latency does not depend on them; only the section of the real model has real weights. Models
-that are compared take turns.
+The script writes gpu.json after every section. At the end it writes gpu.md, which is the page docs/results/gpu.md. If a
+section fails, its traceback is recorded. If a section has used up its share of --budget, it ends with the results so
+far. Weights are random, because latency does not depend on them. Only the section of the real model has real weights.
+Models that are compared take turns.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tests with the marker gpu, and the tests of the code that they share with a CPU.
+# The tests with the marker gpu, and the tests of code that also runs on a CPU.
 TESTS = ("tests/laws/test_cuda.py", "tests/laws/test_compiled.py")
 
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
@@ -63,14 +63,15 @@ VARIANTS = {
     "ward:13@every": "tokens=ward:13@every",
     "ward:0.7@4,7,10": "tokens=ward:0.7@4,7,10",
     "plan": PLAN.format(more=""),
-    # In half precision, products whose sizes are not multiples of 8 cannot use the device's fast kernels.
+    # In half precision, the device's fast kernels need products whose sizes are multiples of 8.
     "plan, multiples of 8": PLAN.format(more=",multiple=8"),
-    # The same operations as in the original, only with smaller products.
+    # The operations are the same as in the original, but the products are smaller.
     "half of hidden": "hidden=uniform_rank:0.5,metric=weights,multiple=64",
     "half of hidden, two stages": "hidden=uniform_rank:0.5,metric=weights,multiple=64 tokens=ward:0.7@3,6",
 }
 REAL = "qk=total_rank:0.7 vo=total_rank:0.8 hidden=total_rank:0.85 tokens=ward:0.8@4,7,10"
-# The sections' shares of the budget, in the order in which they run. Each also gets what earlier sections left over.
+# The sections' shares of the budget, in the order in which they run. Each section also gets the time that earlier
+# sections did not use.
 SHARES = {"eager": 0.24, "compiled": 0.36, "real": 0.32, "tests": 0.05, "backends": 0.02, "content": 0.01}
 TITLES = {
     "tests": "Tests of the CUDA paths",
@@ -90,14 +91,14 @@ class Cell:
     batch: int
 
 
-# The most important cells come first: a small model with one image, a large one with many, and one in between.
-# Compiling takes long, so only FEW variants are compiled.
+# The most important cells come first: a small model with one image, a large model with many images, and one in between.
+# Compiling takes long, so only the variants in FEW are compiled.
 FIRST = (Cell("T", 1), Cell("S", 64), Cell("B", 256))
 OTHERS = tuple(cell for cell in itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))) if cell not in FIRST)
 EAGER = (*FIRST, *OTHERS)
 PROFILED = (Cell("S", 64), Cell("T", 1))
 FEW = ("unchanged", "half of hidden")
-# Ranks of the heads: evenly spread between 4 and the head dimension, or one full head and otherwise narrow heads.
+# The ranks are evenly spread between 4 and the head dimension, or one head is full and the others are narrow.
 SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "4 to 64": lambda heads, most: tuple(4 + (most - 4) * head // (heads - 1) for head in range(heads)),
     "one of 64, others 8": lambda heads, most: (most, *(8,) * (heads - 1)),
@@ -128,8 +129,8 @@ class Run:
     started: float
     sections: tuple[str, ...] = tuple(SHARES)
     cells: tuple[Cell, ...] = EAGER
-    ends: float = 0.0  # when the running section has to end
-    shares_begun: float = 0.0  # the shares of the budget up to and including the running section
+    ends: float = 0.0  # the time at which the running section has to end
+    shares_begun: float = 0.0  # the sum of the shares up to and including the running section
     built: dict[str, "Models"] = field(default_factory=dict)
 
     @property
@@ -165,7 +166,7 @@ class Run:
             result["skipped"] = "the budget was used up"
         else:
             try:
-                with time_limit(self.left + 5):  # sections check `left` themselves between measurements
+                with time_limit(self.left + 5):  # sections also check `left` between measurements
                     work(self, result)
             except (Exception, OutOfTime) as error:
                 result["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -176,7 +177,7 @@ class Run:
 
 
 class OutOfTime(BaseException):
-    """A section exceeded its share. A BaseException, so that `except Exception` does not catch it."""
+    """A section exceeded its share. It is a BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -196,7 +197,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def short(error: BaseException) -> str:
-    """Returns the record of a failed measurement: the error, and where it was raised."""
+    """Returns the record of a failed measurement, which is the error and the line that raised it."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
 
@@ -205,7 +206,7 @@ def short(error: BaseException) -> str:
 
 
 def test_section(run: Run, result: dict[str, Any]) -> None:
-    """Runs pytest on the CUDA tests, without shape checks, because the machine may lack their library."""
+    """Runs pytest on the CUDA tests. Shape checks are off, because the machine may lack the library that they need."""
     words = [sys.executable, "-m", "pytest", *TESTS, "-m", "gpu", "--all", "-v", "-rfE", "--tb=short", "--durations=6"]
     words += ["-o", "addopts=", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None and run.on_cuda:
@@ -224,7 +225,7 @@ def test_section(run: Run, result: dict[str, Any]) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
     lines = log.read_text().splitlines()
-    # Two forms occur: "tests/x.py::name PASSED" and, with several processes, "[gw0] PASSED tests/x.py::name".
+    # A line has one of two forms: "tests/x.py::name PASSED", or "[gw0] PASSED tests/x.py::name" with several processes.
     outcomes = [found[1] for line in lines if "::" in line and (found := OUTCOME.search(line)) and "%]" in line]
     result["counts"] = {name.lower(): outcomes.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     result["failures"] = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -260,7 +261,7 @@ def models_of(run: Run, size: str) -> Models:
     made: dict[str, nn.Module] = {}
     failures: dict[str, str] = {}
     side = 32 if run.tiny else 224
-    # Ranks by the weights need no images, but a diagnosis does.
+    # Ranks in the metric of the weights need no images, but a diagnosis does.
     images = torch.rand(2, 3, side, side, device=run.device) * 2 - 1
     diagnosis = rx.diagnose(model, images, diagnostics=(SpectralShape(),))
     for name, text in VARIANTS.items():
@@ -287,7 +288,7 @@ def synchronize(run: Run) -> None:
 
 
 def waits(run: Run, forward: Callable[[], object]) -> dict[str, int]:
-    """Returns how often a pass waits for the device, by the line of code that waits."""
+    """Returns how often each line of code waits for the device during a pass."""
     if not run.on_cuda:
         return {}
     with warnings.catch_warnings(record=True) as caught:
@@ -324,7 +325,7 @@ def kernels(run: Run, forward: Callable[[], object]) -> dict[str, Any]:
 
 
 def peak_bytes(run: Run, forward: Callable[[], object]) -> int | None:
-    """Returns how much memory a pass needs beyond the memory that is in use before it."""
+    """Returns how much memory a pass needs in addition to the memory that was in use before it."""
     if not run.on_cuda:
         return None
     torch.cuda.synchronize()
@@ -338,7 +339,7 @@ def peak_bytes(run: Run, forward: Callable[[], object]) -> int | None:
 def timed(
     run: Run, runs: Mapping[str, Callable[[], object]], anchor: str, clock: str | None = None, rounds: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times the runs in turns; returns milliseconds, and the speed relative to the anchor with its interval."""
+    """Times the runs in turns. Returns milliseconds, and the speed relative to the anchor with its interval."""
     clock = clock or ("cuda" if run.on_cuda else "wall")
     seconds = interleave(runs, rounds=rounds or run.rounds, warmup=3, clock=clock)
     rows = {}
@@ -355,7 +356,7 @@ def timed(
 
 
 def eager_section(run: Run, result: dict[str, Any]) -> None:
-    """Times all variants, eager and as CUDA graphs of the eager kernels."""
+    """Times all variants, both eager and as CUDA graphs of the eager kernels."""
     result["cells"] = []
     for cell in run.cells if not run.tiny else run.cells[:1]:
         if run.left < 1:
@@ -404,7 +405,7 @@ def eager_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def compiled_section(run: Run, result: dict[str, Any]) -> None:
-    """Times variants with torch.compile, the most important cells first, as long as there is time."""
+    """Times variants with torch.compile until the time is used up, starting with the most important cells."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 
@@ -459,7 +460,7 @@ def compiled_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def irregular(run: Run, size: str, spectrum: str) -> AttentionSpec:
-    """Returns a layer of the model in which scores and values have the ranks of a spectrum."""
+    """Returns the spec of a layer of this model whose scores and values have the ranks of a spectrum."""
     heads, dimension = {"S": (6, 64), "B": (12, 64)}[size] if not run.tiny else (3, 16)
     ranks = SPECTRA[spectrum](heads, dimension)
     return AttentionSpec(
@@ -468,7 +469,7 @@ def irregular(run: Run, size: str, spectrum: str) -> AttentionSpec:
 
 
 def backend_section(run: Run, result: dict[str, Any]) -> None:
-    """Times one attention layer with irregular ranks on every backend, and the unpruned layer."""
+    """Times one attention layer with irregular ranks on every backend, and also the unpruned layer."""
     result["cells"] = []
     dtype, cells = PRECISIONS[run.precision], list(itertools.product("SB", (64, 256, 1), SPECTRA))
     with torch.inference_mode():
@@ -508,10 +509,10 @@ def backend_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def content_section(run: Run, result: dict[str, Any]) -> None:
-    """Changes weights in place, in every way that PyTorch has, and compares with a copy that has not run before.
+    """Changes weights in place, in every way that PyTorch has, and compares the model with a copy that has not run.
 
-    The first row changes nothing, so it shows how much two passes differ: CUDA sums merged tokens in any order. In half
-    precision this changes which tokens are merged next.
+    The first row changes nothing, so it shows how much two passes differ. They differ because CUDA sums merged tokens
+    in any order. In half precision the order changes which tokens are merged next.
     """
     small = models_of(run, "T").variants["plan"]
     changes: dict[str, Callable[[nn.Parameter], object]] = {
@@ -563,7 +564,7 @@ def pack(source: Path, target: Path, training: int = 608) -> None:
 
 
 def unpacked(run: Run) -> dict[str, list[tuple[Any, int]]]:
-    """Returns the pictures and labels of `pack` by split, or random ones with --tiny."""
+    """Returns the pictures and labels that `pack` wrote, by split. With --tiny they are random."""
     from PIL import Image
 
     if run.images is None:
@@ -656,7 +657,7 @@ def shrink_part(run: Run, part: dict[str, Any], model: nn.Module, splits: Mappin
 
     reference = timm_model(run, "T") if run.tiny else timm.create_model("vit_tiny_patch16_224").eval()
     part["speeds"] = []
-    # Also in the precision in which the plan was timed, which is the model's.
+    # The plan was timed in the model's precision, so measure in this precision, too.
     for precision in dict.fromkeys((run.precision, "float32")):
         conditions = replace(run.conditions, precision=precision)
         with conditions.held():
@@ -687,7 +688,7 @@ def speed_text(row: Mapping[str, Any] | None) -> str:
 
 
 def notes_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns lines about what a section could not do."""
+    """Returns lines that say what a section could not do."""
     lines = [f"Not finished: {result[key]}." for key in ("error", "skipped") if key in result]
     if "left_out" in result:
         lines.append(f"Left out, for lack of time: {'; '.join(result['left_out'])}.")
@@ -770,7 +771,7 @@ def eager_text(result: Mapping[str, Any]) -> list[str]:
 
 def compiled_counts(cell: Mapping[str, Any], name: str) -> list[str]:
     counts = cell["counts"].get(name, {})
-    # On a CPU, kernels from libraries are not counted.
+    # On a CPU, library kernels are not counted.
     launches = counts.get("launches", counts.get("generated kernels"))
     return [str(each) for each in (counts.get("graph breaks", "-"), launches or "-", cell["seconds"].get(name, "-"))]
 
@@ -886,7 +887,7 @@ def facts(run: Run, command: str) -> dict[str, Any]:
 
 
 def stop_late(run: Run) -> threading.Timer:
-    """Ends the process if a call into C++ exceeds the budget. The record has everything that was measured."""
+    """Ends the process if a call into C++ exceeds the budget. The record contains everything that was measured."""
 
     def end() -> None:
         run.record["stopped"] = "the budget was used up inside a call"
@@ -895,7 +896,7 @@ def stop_late(run: Run) -> threading.Timer:
         write_text(run.out / "gpu.md", page(run.record))
         os._exit(3)
 
-    timer = threading.Timer(run.budget + 12, end)  # 12 seconds of grace
+    timer = threading.Timer(run.budget + 12, end)  # 12 seconds more than the budget
     timer.daemon = True
     timer.start()
     return timer
@@ -929,7 +930,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and batches, for a test of this script")
     parser.add_argument("--render", action="store_true", help="write gpu.md from an earlier gpu.json, and end")
     arguments = parser.parse_args(words)
-    # attnrx's C++ kernels for CPUs are not measured here, and compiling them takes half a minute.
+    # This script does not measure attnrx's C++ kernels for CPUs, and compiling them takes half a minute.
     os.environ.setdefault("ATTNRX_BUILD", "0")
     if arguments.pack is not None:
         if arguments.images is None:

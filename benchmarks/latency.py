@@ -1,10 +1,10 @@
-"""Forward passes of a compressed SVDA model against the original: how much of the saved arithmetic saves time.
+"""Times a compressed SVDA model against the original, and shows how much of the saved arithmetic saves time.
 
     python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
 
-Both models take turns in one run. A speed is the original's time divided by the candidate's: the median over rounds,
-with its 95 % interval. Weights are random, because latency does not depend on them. `uniform` ranks are the same in
-every head. `ragged` ranks spread around the same mean, like the ranks of an energy rule.
+Both models take turns in one run. A speed is the original's time divided by the candidate's time. It is the median over
+rounds, with a 95 % interval. Weights are random, because latency does not depend on them. `uniform` ranks are the same
+in every head. `ragged` ranks spread around the same mean, like the ranks of an energy rule.
 """
 
 import argparse
@@ -54,11 +54,11 @@ class Result:
 
 
 def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
-    """Returns the configuration with `rank` directions in every head, or on average, with heads in order of rank."""
+    """Returns the configuration with `rank` directions per head, exactly or on average. The ranks of heads descend."""
     full = config.attention[0]
     heads = len(full.heads)
     # Ranks are evenly spaced around the mean, so the mean and the MACs stay the same. They go at most half of the way
-    # to rank 0 and to the full rank, so every head has directions, and none has more than before.
+    # to rank 0 and to the full rank. So every head has directions, and no head has more than before.
     reach = min(rank, full.original_rank - rank) // 2 if pattern == "ragged" else 0
     ranks = tuple(rank + round(reach * (1 - 2 * head / max(heads - 1, 1))) for head in range(heads))
     return replace(config, attention=tuple(spec.with_ranks(ranks, spec.heads, spec.norms) for spec in config.attention))
@@ -79,7 +79,7 @@ def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, str, int, Lat
 def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: LatencyProtocol) -> Result:
     """Compares the smaller model with the original."""
     smaller = compressed(config, rank, pattern)
-    # Both are built from scratch, because only shapes matter, and the configuration states a compressed layer's shapes.
+    # Both models are built from scratch, because only shapes matter, and the configuration determines the shapes.
     original, candidate = (initialize_(VisionTransformer(shape), seed=0) for shape in (config, smaller))
     images = torch.randn(batch, config.channels, config.image_size, config.image_size)
     return Result(

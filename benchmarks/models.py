@@ -1,17 +1,17 @@
-"""Writes docs/models.md: which models of timm, transformers, torchvision and open_clip attnrx adopts, on which axes.
+"""Writes docs/models.md, the list of adopted timm, transformers, torchvision and open_clip models with their axes.
 
 python benchmarks/models.py [PAGE [OUTCOMES]] [--measure]
 
 Every architecture is created on the meta device, without weights, and read by its family. If no family reads it, its
-MLPs are found by their structure. This is done only for the smallest architecture of each kind (its class, and the
-first letters of its name); the others of this kind count the same. The proof on random images, which `attnrx.load`
-makes for every model, is skipped here. A library that is not installed is left out. Results are kept in the file
-OUTCOMES, one line of JSON per kind, and another call resumes from it.
+MLPs are found by their structure. The search uses only the smallest architecture of each kind, which is a class and the
+first letters of a name. The other architectures of this kind get the same result. The script skips the proof on random
+images, which `attnrx.load` makes for every model. A library that is not installed is omitted. Results are stored in the
+file OUTCOMES, one line of JSON per kind, and another call resumes from it.
 
 With --measure the smallest architecture of every row is created with random weights, and the page gets four more
-columns: how far the copy is from the library's model, whether the closed form of its MACs equals a count of them,
-whether a smaller model is the same after it is saved and loaded, and whether it has an ONNX file. This takes minutes
-per row. --measure with OUTCOMES resumes where it was interrupted.
+columns. The first is the difference between the copy and the library's model. The second is whether the closed form of
+the MACs equals a count. The third is whether a smaller model is the same after saving and loading, and the fourth is
+whether it has an ONNX file. Each row takes minutes. With OUTCOMES, --measure resumes after an interruption.
 """
 
 import argparse
@@ -47,13 +47,13 @@ from attnrx.vit.models.users.units import UnitsFamily, separate_pairs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
-# Listed are the transformers classes with a reader, the classes of these tasks, and further classes.
+# The page lists the transformers classes with a reader, the classes of these tasks, and further classes.
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
 OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
 # The columns that --measure adds.
 COPY, MACS, RELOADED, ONNX = MEASURES = ("copy", "MACs", "reloads", "ONNX")
 RULES = {"qk": "qk=total_rank:0.75", "vo": "vo=total_rank:0.75", "hidden": "hidden=total_rank:0.75"}
-NOISE = 0.02  # added to random weights, because libraries start biases at zero, which would hide mistakes
+NOISE = 0.02  # added to random weights, because libraries start biases at zero, and zeros would hide mistakes
 MEASURED = """## What was measured
 
 The smallest architecture of every row was created with random weights (`--measure`). `copy` compares the outputs of
@@ -155,7 +155,7 @@ You cannot export a smaller SigLIP 2, because transformers reads the grid of eve
 
 @dataclass(frozen=True)
 class Outcome:
-    """The class of one architecture, and the axes that work, or the reason why it is refused."""
+    """The class of one architecture, and the axes that work, or the reason for its refusal."""
 
     kind: str
     axes: tuple[str, ...]
@@ -164,8 +164,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of a library: the number of its weight files, its family, its kind, the model on the meta device,
-    and what creates it.
+    """An architecture of a library, with the number of its weight files, its family and its kind.
+
+    `outline` is the model on the meta device. `make` creates the model with weights.
     """
 
     count: int
@@ -175,12 +176,14 @@ class Architecture:
     make: Callable[[], nn.Module]
     where: str = ""
     size: int = 0
-    """The number of parameters of the model, kept because the outline is dropped to save memory."""
+    """The number of the model's parameters, stored because the outline is dropped to save memory."""
 
 
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a model on the meta device, or the refusal of its family. If the model contains a Vision
-    Transformer with a reader, the axes are the latter's, because `attnrx.load` reads it in the same way.
+    """Returns the axes of a model on the meta device, or the refusal of its family.
+
+    If the model contains a Vision Transformer with a reader, the result has the axes of this Vision Transformer,
+    because `attnrx.load` adopts it in the same way.
     """
     outcome = outcome_of_trunk(family, model)
     if outcome.reason:
@@ -192,7 +195,7 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
 
 
 def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a model of a family, or the refusal of the family."""
+    """Returns the axes of a family's model, or the refusal of the family."""
     kind = type(model).__name__
     try:
         family.require_supported(model)
@@ -211,13 +214,13 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
 
 
 def reason_of(error: AttnrxError) -> str:
-    """Returns only the reason of a refusal, because the page has a column for the class and none for remedies."""
+    """Returns only the reason of a refusal, because the page has a column for the class and no column for remedies."""
     message = str(error).partition(" is not supported: ")[2] or str(error)
     return message.partition(". ")[0].removesuffix(".")
 
 
 def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
-    """Finds the MLPs of a model with weights, as `attnrx.load` does, and returns its axes, or why it has none."""
+    """Finds the MLPs of a model with weights, as `attnrx.load` does. Returns its axes, or the reason if it has none."""
     with torch.device("cpu"):
         model = make().eval()
         try:
@@ -228,7 +231,7 @@ def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
 
 
 def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[tuple[Architecture, Outcome]]:
-    """Returns the outcome of every architecture. Without a reader, the smallest of its kind decides."""
+    """Returns the outcome of every architecture. If no reader exists, the smallest architecture of its kind decides."""
     found: list[tuple[Architecture, Outcome]] = []
     unread: dict[str, list[tuple[Architecture, Outcome]]] = defaultdict(list)
     for each in architectures:
@@ -248,7 +251,7 @@ def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[t
 
 
 class State:
-    """Results by name, kept as lines of a file from which another call resumes. None means no file."""
+    """Results by name, stored as lines of a file from which another call resumes. Without a path there is no file."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -256,7 +259,7 @@ class State:
         self.known: dict[str, Any] = dict(map(json.loads, lines))
 
     def kept(self, name: str, find: Callable[[], Any]) -> Any:
-        """Returns the result of this name. If the file does not have it, it is computed and added."""
+        """Returns the result with this name. If the file does not contain it, the result is computed and added."""
         if name not in self.known:
             self.known[name] = find()
             print(name, self.known[name], flush=True)
@@ -267,7 +270,7 @@ class State:
 
 
 class Answering(nn.Module):
-    """A library's model as a function from images to its answers, whatever inputs the model takes."""
+    """A library's model as a function from images to its answers, for any inputs that the model takes."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -287,7 +290,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Returns the largest difference of two answers, relative to the standard deviation of the first."""
+    """Returns the largest difference between two answers, relative to the standard deviation of the first."""
     pairs = zip(tensors_of(expected).values(), tensors_of(found).values(), strict=True)
     return max(float((a - b).abs().max() / a.double().std().clamp_min(1e-30)) for a, b in pairs)
 
@@ -322,7 +325,7 @@ def exported(small: nn.Module) -> str:
 
 
 def measured(architecture: Architecture, axes: tuple[str, ...], most: float) -> dict[str, str]:
-    """Measures a model with random weights. Returns the columns, each a result or the reason why there is none."""
+    """Measures a model with random weights. Each returned column is a result, or the reason why there is none."""
     if architecture.size > most:
         return dict.fromkeys(MEASURES, f"not measured: {architecture.size / 1e6:,.0f} million parameters")
     found: dict[str, str] = {}
@@ -367,7 +370,7 @@ def of_timm() -> Iterator[Architecture]:
     # Names are ARCHITECTURE.TAG, one for each weight file.
     tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
     for module in timm.list_modules():
-        # Check the source first, so that timm's many architectures without attention are not created.
+        # The source is checked first, so that timm's many architectures without attention are not created.
         if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
             continue
         for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
@@ -378,8 +381,9 @@ def of_timm() -> Iterator[Architecture]:
 
 
 def of_transformers() -> Iterator[Architecture]:
-    """Yields the classes with a reader, the classes of TASKS with attention, and OTHER_CLASSES, in their default
-    configuration.
+    """Yields the classes with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
+
+    Each class has its default configuration.
     """
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS
@@ -412,7 +416,7 @@ def of_torchvision() -> Iterator[Architecture]:
 
 
 def of_open_clip() -> Iterator[Architecture]:
-    """Yields the image towers. A tower that wraps a timm model is read as that model."""
+    """Yields the image towers. If a tower wraps a timm model, it is read like the timm model."""
     open_clip: Any = importlib.import_module("open_clip")
     for name in open_clip.list_models():
         tower = LIBRARIES["open_clip"].initialized(name)
@@ -440,7 +444,7 @@ def section(
     outcomes: list[tuple[Architecture, Outcome]],
     measure: Callable[[str, Outcome, Architecture], dict[str, str]] | None,
 ) -> str:
-    """Returns the section of one library: its counts, and a table of its classes."""
+    """Returns the section of one library, with its counts and a table of its classes."""
     total = sum(each.count for each, _ in outcomes)
     adopted = sum(each.count for each, outcome in outcomes if not outcome.reason)
     rows: dict[Outcome, list[Architecture]] = defaultdict(list)
@@ -456,7 +460,7 @@ def section(
         f"|---|--:|{':-:|' * len(AXES)}{'---|' * len(columns)}---|",
     ]
     counts = {outcome: sum(each.count for each in members) for outcome, members in rows.items()}
-    # Supported classes first, then by name.
+    # Supported classes come first. Within both groups, the order is by name.
     for outcome, members in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -counts[row[0]])):
         marks = ["yes" if axis in outcome.axes else "" for axis in AXES]
         if measure is not None:

@@ -1,9 +1,9 @@
-"""The accuracy of a linear segmentation probe on patch features: the original against pruned or merged tokens.
+"""Compares a linear segmentation probe on the original's patch features with probes on pruned or merged tokens.
 
     python benchmarks/patch_probe.py timm:vit_tiny_patch16_224 --weights W --data imagenette224.parquet \
         --test-column ilsvrc_val --policies ward:12@every tome:13@every
 
-It prints, for every policy, the findings of the check `PatchProbe` and the error of the features.
+For every policy, the script prints the findings of the check `PatchProbe` and the error of the features.
 """
 
 import argparse
@@ -32,10 +32,11 @@ class PatchProbe(Check):
     """The change of accuracy of a linear segmentation probe on patch features, in points.
 
     The images of the probe are mosaics of 2 x 2 images at half the size. The label of a patch is the class of its
-    quadrant; patches across two quadrants have no label. One half of every class is for training, the other for the
-    result. The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. One
-    probe is trained on the features of the reference, and one on the features of the candidate. The claim for both is
-    that the candidate loses at most `most_drop` points. Changes are paired, and intervals are over mosaics.
+    quadrant. Patches across two quadrants have no label. One half of every class is for training, and the other half
+    for the result. The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean
+    eigenvalue. One probe is trained on the features of the reference, and another on the features of the candidate. For
+    each probe, the check claims that the candidate loses at most `most_drop` points. Changes are paired, and intervals
+    are over mosaics.
     """
 
     name: ClassVar[str] = "patch_probe"
@@ -46,7 +47,7 @@ class PatchProbe(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         # Mosaics turn image labels into patch labels, so no segmentation dataset is needed. The probe is linear, so
-        # that the result depends on the features and not on a decoder that makes up for them.
+        # that the result depends on the features, and not on a decoder that compensates for their errors.
         train, test = mosaics_of(comparison)
         models = {"reference": comparison.reference, "candidate": comparison.candidate}
         with evaluating(models.values()):
@@ -65,7 +66,7 @@ class PatchProbe(Check):
         classes = 1 + int(max(patch_labels.max() for patch_labels in labels))
         probes = {role: ridge_probe(table[0], labels[0], classes, self.ridge) for role, table in tables.items()}
         base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
-        # The reference's probe shows whether features moved, the candidate's probe whether they lost information.
+        # The reference's probe shows whether features moved. The candidate's probe shows whether they lost information.
         retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
@@ -101,7 +102,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"patch_probe separates classes, and all {len(labels)} images have the label {int(labels[0])}: give images "
             "of at least two classes."
         )
-    # Split every class, because data are often sorted by class, and a probe knows only classes that it was trained on.
+    # Every class is split, because data are often sorted by class, and a probe knows only the classes of its training.
     second = rank_within_class(labels.cpu(), torch.arange(len(labels))) % 2 == 1
     if (tested := int(second.sum())) < 4:
         raise DataError(
@@ -109,12 +110,12 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"{len(images)} images, and a mosaic takes four: give at least 8 images, two or more of a class."
         )
     generator = torch.Generator().manual_seed(comparison.seed)
-    # Area averages do not alias. A mosaic has the size of one image, so the model can read it.
+    # Area averages do not alias. A mosaic has the size of one image, so it is a valid input of the model.
     small = interpolate(images, scale_factor=0.5, mode="area")
     halves = []
     # The images are split, not the mosaics, so no image is in both halves.
     for part in ((~second).nonzero().flatten(), second.nonzero().flatten()):
-        # One permutation per quadrant, so an image has different neighbours in each mosaic.
+        # Each quadrant has another permutation, so an image has different neighbours in each mosaic.
         orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
         rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]
         halves.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
@@ -122,7 +123,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
 
 
 def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
-    """Returns the class of every patch, or -1 for a patch across two quadrants; `ratio` is height over width.
+    """Returns the class of every patch, or -1 for a patch across two quadrants. `ratio` is height over width.
 
     Raises:
         NotSupported: There are fewer than 2 x 2 patches.
@@ -148,7 +149,7 @@ def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: floa
 def ridge_probe(
     table: PatchTable, labels: Int[Tensor, "images patches"], classes: int, ridge: float
 ) -> Float[Tensor, "features_and_one classes"]:
-    """Returns the weights of a ridge regression on the classes; the last row is the bias."""
+    """Returns the weights of a ridge regression on the classes. The last row is the bias."""
     used = labels >= 0
     rows, targets = _with_one(table[used]), one_hot(labels[used], classes).double()
     gram = rows.T @ rows

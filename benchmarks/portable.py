@@ -8,8 +8,8 @@
 compares the divergences of both on the same test images. `speed` removes half of the hidden units, loads the folder
 with only timm, and times it in turns with the original, eager and compiled. `reload` draws transformers classes and
 timm weight files that have attention. It makes a small model of each with random weights, and saves it with half of the
-hidden units. Then it loads and runs the folder in a process that cannot import attnrx. Models and results are kept in
-the folder --out, so an interrupted run resumes.
+hidden units. Then it loads and runs the folder in a process that cannot import attnrx. The folder --out stores models
+and results, so an interrupted run resumes.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def log(line: str) -> None:
 
 
 def portable_model(model: nn.Module, splits: rx.data.Splits, options: argparse.Namespace) -> nn.Module:
-    """Returns the portable model, which is kept in the folder."""
+    """Returns the portable model, which is stored in the folder."""
     folder = options.out / "portable"
     if not folder.is_dir():
         about = {"effort": options.effort, "seed": options.seed, "log": log}
@@ -66,7 +66,7 @@ def portable_model(model: nn.Module, splits: rx.data.Splits, options: argparse.N
 
 
 def free_model(model: nn.Module, splits: rx.data.Splits, params: float, options: argparse.Namespace) -> nn.Module:
-    """Returns the model with a separate MLP width per layer, which is kept in the folder; `params` is a share."""
+    """Returns the model with a separate MLP width per layer, which is stored in the folder. `params` is a share."""
     folder = options.out / "free"
     if not folder.is_dir():
         settings = rx.planning.PlanSettings.preset(options.effort, axes=("mlp",), seed=options.seed, log=log)
@@ -115,7 +115,8 @@ def _shown(value: Estimate, digits: int) -> str:
 # Reload ---------------------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 96, "num_heads": 3}
-# Runs without attnrx: loads every folder with the code on its model card, and calls it like the library's model.
+# The process runs without attnrx. It loads every folder with the code on its model card, and calls it like the
+# library's model.
 CHILD = """
 import json, re, sys, warnings
 from pathlib import Path
@@ -146,7 +147,7 @@ EQUAL = "reloads with difference 0"
 
 
 def reload(options: argparse.Namespace) -> None:
-    """Prints how many models load and answer the same without attnrx, and why the others do not."""
+    """Prints how many models load without attnrx and return the same outputs, and why the others do not."""
     options.out.mkdir(parents=True, exist_ok=True)
     draw = random.Random(options.seed)
     for library, names in (("transformers", classes(options.classes, draw)), ("timm", tags(options.tags, draw))):
@@ -200,7 +201,7 @@ def source_of(module: str) -> str:
 
 
 def saved(library: str, name: str, folder: Path) -> str:
-    """Saves a portable model, and next to it a call with its outputs. Returns "" or why this is not possible."""
+    """Saves a portable model, and next to it a call with its outputs. Returns "", or the reason if this fails."""
     torch.manual_seed(0)
     try:
         model = rx.load(small_timm(name) if library == "timm" else small_transformers(name))
@@ -262,7 +263,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 def half_of(name: str, out: Path) -> tuple[nn.Module, nn.Module]:
-    """Returns timm's own model, and the model with half of the hidden units, loaded by timm from its folder."""
+    """Returns timm's original model, and the model with half of the hidden units, which timm loads from its folder."""
     import timm
 
     torch.manual_seed(0)
@@ -276,7 +277,7 @@ def half_of(name: str, out: Path) -> tuple[nn.Module, nn.Module]:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Prints how many times faster the portable model is."""
+    """Prints how many times as fast the portable model is."""
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     original, half = half_of(options.model.removeprefix("timm:"), options.out)
@@ -293,7 +294,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def faster(models: Mapping[str, nn.Module], mode: str, batch: int, options: argparse.Namespace) -> list[float]:
-    """Times both models in turns, and returns how many times faster the second is, with its interval."""
+    """Times both models in turns, and returns how many times as fast the second model is, with its interval."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
 
@@ -310,7 +311,7 @@ def faster(models: Mapping[str, nn.Module], mode: str, batch: int, options: argp
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures what is not in the folder, and prints the table."""
+    """Measures the results that are not in the folder, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     of_price = commands.add_parser("price", help="the divergence beside a plan with a width per layer")

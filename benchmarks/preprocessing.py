@@ -1,9 +1,11 @@
-"""Whether three ways from a picture file to a class agree: timm's own transform, attnrx's data, and the script next to
-the ONNX file. They are compared on pictures as stored, and on the same pictures with odd shapes, modes or orientations.
+"""Checks whether timm's own transform, attnrx's data, and the script next to the ONNX file find the same classes.
+
+The three ways are compared on pictures as stored, and on the same pictures with odd shapes, modes or orientations.
 
 python benchmarks/preprocessing.py MODEL --weights FILE --data DATA.parquet [--images 250]
 
-Needs the extra onnx. DATA is a parquet file with images of ImageNet classes, e.g. ImageNette's validation images.
+The script needs the extra onnx. DATA is a parquet file with images of ImageNet classes, e.g. ImageNette's validation
+images.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from PIL import Image, ImageOps
 import attnrx as rx
 from attnrx.data.model_data import preprocessing_of
 
-ODD = 6  # the number of kinds of changes, which pictures get in turn
-COMMANDS = 6  # how many pictures to run the script on as a command; for others its functions are called
+ODD = 6  # the number of kinds of changes, which alternate over the pictures
+COMMANDS = 6  # pictures on which the script runs as a command. For other pictures its functions are called.
 
 
 def odd(content: bytes, number: int) -> bytes:

@@ -1,13 +1,13 @@
-"""The distance of every realization from the original model, depending on how far the strengths have spread.
+"""Measures the distance of every realization from the original model, depending on the spread of the strengths.
 
     python benchmarks/realizations.py --out runs/realizations
 
-Small SVDA models are trained on scikit-learn's digits from different first strengths (--starts START:FACTOR; the factor
-multiplies the learning rate of the strengths). They are pruned by energy retention at every value of --rhos, and
-realized as the mask and by each compression. refit uses the training images; distances are measured on the test images.
+Small SVDA models are trained on scikit-learn's digits from different first strengths (--starts START:FACTOR). FACTOR
+multiplies the learning rate of the strengths. The models are pruned by energy retention at every value of --rhos, and
+realized as the mask and by each compression. refit uses the training images. Distances are measured on the test images.
 Each cell has the relative L2 distance of the logits, with its 95 % t interval, and the KL divergence in nats, as means
-over the seeds. Trained models and measurements are kept in --out and not made again. --tiny only shows that the command
-runs, with one short training and few images. The whole takes about 3 minutes on one core.
+over the seeds. The folder --out stores trained models and measurements, which are not made again. --tiny only shows
+that the command runs, with one short training and few images. A full run takes about 3 minutes on one core.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PATCH = 4  # 16 tokens
 
 @dataclass(frozen=True)
 class Start:
-    """The first value of the strengths, and how much faster they learn than the other weights."""
+    """The first value of the strengths, and the factor on their learning rate."""
 
     strength: float
     factor: float
@@ -52,7 +52,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Measured:
-    """One prescription of one model: relative L2 distance and KL divergence of every realization."""
+    """The results of one prescription of one model, with every realization's relative L2 distance and KL divergence."""
 
     start: str
     seed: int
@@ -65,13 +65,13 @@ class Measured:
 
 
 def logits(model: nn.Module, images: "rx.data.ImageSet") -> Tensor:
-    """Returns the logits of a model on all images."""
+    """Returns a model's logits for all images."""
     with evaluating([model]), torch.no_grad():
         return torch.cat([model(batch.images) for batch in images.batches(128)])
 
 
 def effective_rank(diagnosis: Diagnosis) -> float:
-    """Returns the mean over the heads of exp(entropy) of the squared strengths (SVDA, Eqs. 22 to 24)."""
+    """Returns exp(entropy) of the squared strengths (SVDA, Eqs. 22 to 24), averaged over the heads."""
     # The energies of a head are normalized to a distribution.
     energy = torch.cat([layer.spectrum.strength.double().square() for layer in diagnosis.layers])
     share = energy / energy.sum(-1, keepdim=True)
@@ -79,7 +79,7 @@ def effective_rank(diagnosis: Diagnosis) -> float:
 
 
 def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Trains one model, unless it is in the folder, and measures it at every rho."""
+    """Trains one model, unless the folder contains it, and measures it at every rho."""
     folder = Path(arguments.out) / f"start-{start.strength:g}-{start.factor:g}" / f"seed-{seed}"
     path = folder / "measured.json"
     if path.exists():
@@ -101,7 +101,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
     )
     rx.train(fresh, splits, config, folder / "train")
     model = rx.load(folder / "train")
-    diagnosis = rx.diagnose(model, splits.validation)  # not on the test images, on which the distances are measured
+    diagnosis = rx.diagnose(model, splits.validation)  # the test images are only for the distances
     calibration = splits.train.take(min(arguments.images, len(splits.train)))
     reference = logits(model, splits.test)
     labels = torch.cat([batch.labels for batch in splits.test.batches(128)])
@@ -126,7 +126,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
         divergences = {kind: divergence(reference, candidate) for kind, candidate in logits_of.items()}
         rank = effective_rank(diagnosis)
         rows.append(asdict(Measured(str(start), seed, rho, rank, accuracy, removed, distances, divergences)))
-    write_json(path, {"rows": rows})  # written last, so an interrupted training continues and is then measured
+    write_json(path, {"rows": rows})  # written last, so that an interrupted training continues and is then measured
     return rows
 
 
@@ -158,7 +158,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def spread(values: Sequence[float], decimals: int) -> str:
-    """Returns the mean as text, and for several values its 95 % t interval."""
+    """Returns the mean as text. With several values, adds the mean's 95 % t interval."""
     if len(values) < 2:
         return f"{values[0]:.{decimals}f}"
     over = t_interval(values)

@@ -1,4 +1,4 @@
-"""Search in an old index: which neighbours a smaller tower finds among vectors that the original made.
+"""Measures which neighbours a smaller tower finds in an old index, among vectors that the original made.
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py timm:vit_tiny_patch16_224 --data imagenette224.parquet \
         --weights vit_tiny_patch16_224.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-vit
@@ -6,12 +6,13 @@
         --weights dinov2_vits14_saliency.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-dinov2
 
 The tower is a timm model without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
-without the prefix `backbone.`), or anything that `attnrx.load` reads. `shrink` runs with and without `keep_index=True`,
-and sees only --data. The original embeds --index test images of --index-data. The queries are --queries training images
-of --index-data, so no image has two roles. A neighbour counts if it is among the k nearest that the original finds for
-the same query, by exact search with cosine similarity. Intervals are over queries. The speed is relative to the
-unchanged tower, both in attnrx's kernels and in turns. Models, vectors and a JSON file per cell are kept in --out, so
-an interrupted run resumes. --targets recall=0.98 plans for a recall, which implies `keep_index`.
+without the prefix `backbone.`), or anything that `attnrx.load` accepts. `shrink` runs with and without
+`keep_index=True`, and sees only --data. The original embeds --index test images of --index-data. The queries are
+--queries training images of --index-data, so no image has two roles. A neighbour counts if it is among the k nearest
+that the original finds for the same query, by exact search with cosine similarity. Intervals are over queries. The
+speed is relative to the unchanged tower, both in attnrx's kernels and in turns. The folder --out stores models, vectors
+and a JSON file per cell, so an interrupted run resumes. --targets recall=0.98 plans for a recall, which implies
+`keep_index`.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def log(line: str) -> None:
 
 
 def tower_of(source: str, weights: Path | None) -> nn.Module:
-    """Returns the original tower, which returns embeddings."""
+    """Returns the original tower, which computes embeddings."""
     if source.startswith("timm:"):
         import timm
 
@@ -74,7 +75,7 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
 
 
 def images_of(tower: nn.Module, data: str) -> rx.data.Splits:
-    """Returns a dataset with the preprocessing of the tower, in which no image has two roles."""
+    """Returns a dataset with the tower's preprocessing, in which no image has two roles."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)
         splits = rx.adapt_preprocessing(rx.load_data(data), tower)
@@ -116,14 +117,14 @@ class Retrieval:
             raise InvalidInput(f"--out {self.out} has results of other images or settings: give a new folder.")
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the content of a JSON file in the folder. If the file is missing, it is made."""
+        """Returns the content of a JSON file in the folder. If the file is missing, writes it first."""
         path = self.out / name
         if not path.exists():
             write_json(path, make())
         return read_json(path)
 
     def vectors(self, name: str, model: nn.Module, images: rx.data.ImageSet) -> Tensor:
-        """Returns the vectors of a model [images, features], which are kept in the folder."""
+        """Returns the vectors of a model [images, features], which are stored in the folder."""
         path = self.out / f"{name}.safetensors"
         if not path.exists():
             write_tensors(path, {"vectors": predict({name: model}, images, task=f"{name}: embedding").outputs[name]})
@@ -162,7 +163,7 @@ class Retrieval:
         }
 
     def speed(self, cell: Cell, batch: int) -> dict[str, float]:
-        """Returns how many times faster a smaller tower is than the unchanged tower, both in attnrx's kernels."""
+        """Returns how many times as fast as the unchanged tower a smaller tower is, both in attnrx's kernels."""
         images = torch.randn(batch, *family_of(self.tower).input_shape(self.tower))
         models = {"original": rx.accelerate(self.tower), "smaller": rx.accelerate(self.smaller(cell))}
 
@@ -176,7 +177,7 @@ class Retrieval:
         return vars(ratio_of(seconds["original"], seconds["smaller"]))
 
     def row(self, cell: Cell, quality: Mapping[str, Any], plain: Mapping[str, Any] | None) -> list[str]:
-        """Returns the row of a cell; `plain` is the quality of the same target without `keep_index`."""
+        """Returns the row of a cell. `plain` is the quality for the same target without `keep_index`."""
         named = [cell.target, "yes" if cell.keep_index else "no"]
         if "refused" in quality:
             log(f"{cell.name}: {quality['refused']}")
@@ -202,7 +203,7 @@ class Retrieval:
         ]
 
     def table(self) -> str:
-        """Measures what is not in the folder, and returns the table."""
+        """Measures the results that are not in the folder, and returns the table."""
         rows = []
         for target in self.options.targets:
             is_recall, plain = target.startswith("recall="), None
@@ -217,7 +218,7 @@ class Retrieval:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures what is not in the folder, and prints the table."""
+    """Measures the results that are not in the folder, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tower", help="timm:NAME, dinov2, or what attnrx.load reads")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="the weights of a tower that is given by its name")

@@ -1,4 +1,4 @@
-"""Speeds of exported files against files from the runtime vendor's own converter, in one interleaved run per cell.
+"""Compares the speeds of exported files with files from the vendor's own converter, in one interleaved run per cell.
 
     python benchmarks/runtimes.py --out runs/runtimes                       # ViT-Tiny, all cells
     python benchmarks/runtimes.py --only openvino-bf16 --batches 1 --threads 1 --rounds 60
@@ -8,14 +8,14 @@
         --weights vit_tiny_patch16_224.safetensors --label-column imagenet1k_label --test-column ilsvrc_val
 
 The anchor is timm's own model, converted by `openvino.convert_model`, or by `torch.onnx.export` with its defaults.
-attnrx exports every other model, with a dynamic batch size. "static" compiles each file for one batch size, "free" for
-any. All weights are random, including norms and biases, because a runtime removes a scale of 1 and an offset of 0.
-Cells that were measured before are read from the folder, so an interrupted run resumes.
+attnrx exports every other model, with a dynamic batch size. "static" compiles each file for one batch size, and "free"
+for any batch size. All weights are random, including norms and biases, because a runtime removes a scale of 1 and an
+offset of 0. If a cell was measured before, the folder contains its result, so an interrupted run resumes.
 
 With --weights and --data the weights come from a file, and every exported file is compared with timm's model on 500
 test images. 8-bit files need both options. They are quantized on 300 training images, the anchor with the defaults of
 NNCF or ONNX Runtime. For ONNX Runtime there is also "timm, percentiles", the closest file among several settings. It
-quantizes only matrix products, with a scale for every output feature, and its ranges leave out the largest 0.001 %.
+quantizes only matrix products, with a scale for every output feature, and its ranges omit the largest 0.001 %.
 """
 
 import argparse
@@ -49,12 +49,12 @@ MODELS = ("hidden=uniform_rank:0.5", "tokens=ward:0.7@4,7,10", "tokens=ward:0.4@
 RUNTIMES = {"openvino-f32": "openvino", "openvino-bf16": "openvino(precision=bf16)", "onnx-f32": "onnx"}
 RUNTIMES |= {"openvino-int8": "openvino(precision=int8)", "onnx-int8": "int8"}
 CALIBRATED_ON, COMPARED_ON = 300, 500
-HISTOGRAMS_ON = 60  # images for percentiles; ONNX Runtime keeps their activations in memory
+HISTOGRAMS_ON = 60  # images for percentiles, and not more, because ONNX Runtime keeps their activations in memory
 ROUNDS = {1: 60, 8: 20, 32: 10}
 
 
 def library_model_of(architecture: str, weights: Path | None) -> torch.nn.Module:
-    """Returns the timm model, with weights from a file or random weights."""
+    """Returns the timm model, with a file's weights or with random weights."""
     torch.manual_seed(0)
     library_model = timm.create_model(architecture).eval()
     if weights is not None:
@@ -68,7 +68,7 @@ def library_model_of(architecture: str, weights: Path | None) -> torch.nn.Module
 
 
 def model_of(name: str, library_model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the timm model in attnrx, compressed by a rule text, or the model of a folder."""
+    """Returns the timm model in attnrx, compressed by a rule text, or the model in a folder."""
     if Path(name).is_dir():
         return rx.load(name).eval()
     model = rx.load(library_model)
@@ -85,7 +85,7 @@ def images_of(batch: int) -> torch.Tensor:
 
 
 def file_of(name: str, library_model: torch.nn.Module, to: str, folder: Path, images: torch.Tensor | None) -> Path:
-    """Writes the file of a model, unless it exists. 8-bit files are quantized on the images."""
+    """Writes the file of a model, unless it exists. The images calibrate 8-bit files."""
     form, stem = rx.exporting.parse_format(to), "".join(letter if letter.isalnum() else "-" for letter in name)
     path = folder / f"{stem}-{''.join(letter for letter in to if letter.isalnum())}{form.suffix}"
     if path.exists():
@@ -104,7 +104,7 @@ def file_of(name: str, library_model: torch.nn.Module, to: str, folder: Path, im
 
 
 def by_percentiles(plain: Path, path: Path, images: torch.Tensor) -> Path:
-    """Writes the 8-bit file that ONNX Runtime's static quantization makes from a float file, by percentiles."""
+    """Quantizes a float file to 8 bits by ONNX Runtime's static quantization, with ranges from percentiles."""
     inputs = ({"images": batch.numpy()} for batch in images.split(10))
     quantization.quantize_static(
         str(plain),
@@ -118,7 +118,7 @@ def by_percentiles(plain: Path, path: Path, images: torch.Tensor) -> Path:
 
 
 def data_of(library_model: torch.nn.Module, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the images to calibrate on and to compare on, or None without data."""
+    """Returns the images to calibrate on and the images to compare on, or None without data."""
     if options.data is None:
         return None
     columns = rx.data.Columns(label_column=options.label_column, test_column=options.test_column)
@@ -169,7 +169,7 @@ def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) 
 
 
 def counts_of(path: Path) -> Counter[str]:
-    """Returns the number of operations of a file by type, without constants, inputs and outputs."""
+    """Returns the number of a file's operations by type, without constants, inputs and outputs."""
     if path.suffix == ".onnx":
         types = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
     else:

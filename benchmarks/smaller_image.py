@@ -1,10 +1,10 @@
-"""A smaller image instead of a smaller model: the same weights at fewer pixels, compared with prescriptions.
+"""Compares the same weights at fewer pixels with prescriptions at the full size.
 
     python benchmarks/smaller_image.py MODEL --data DATA [--weights W] [--sizes 208 192 176 160] [--rules RULES ...]
 
 The test images are resized from the model's image size (bicubic, antialiased), and the library interpolates the
 position embeddings. Nothing is trained. Answers are compared with the original's answers at full size. For the speed,
-attnrx writes files for ONNX Runtime, for one image or a batch, which take turns on one thread. --data and its columns
+attnrx writes files for ONNX Runtime. They take turns on one thread, with one image or a batch. --data and its columns
 are as in `attnrx`.
 """
 
@@ -32,7 +32,7 @@ RULES = ("tokens=ward(relevance=0.3):0.8@4,7,10", "tokens=ward(relevance=0.3):0.
 
 
 class Resizing(nn.Module):
-    """A model for smaller images that takes full-size images and resizes them itself."""
+    """A model for smaller images that takes full-size images and resizes them."""
 
     def __init__(self, model: nn.Module, size: int):
         super().__init__()

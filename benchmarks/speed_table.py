@@ -1,11 +1,11 @@
-"""A table of speeds: the latencies of compressed models relative to timm's own model.
+"""Makes a table of the speeds of compressed models relative to timm's own model.
 
     python benchmarks/speed_table.py    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
-The kept share of every method is chosen so that all methods have the same share of the original's MACs. All take turns
-with timm's model in one run. Cells that were measured before are read from the folder, so an interrupted run resumes.
-Weights are random, because latency does not depend on them.
+The kept share of every method is chosen so that all methods have the same share of the original's MACs. All methods
+take turns with timm's model in one run. If a cell was measured before, the folder contains its result, so an
+interrupted run resumes. Weights are random, because latency does not depend on them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"
-# Kernels load this many numbers at once. Ranks in between take longer than the next multiple.
+# Kernels load this many numbers at once. If a rank is not a multiple, it takes longer than the next multiple.
 HEADS, MLP = "uniform_rank:{share},multiple=4", "uniform_rank:{share},multiple=16"
 OURS = {
     "ranks": f"qk={HEADS} vo={HEADS} fc1={MLP} fc2={MLP}",
@@ -52,7 +52,7 @@ class Part:
         return f"{self.model}-{self.runtime}"
 
 
-# Large models and slow compilers are timed in fewer cells, so the whole table takes about twenty minutes.
+# Large models and slow compilers are timed in fewer cells. So the whole table takes about twenty minutes.
 PARTS = (
     Part("vit_tiny_patch16_224", "eager", (1, 8, 64), (1, 2), 8),
     Part("vit_tiny_patch16_224", "onnx", (1, 8, 64), (1, 2), 8),
@@ -63,22 +63,22 @@ PARTS = (
 
 
 def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[str, Any]:
-    """Reads the speeds of one part, or measures them."""
+    """Loads the speeds of one part, or measures them."""
     path = folder / f"{part.name}-{macs:g}.json"
     if path.exists():
         return read_json(path)
-    # Any other runtime is a format of `attnrx export`; its files are timed.
+    # Any other runtime is a format of `attnrx export`, whose files are timed.
     torch_runs = part.runtime in ("eager", "compiled")
     form = None if torch_runs else rx.exporting.parse_format(part.runtime)
-    # On the CPU in float32, the defaults of the conditions.
+    # The defaults of the conditions are the CPU and float32.
     conditions = [Conditions(threads=count, compiled=part.runtime == "compiled") for count in part.threads]
     protocols = tuple(LatencyProtocol(each, rounds or part.rounds, warmup=1) for each in conditions)
     model = build_model(f"timm:{part.model}", seed=0)
     methods = [Method.parse(f"{name}={text}") for name, text in {**OURS, **OTHERS}.items()]
     rates = Rates(part.batches, protocols, macs=(macs,), runtime=form)
-    partial = path.with_suffix(".partial.json")  # `compare_speeds` saves it after every batch size
+    partial = path.with_suffix(".partial.json")  # `compare_speeds` writes this file after every batch size
     compare_speeds(noise_bench(model), methods, rates, log, partial)
-    partial.rename(path)  # only a complete part has its name
+    partial.rename(path)  # only a complete part has the final name
     return read_json(path)
 
 
@@ -95,7 +95,7 @@ def table(measured: dict[Part, dict[str, Any]]) -> str:
         cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for speed in record["speeds"]:
             latency = speed["latency"]
-            # A record lists one method after another, but a line has all methods of one batch size and thread count.
+            # A record has one method after another, but a line has all methods of one batch size and thread count.
             cells.setdefault((latency["threads"], latency["batch"]), {})[speed["method"]] = speed
         for (threads, batch), speeds in cells.items():
             # All methods of a cell were timed against the same runs of the reference.
@@ -130,7 +130,7 @@ def caption(measured: dict[Part, dict[str, Any]], macs: float) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures what is missing, and writes the table to speeds.md in the folder."""
+    """Measures the missing parts, and writes the table to speeds.md in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have this in them")

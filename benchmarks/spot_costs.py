@@ -19,7 +19,7 @@ TABLES = ("table1", "table2", "table3", "table4", "table5", "table7", "table8", 
 
 
 def rows() -> list[tuple[str, str, str, str, str, str]]:
-    """Returns table, row, quantity, printed and computed number, and "off" if the numbers disagree."""
+    """Returns table, row, quantity, printed number and computed number, and "off" if the numbers disagree."""
     printed = json.loads(resources.files("attnrx_lab.papers").joinpath("spot.json").read_text(encoding="utf-8"))
     found = []
     for table in TABLES:

@@ -3,10 +3,10 @@
     ATTNRX_DATA=data python benchmarks/svda_settings.py --subjects cifar10 --seeds 42 --jobs 8 --out runs/svda-settings
     python benchmarks/svda_settings.py --settings stated lr-5e-4 no-augmentation ...   # only these settings
 
-Every model is trained with the paper's protocol (Table 4: 80 epochs, batch 256) in its own process, with one of
+Every model is trained by the paper's protocol (SVDA, Table 4: 80 epochs, batch 256) in a separate process, with one of
 SETTINGS changed. The table has the accuracy on the test images, the effective rank of the heads, and the share of
 directions that energy retention removes at the paper's three ratios. If --limit ends a training, the model is measured
-as it is then, and the table says so.
+in its current state, and the table says so.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def trained(subject: str, setting: str, seed: int, out: Path, tiny: bool) -> dict[str, Any]:
-    """Trains one model, and returns how much the rules remove from it."""
+    """Trains one model, and returns the share that the rules remove from it."""
     experiment = SvdaExperiment(subject, seed)
     experiment = experiment.as_tiny() if tiny else experiment
     splits = experiment.images()

@@ -1,12 +1,12 @@
-"""How far the relevance of patches can be trusted: over layers, over methods, and under noise (SPOT, Section 8).
+"""Measures how far to trust the relevance of patches: over layers, over methods, and under noise (SPOT, Section 8).
 
     python benchmarks/token_relevance.py timm:vit_tiny_patch16_224 --data imagenette --images 200 --out relevance.json
 
-It runs a model with all its tokens, and copies of it with several token reducers. It measures how well the relevance in
-two layers agrees, and which share of the patches two reducers both keep. It also measures how Gaussian noise on the
-image changes the relevance in one layer, and the mean relevance over all layers so far. Results are means over images
-with 95 % bootstrap intervals. To include a trained predictor, give --also NAME=FOLDER, a saved model with the same
-stages.
+The script runs a model with all its tokens, and copies of it with several token reducers. It measures how well the
+relevance in two layers agrees, and which share of the patches two reducers both keep. It also measures how Gaussian
+noise on the image changes the relevance in one layer, and the mean relevance over all layers so far. Results are means
+over images with 95 % bootstrap intervals. To include a trained predictor, pass --also NAME=FOLDER, a saved model with
+the same stages.
 """
 
 import argparse
@@ -49,7 +49,8 @@ class RelevanceWatch:
     """Stores the relevance of every patch in every layer, averaged over the heads. Memory grows with the images.
 
     "class_attention" is the attention from the class token to a patch, if there is a class token. "attention_received"
-    is the attention from all tokens. While no token is pruned, these are the scores of the reducers of the same names.
+    is the attention from all tokens. If no token is pruned, these numbers are the scores of the reducers with the same
+    names.
     """
 
     def __init__(self, layout: TokenLayout, depth: int):
@@ -57,15 +58,15 @@ class RelevanceWatch:
         self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
 
     def observe(self, layer: int, observation: Observation) -> None:
-        # [batch, heads, queries, patches]; the class token is query 0.
+        # [batch, heads, queries, patches], where the class token is query 0.
         maps = observation.attention[..., self.layout.prefix :].detach()
         if self.layout.class_token:
-            # Move every batch to the CPU, because memory grows with the images.
+            # Every batch moves to the CPU, because memory grows with the images.
             self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
-        """Returns the relevance by source; NaN in a layer that computed nothing."""
+        """Returns the relevance by source, with NaN for a layer that computed nothing."""
         by_source = {}
         for name, layers in self._seen.items():
             # A layer without heads observes nothing, so its rows take their shape from another layer.
@@ -87,7 +88,7 @@ def token_relevance(
 ) -> dict[str, Float[Tensor, "images layers patches"]]:
     """Returns the relevance of every patch in each layer, by source (see `RelevanceWatch`).
 
-    The images must be normalized, and run as one batch.
+    The images must be normalized. They run as one batch.
 
     Raises:
         InvalidInput: The model prunes or merges tokens.
@@ -111,7 +112,7 @@ def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, 
 
 
 def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more patches"]) -> Float[Tensor, "*more"]:
-    """Returns the share of the smaller set's patches that are in both sets; by chance it is the larger set's share."""
+    """Returns the share of the smaller set's patches that are in both sets. By chance it is the larger set's share."""
     smaller = torch.minimum(first.sum(-1), second.sum(-1)).clamp_min(1)
     return (first & second).sum(-1).double() / smaller
 
@@ -119,19 +120,19 @@ def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more pa
 def rank_correlation(
     first: Float[Tensor, "*more patches"], second: Float[Tensor, "*more patches"]
 ) -> Float[Tensor, "*more"]:
-    """Returns Spearman's correlation over the patches, in [-1, 1]; 0 if all patches of one side are equal."""
+    """Returns Spearman's correlation over the patches, in [-1, 1], or 0 if all patches of one side are equal."""
     ranks = (_ranks(first), _ranks(second))
     one, other = (each - each.mean(-1, keepdim=True) for each in ranks)
     size = one.norm(dim=-1) * other.norm(dim=-1)
-    # Zero if one side is constant, because it orders no patch before another.
+    # It is zero if one side is constant, because a constant side orders no patch before another.
     return torch.where(size > 0, (one * other).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
     """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
-    Both variances are unbiased: the noise also contributes to the variance of the mean over the draws, and this part is
-    subtracted. The result is infinite if no difference between patches remains.
+    Both variances are unbiased. The noise also contributes to the variance of the mean over the draws, and the function
+    subtracts this part. The result is infinite if no difference between patches remains.
     """
     # The variance of a mean of n draws is the variance of one draw, divided by n.
     noise = noise_variance(draws)
@@ -147,7 +148,7 @@ def noise_variance(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor,
 def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Float[Tensor, "images layers layers"]:
     """Returns the correlation of the noise of every two layers, over draws and patches, about the mean of the draws.
 
-    SPOT's Section 8 assumes that it is near zero off the diagonal.
+    SPOT's Section 8 assumes that this correlation is near zero off the diagonal.
     """
     # Centred for each image, layer and patch, because only differences between draws are noise.
     deviations = (draws - draws.mean(0)).permute(1, 2, 0, 3).flatten(2)
@@ -159,7 +160,7 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
     """Returns the share of layer l's noise variance that remains in the mean over layers 1..l, [images, layers].
 
-    It is computed in three ways. "measured" is the measured share. "independent" assumes that the layers' noise has the
+    There are three versions. "measured" is the measured share. "independent" assumes that the layers' noise has the
     measured variances but no correlation. "claimed" is 1 / l, which SPOT's Section 8 derives from equal variances.
     """
     each = noise_variance(draws)
@@ -174,17 +175,19 @@ def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dic
 def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patches"]:
     """Returns the ranks in ascending order. Equal values share the mean of their ranks."""
     ordered = values.contiguous().sort(-1).values
-    # The mean of the first and the last index of equal values.
+    # The rank is the mean of the first and the last index of equal values.
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
     high = torch.searchsorted(ordered, values.contiguous(), right=True)
     return (low + high - 1).double() / 2
 
 
 def agreement_of_layers(relevance: Relevance, policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares every two layers by rank, and the patches that a stage keeps with those that later layers would keep."""
+    """Compares every two layers by rank, and the patches that a stage keeps with the patches that later layers would
+    keep.
+    """
     for source, maps in relevance.items():
         depth = maps.shape[1]
-        # [images] for each pair of layers. Pairs with the same distance are averaged image by image.
+        # [images] for each pair of layers. Pairs with the same distance are averaged for each image.
         every = {pair: rank_correlation(maps[:, pair[0]], maps[:, pair[1]]) for pair in combinations(range(depth), 2)}
         for distance in range(1, depth):
             correlation = torch.stack([value for (low, high), value in every.items() if high - low == distance]).mean(0)
@@ -194,10 +197,10 @@ def agreement_of_layers(relevance: Relevance, policy: TokenPolicy, seed: int) ->
 
 
 def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares the patches that a stage keeps with those that the mean over all later layers would keep."""
+    """Compares the patches that a stage keeps with the patches that the mean over all later layers would keep."""
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
-        # Use the layers after the stage, because a reducer at this stage has to predict their relevance.
+        # These are the layers after the stage, because a reducer at this stage has to predict their relevance.
         later = kept(maps[:, layer - 1 :].mean(1), count)
         for name, state in {"one layer": maps, "mean over layers": mean}.items():
             shared = overlap(kept(state[:, layer - 2], count), later)
@@ -211,7 +214,7 @@ def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, 
     for first, second in combinations(sets, 2):
         for stage, layer in enumerate(policy.layers):
             shared = overlap(sets[first][:, stage], sets[second][:, stage])
-            # `overlap` divides by the smaller set. By chance, its patches are in the larger set with that set's share.
+            # `overlap` divides by the smaller set. By chance, the share that is also in the larger set is its share.
             chance = torch.maximum(*(sets[name][:, stage].double().mean() for name in (first, second)))
             yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **summary(shared, seed)}
 
@@ -223,7 +226,7 @@ def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: Token
         of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)
         correlation = noise_correlation(draws)
         for layer, count in zip(policy.layers, policy.counts(draws.shape[-1]), strict=True):
-            at = layer - 2  # the index of the layer before the stage; layers count from 1
+            at = layer - 2  # the index of the layer before the stage, because layers count from 1
             pairs = correlation[:, : at + 1, : at + 1]  # only the layers in the mean
             kept_again = {
                 name: overlap(kept(before[:, at], count).expand(len(after), -1, -1), kept(after[:, :, at], count)).mean(
@@ -255,7 +258,7 @@ def off_diagonal(correlation: torch.Tensor) -> torch.Tensor:
 
 
 def summary(values: torch.Tensor, seed: int) -> dict[str, float | int]:
-    """Returns the mean over images with its interval; `n` counts the images with a finite value."""
+    """Returns the mean over images with its interval. `n` counts the images with a finite value."""
     # `noise_to_spread` is infinite if noise leaves no difference between patches.
     finite = values[values.isfinite()]
     estimate = mean_estimate(finite, seed) if len(finite) else Estimate(*[float("nan")] * 3)
@@ -293,13 +296,13 @@ def reducing(model: nn.Module, policy: TokenPolicy, arguments: argparse.Namespac
         reducer = REDUCERS[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
-        # Without a class token, reducers that read its attention are left out.
+        # Without a class token, reducers that use its attention are omitted.
         if "class_attention" not in reducer.needs or layout.class_token:
             models[name] = copy.deepcopy(model)
             attach_tokens_(models[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
     for text in arguments.also:
         name, _, folder = text.partition("=")
-        models[name] = rx.load(folder).to(arguments.device).eval()  # it has its own token policy
+        models[name] = rx.load(folder).to(arguments.device).eval()  # it contains a token policy
         reduction = reduction_of(models[name])
         if reduction is None or (reduction.policy.layers, reduction.policy.keep) != (policy.layers, policy.keep):
             raise InvalidInput(f"--also {text}: its stages are not {arguments.stages}; give --stages that all share.")
@@ -338,7 +341,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def measure(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
-    policy = parse_policy(f"random:{arguments.stages}")  # only its stages matter, so any reducer would do
+    policy = parse_policy(f"random:{arguments.stages}")  # only its stages matter, so the reducer is arbitrary
     policy = policy.on(family_of(model).token_layout(model), len(family_of(model).attention(model)))
     models = reducing(model, policy, arguments)
     clean = clean_relevance(model, data, arguments)

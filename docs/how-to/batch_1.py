@@ -30,8 +30,9 @@ image = next(iter(splits.test.batches(1))).images
 # %% [markdown]
 # ## Which candidates?
 #
-# Fewer hidden units make every product smaller and add no operation. One stage of merging adds a few. `rx.shrink(model,
-# splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides for you. Here you time two candidates.
+# Fewer hidden units make every product smaller and add no operation. One stage of merging adds a few operations.
+# `rx.shrink(model, splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides for you. Here you
+# time two candidates.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -43,7 +44,7 @@ candidates = {
 # %% [markdown]
 # ## In PyTorch
 #
-# Each candidate and the original are timed in turns, on one thread. The original runs in its library's own kernels.
+# attnrx times each candidate and the original in turns, on one thread. The original runs in its library's own kernels.
 # More rounds give narrower intervals.
 
 # %%
@@ -55,8 +56,8 @@ for name, candidate in candidates.items():
 # %% [markdown]
 # ## As a file
 #
-# The same candidate is exported for ONNX Runtime. It is compared with the original's file in that runtime, and with the
-# original in eager PyTorch.
+# You export the same candidate for ONNX Runtime. attnrx compares it with the original's file in that runtime, and with
+# the original in eager PyTorch.
 
 # %%
 exported = rx.export(candidates["half of the hidden units"], "runs/half.onnx")
@@ -73,7 +74,7 @@ print(f"the file: {found.value:.2f}x the original in PyTorch")
 # ## What can go wrong
 #
 # - A plan for batch 32 can be slower at batch 1, above all if it merges in every layer.
-# - A hook on a part of a block, gradients or autocast: then attnrx calls the parts of the block one by one, which is
+# - With a hook on a part of a block, gradients or autocast, attnrx calls the parts of the block one by one, which is
 #   slower. Use `torch.inference_mode()`.
 # - Two threads at batch 1 help little on small models. Measure with the number of threads that you deploy with.
-# - This page's model is so small that function calls take most of its time. Do not expect its numbers from your model.
+# - This page's model is so small that function calls take most of its time. Your model will have other numbers.

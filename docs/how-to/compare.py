@@ -4,7 +4,7 @@
 # # Compare methods
 #
 # Which method loses the least at the same cost? A *method* is one way of compressing a model, written as text. All
-# methods use the same diagnosis and are measured on the same images.
+# methods use the same diagnosis, and attnrx measures them on the same images.
 
 # %%
 import os
@@ -47,9 +47,9 @@ methods = [
 # %% [markdown]
 # ## At equal MACs
 #
-# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs. attnrx finds it in closed
-# form before it builds anything. Changes are paired with the original; intervals are 95 % over the images. Nothing is
-# fine-tuned.
+# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs. attnrx computes this share in
+# closed form before it builds anything. Each change is paired with the original. The intervals are 95 % intervals over
+# the images. attnrx fine-tunes nothing.
 
 # %%
 calibration = splits.train.take(96)
@@ -59,12 +59,13 @@ print(trials.to_markdown())
 
 # %% [markdown]
 # If a method cannot reach the target, the table lists it with its smallest cost. To compare at equal shares instead,
-# pass `shares=[0.5]`. The file has every number. A trained model is a method too: `spot=runs/spot` names its folder.
+# pass `shares=[0.5]`. The file contains every number. You can also compare a trained model: `spot=runs/spot` names its
+# folder.
 #
 # ## Figures
 #
-# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. The CSV files hold the numbers, in
-# case you draw your own figures. This needs `attnrx[figures]`.
+# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. It also writes CSV files, from which
+# you can draw your own figures. You need `attnrx[figures]`.
 
 # %%
 drawn = rx.figures(["comparison.json", bench.diagnosis], "figures", formats=["svg", "csv"])
@@ -74,8 +75,8 @@ print(*(path.name for path in drawn if path.suffix == ".svg"))
 # ## Measured latency
 #
 # `compare_speeds` times all methods and the model in its own library in turns, round by round. So other load on the
-# machine slows all of them alike. "ideal" is the speed-up that the share of the MACs predicts. Timing needs no real
-# images, so the bench may hold noise.
+# machine slows all of them alike. The column "ideal" is the speed-up that the share of the MACs predicts. Timing needs
+# no real images, so the bench may contain noise.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine
@@ -87,8 +88,8 @@ print(speeds.to_markdown())
 # This model is so small that function calls take most of its time, so no method makes it faster. Before you choose,
 # check the last column on your model, your hardware and your batch size.
 #
-# To compare at equal latency rather than equal MACs, time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`. Then
-# compare methods whose intervals of latency overlap.
+# To compare at equal latency rather than equal MACs, time several shares: `Rates(..., shares=(0.9, 0.7, 0.5))`. Then
+# compare methods whose latency intervals overlap.
 #
 # ## The same on the command line
 #
@@ -102,8 +103,8 @@ print(speeds.to_markdown())
 #
 # ## The table of the field
 #
-# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it takes attnrx's plans, token
-# reducers, low ranks, pruning, a lower resolution and the vendor's 8 bits. All are calibrated on the same images.
+# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it compares attnrx's plans, token
+# reducers, low ranks, pruning, a lower resolution and the vendor's 8 bits. All methods get the same calibration images.
 #
 # ```bash
 # attnrx bench timm:vit_tiny_patch16_224 --data path/to/images --tasks classification,retrieval,dense --out table
@@ -114,14 +115,14 @@ print(speeds.to_markdown())
 # | `classification` | accuracy, its change, the share of unchanged answers, the divergence |
 # | `retrieval` | how many of an image's 10 nearest neighbours the smaller tower finds |
 # | `dense` | cosine and error of the features of all patches |
-# | `speed` | only latency; the default without `--data` |
+# | `speed` | only latency (the default without `--data`) |
 #
 # Budgets are shares of the MACs (`--macs 0.7,0.5,0.35`), or measured speeds (`--faster 1.3,1.6 --runtime onnx`).
-# `--batches 1,8` adds the latency of every row. A method that cannot reach a budget has a row that says so.
+# `--batches 1,8` adds the latency of every row. If a method cannot reach a budget, its row says so.
 #
-# Open `table/index.html` in a browser to filter and sort the table. `table/rows` has a file for every row. If you stop
-# the command and run it again, it continues with the next row. `--repeat 10` measures ten rows again with another seed,
-# and reports which of them leave their intervals.
+# Open `table/index.html` in a browser to filter and sort the table. `table/rows` contains a file for every row. If you
+# stop the command and run it again, it continues with the next row. `--repeat 10` measures ten rows again with another
+# seed, and reports which results leave their intervals.
 #
 # ## Your method in the table
 #
@@ -144,4 +145,4 @@ print(speeds.to_markdown())
 #     --plugin mine.py --methods 'mine=baseline:mine' 'smaller=timm:deit_tiny_patch16_224'
 # ```
 #
-# Token Transforming (arXiv 2506.05709) is not in the table, because its abstract does not determine its matrices.
+# The table does not contain Token Transforming (arXiv 2506.05709), because its abstract does not define its matrices.

@@ -4,7 +4,7 @@
 # # Segmentation and detection: dense features
 #
 # You need one feature per patch, although the layers process fewer tokens. Attach a token policy and call the model as
-# before: attnrx restores merged and pruned patches.
+# before. attnrx restores merged and pruned patches.
 
 # %%
 import os
@@ -34,9 +34,9 @@ representatives = runs[-1].representatives()
 print(f"the patches of an image share {representatives[0].unique().numel()} tokens")
 
 # %% [markdown]
-# A timm model also has its own methods, `small.forward_features(images)` and `small.forward_intermediates(images,
-# indices=4)`. You call a transformers model as always: `small(pixel_values=images, output_hidden_states=True)`. For
-# every patch, `representatives` holds the index of the token that represents it, or -1 if the patch was pruned.
+# A timm model also has its own methods: `small.forward_features(images)` and `small.forward_intermediates(images,
+# indices=4)`. You call a transformers model as before: `small(pixel_values=images, output_hidden_states=True)`. For
+# every patch, `representatives` contains the index of the token that represents it, or -1 if the patch was pruned.
 #
 # ## The error of the features
 
@@ -52,8 +52,8 @@ for finding in evidence.findings:
 #
 # ## What can go wrong
 #
-# - A pruned patch is restored from the most similar kept patch. Merging (`ward`, `tome`) has a smaller error at the
-#   same cost: [Dense features: measured](../results/dense.md).
-# - A heavy reduction in early layers cannot be undone. Measure the error before you choose a policy.
+# - attnrx restores a pruned patch from the most similar kept patch. Merging (`ward`, `tome`) has a smaller error at the
+#   same cost ([Dense features: measured](../results/dense.md)).
+# - You cannot undo a heavy reduction in early layers. Measure the error before you choose a policy.
 # - `rx.export(small, "features.onnx", features=True)` writes a file that returns these features. Without
 #   `features=True` the file returns the model's usual output.

@@ -35,9 +35,9 @@ evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.
 # %% [markdown]
 # ## A folder
 #
-# `save` writes the weights (safetensors), `config.json`, the prescription, the evidence and a model card that a hub can
-# read. `load` needs only the folder. `rx.push_to_hub(folder, "you/name")` publishes it, and `rx.load("hub:you/name")`
-# loads it.
+# `save` writes the weights (safetensors), `config.json`, the prescription, the evidence and a model card for a hub.
+# `load` needs only the folder. `rx.push_to_hub(folder, "you/name")` publishes it, and `rx.load("hub:you/name")` loads
+# it.
 
 # %%
 folder = rx.save(slim, OUT / "slim", prescription=prescription, evidence=evidence)
@@ -49,7 +49,8 @@ print((folder / "README.md").read_text().splitlines()[0:6])
 # ## A file for ONNX Runtime
 #
 # attnrx runs the exported file and compares it with the model before it saves the file. If the outputs differ, it
-# refuses the file. A JSON file next to it has the shape and scale of the images, class names, versions, and the parity.
+# refuses the file. A JSON file next to it contains the images' shape and scale, the class names, the versions, and the
+# difference between file and model.
 
 # %%
 exported = rx.export(slim, OUT / "slim.onnx")
@@ -57,7 +58,7 @@ for finding in exported.facts["parity"]:
     print(f"{finding['claim']}: within {finding['limit']:g}" if finding["limit"] is not None else finding["claim"])
 
 # %% [markdown]
-# Every verb accepts the file in place of a model. So the evidence can be about the deployed file:
+# You can pass the file to every verb in place of a model. So you can verify the file that you deploy:
 
 # %%
 fidelity = rx.verify(rx.load(OUT / "slim.onnx"), slim, splits.test, [rx.checks.Fidelity()])
@@ -65,13 +66,13 @@ agreement = fidelity.of("fidelity")[1]
 print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 
 # %% [markdown]
-# Export to `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` in the
-# same way. The first two write a `.pt2` file, which can run any code of its author when it is opened. `rx.load` opens
-# such a file only with `trust=True`, and a command only with `--trust`. On a CPU that computes in bfloat16,
+# In the same way, export to `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, also for C++) or
+# `"openvino"`. The first two write a `.pt2` file. Opening such a file can run any code that its author put there. So
+# `rx.load` opens it only with `trust=True`, and a command only with `--trust`. On a CPU that computes in bfloat16,
 # `"openvino(precision=bf16)"` is the fastest, with almost no loss ([OpenVINO](openvino_file.md)).
 #
-# For `int8`, NNCF quantizes the model on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). This needs
-# `pip install 'attnrx[int8]'`. You measure its cost in the same way:
+# For `int8`, NNCF quantizes the model on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). You need `pip
+# install 'attnrx[int8]'`. Measure the loss in the same way:
 
 # %%
 int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8", calibration=splits.train)
@@ -81,12 +82,12 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Phones and browsers
 #
-# ONNX Runtime Web runs the ONNX files without changes: `ort.InferenceSession.create("slim.onnx")`. A ViT-Tiny was tried
-# in its WebAssembly, unchanged and with three stages of merging. The outputs agreed with PyTorch's to 1.5e-6
-# (onnxruntime-web 1.30 in Node; WebGPU was not tried).
+# ONNX Runtime Web runs the ONNX files without changes: `ort.InferenceSession.create("slim.onnx")`. We tried a ViT-Tiny
+# in WebAssembly, both unchanged and with three stages of merging. The outputs agreed with PyTorch's to 1.5e-6
+# (onnxruntime-web 1.30 in Node). WebGPU was not tried.
 #
-# For Core ML, convert the program. This works for models without pruned or merged tokens, because the converter has no
-# stable sort. The conversion was checked on Linux (coremltools 9.0), where Core ML itself does not run:
+# For Core ML, convert the program. You can convert only models without pruned or merged tokens, because the converter
+# has no stable sort. We checked the conversion on Linux (coremltools 9.0), where Core ML does not run:
 #
 # ```python
 # rx.export(slim, "slim.pt2", to="program", batch=1)
@@ -95,7 +96,7 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # ```
 
 # %% [markdown]
-# On the command line: `attnrx export slim --to onnx --out slim.onnx`, then `attnrx verify slim.onnx --reference slim
-# --data DATA`. In Python, `rx.exporting.compare_with_original` times a file beside the original's file in the same
-# runtime. `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, and exports the original
-# in the same way.
+# On the command line, use `attnrx export slim --to onnx --out slim.onnx`, then `attnrx verify slim.onnx --reference
+# slim --data DATA`. In Python, `rx.exporting.compare_with_original` times a file beside the original's file in the same
+# runtime. `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, and also the original's
+# file.

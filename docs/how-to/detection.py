@@ -1,12 +1,12 @@
-"""Make a detector smaller as a whole: boxes and classes, judged by the boxes that are found."""
+"""Make a whole detector smaller: boxes and classes, judged by the objects that it finds."""
 
 # %% [markdown]
 # # A detector
 #
-# You want a smaller detector that keeps your head, your outputs and your boxes, verified by the objects that it finds.
-# The module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the object
-# whose centre it contains. It is trained in half a minute on digits of different sizes in noise. Your module may return
-# any tensors, in tuples or dictionaries, before or after your own selection of boxes.
+# You want a smaller detector that keeps your head, your outputs and your boxes. You judge it by the objects that it
+# finds. The module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the
+# object whose centre it contains. It is trained in half a minute on digits of different sizes in noise. Your module may
+# return any tensors, in tuples or dictionaries, before or after your own selection of boxes.
 
 # %%
 import timm
@@ -39,7 +39,7 @@ class Detector(nn.Module):
 
 # %% [markdown]
 # A loader yields images and their objects, [batch, objects, 5]: class, centre, width and height. Lengths are shares of
-# the image's side.
+# the image side.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -89,9 +89,10 @@ model.eval()
 # ## A divergence and a metric
 #
 # `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two outputs in
-# different units, so you must say how to weigh them. Here it is the divergence of the classes in all patches, plus the
+# different units, so you must weight them. This divergence adds the divergence of the classes in all patches and the
 # error of the boxes where the original sees an object. `metric(outputs, (images, labels))` is the number that you
-# report. Here it is the share of objects that are found, with the right class and an overlap (IoU) above one half.
+# report. This metric is the share of objects that the detector finds with the right class and an overlap (IoU) above
+# one half.
 
 
 # %%
@@ -129,14 +130,13 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)["boxes"]` are its boxes. Your selection of boxes works on them as
-# before.
+# The result is your module: `small.model(images)["boxes"]` are its boxes. You can select boxes from them as before.
 #
 # ## The average precision
 #
 # AP belongs to a whole data set, because it ranks the boxes of all images by their scores. So it cannot choose a plan.
-# You measure it once, with your own evaluation. Which box finds which object is decided within one image. So you can
-# resample images, which gives the change of AP an interval.
+# Measure it once, with your own evaluation. Boxes are matched with objects within one image. So you can resample images
+# to get an interval for the change of AP.
 
 
 # %%
@@ -179,10 +179,10 @@ print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old
 # %% [markdown]
 # ## Windows and merging
 #
-# attnrx finds a backbone inside a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR) in the same way: pass the whole
-# detector. LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. Ranks, heads and units
-# can be removed there, too. Tokens are merged within every window, equally many in each, and restored before the head.
-# The example is an LW-DETR with random weights; `from_pretrained` loads yours.
+# attnrx also finds the backbone in a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR). Pass the whole detector.
+# LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. attnrx can remove ranks, heads
+# and units there, too. It merges the same number of tokens in every window, and restores them before the head. The
+# example is an LW-DETR with random weights. `from_pretrained` loads yours.
 
 # %%
 torch.manual_seed(0)
@@ -208,4 +208,4 @@ print(f"{100 * after / before:.0f} % of the MACs; boxes of two images: {tuple(sm
 #   image. Pass the module without this selection, and select boxes afterwards.
 # - A DETR returns queries in place of patches. Compare the same query of both models, and weight it by the scores of
 #   the original, as above.
-# - The lists of objects must have one shape for all images: pad them in the dataset.
+# - The lists of objects must have one shape for all images. Pad them in the dataset.

@@ -4,7 +4,8 @@
 # # An embedding tower
 #
 # A tower has no classes. Its output is a vector for retrieval, deduplication or zero-shot classification (CLIP, SigLIP,
-# DINOv2). So attnrx does not measure accuracy, but the cosine distance of the vectors and the neighbours that stay.
+# DINOv2). So attnrx does not measure accuracy. It measures the cosine distance of the vectors, and which neighbours
+# stay the same.
 
 # %%
 import os
@@ -43,9 +44,9 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## What it costs
 #
-# `fidelity` compares the vectors, `retrieval` the neighbours of every image. To measure how many images change their
-# zero-shot class, pass a divergence of your own. If `texts` holds the text tower's vector of every class, call
-# `rx.verify(..., divergence=lambda a, b: ((a @ texts.T).argmax(-1) != (b @ texts.T).argmax(-1)).float())`.
+# `fidelity` compares the vectors, and `retrieval` compares the neighbours of every image. To measure how many images
+# change their zero-shot class, pass a divergence of your own. If `texts` holds the text tower's vector of every class,
+# call `rx.verify(..., divergence=lambda a, b: ((a @ texts.T).argmax(-1) != (b @ texts.T).argmax(-1)).float())`.
 
 # %%
 checks = [rx.checks.Fidelity(), rx.checks.Retrieval(ks=(1, 5))]
@@ -55,7 +56,7 @@ for finding in rx.verify(small, model, splits.test.take(256), checks).findings:
 # %% [markdown]
 # ## What can go wrong
 #
-# - An index holds vectors of the original. The smaller model's vectors are near them, but not equal. Embed the index
-#   again, or fit the smaller model to the index that you have: [Search with an old index](old_index.md).
-# - You can compress both towers of a pair. Load and compare each tower by itself.
-# - Repair and distillation fit the vectors themselves: `rx.repair(small, model, images)`, `rx.distill(...)`.
+# - Your index contains vectors of the original. The smaller model's vectors are near them, but not equal. Embed the
+#   images again, or fit the smaller model to the index that you have ([Search with an old index](old_index.md)).
+# - You can compress both towers of a pair. Load and compare each tower separately.
+# - Repair and distillation fit the vectors directly: `rx.repair(small, model, images)`, `rx.distill(...)`.

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Read the evidence
 #
-# A smaller model comes with claims: equal accuracy, equal predictions, lower latency. Evidence is the measurement for
-# each claim.
+# A smaller model comes with claims: equal accuracy, equal predictions, lower latency. Evidence contains a measurement
+# for each claim.
 
 # %%
 import os
@@ -32,8 +32,9 @@ slim = rx.realize(model, prescription)
 # %% [markdown]
 # ## Checks
 #
-# A check is a measurement with options. With a limit, its finding is a *claim*, which holds or fails, or is undecided
-# if there are too few images. Without a limit, the finding only reports a quantity. Set the limits before you measure.
+# A check is a measurement with options. If you set a limit, its finding is a *claim*. A claim holds or fails, or it is
+# undecided if there are too few images. Without a limit, the finding only reports a quantity. Set the limits before you
+# measure.
 
 # %%
 checks = [
@@ -51,9 +52,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Intervals are paired
 #
-# Both models classify the same images. So only images where exactly one model is right change the difference, and the
-# *change* has a far narrower interval than either accuracy. If it contains zero, neither a loss nor a gain was shown.
-# Its lower end bounds the loss.
+# Both models classify the same images. Only images where exactly one model is right change the difference. So the
+# *change* has a far narrower interval than either accuracy. If the interval contains zero, the images show neither a
+# loss nor a gain. Its lower end bounds the loss.
 
 # %%
 before, after, change = evidence.of("accuracy")
@@ -61,15 +62,15 @@ for finding in (before, after, change):
     print(f"{finding.claim}: {finding.value:.1f} {finding.unit} [{finding.low:.1f}, {finding.high:.1f}]")
 
 # %% [markdown]
-# The divergences of images have heavy tails. With 50 images, the percentile intervals of a bootstrap cover the mean in
-# only 83 to 92 % of the cases. So attnrx studentizes means, with wider tails for few images, and reaches 94 % or more
-# (`python benchmarks/coverage.py`).
+# The divergences of images have heavy tails. With 50 images, the percentile intervals of a bootstrap contain the mean
+# in only 83 to 92 % of the cases. So attnrx studentizes means, and widens the tails for few images. Its intervals
+# contain the mean in 94 % or more (`python benchmarks/coverage.py`).
 #
 # ## Accuracy is not enough
 #
-# A model can keep its accuracy although it gets other images right than before. So discrepancy, agreement and
-# divergence compare the outputs of reference, mask and candidate in pairs. The difference between reference and mask is
-# the cost of the *selection*. The difference between mask and candidate is the cost of the *realization*.
+# A model can keep its accuracy and still be right on other images than before. So discrepancy, agreement and divergence
+# compare the outputs of reference, mask and candidate in pairs. The difference between reference and mask is the cost
+# of the *selection*. The difference between mask and candidate is the cost of the *realization*.
 
 # %%
 for finding in evidence.of("fidelity"):
@@ -78,10 +79,10 @@ for finding in evidence.of("fidelity"):
 # %% [markdown]
 # ## Controls
 #
-# Would any other selection of the same size be as good? Controls keep the same number of directions in every head, but
-# select them at random, by the largest strengths, or evenly. The finding states how much *farther* from the original
-# each control is than the rule's selection, with a paired interval. If the interval is above zero, the rule is better
-# than the control.
+# Would another selection with the same number of directions be as good? Controls keep the same number of directions in
+# every head, but select them at random, by the largest strengths, or evenly. The finding states how much *farther* each
+# control is from the original than the rule's selection, with a paired interval. If the interval is above zero, the
+# rule is better than the control.
 
 # %%
 prescriptions = control_prescriptions(diagnosis, prescription, kinds=("random", "largest"), draws=3)
@@ -92,18 +93,18 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 # %% [markdown]
 # ## What can go wrong
 #
-# - A change without an interval, or on images that were used for the selection. Diagnose and calibrate on training
-#   images, and verify on test images.
-# - One seed. Every finding contains its seed: run the command with several seeds, and compare the findings.
-# - Latency without its conditions. The check times both models in turns, so other load slows both. It records the
-#   hardware, the batch size and the threads. Rounds run in four new processes, because processes differ more than
-#   rounds do. The interval is a t interval over the medians of the processes. A file, or a model that cannot be
-#   pickled, is timed in one process; the finding's `interval` says which method was used. Another day can differ by
-#   more than the interval.
+# - You report a change without an interval, or on images that were used for the selection. Diagnose and calibrate on
+#   training images, and verify on test images.
+# - You use one seed. Every finding contains its seed. Run the command with several seeds, and compare the findings.
+# - You report latency without its conditions. The check times both models in turns, so other load slows both. It
+#   records the hardware, the batch size and the threads. Its rounds run in four new processes, because processes differ
+#   more than rounds do. The interval is a t interval over the medians of the processes. A file, or a model that cannot
+#   be pickled, is timed in one process. The finding's `interval` names the method. On another day the latency can
+#   differ by more than the interval.
 #
 # ## The report
 #
-# The report is one HTML file with everything, and needs no network. The JSON file holds every finding with value,
+# The report is one HTML file with all results, and needs no network. The JSON file contains every finding with value,
 # limit, interval, n and seed.
 
 # %%

@@ -4,7 +4,7 @@
 # # A fine-tuned model
 #
 # You have fine-tuned a timm or transformers model on your own classes. It has a new head, and you have a folder of
-# images. One call makes it smaller. This page first makes such a model and such a folder; use yours instead.
+# images. One call makes it smaller. This page first makes an example model and an example folder. Use yours instead.
 
 # %%
 from pathlib import Path
@@ -42,9 +42,9 @@ for images, labels in loader:
 # %% [markdown]
 # ## Smaller
 #
-# The new head needs no configuration: attnrx adopts the model as it is and proves that the copy has the same outputs.
-# For a target of measured time, pass `faster=1.5` in place of `macs=0.7`. Labels are used only for the accuracy. On
-# images that the model was trained on, as here, this accuracy is too high. Pass images that it has not seen, or
+# The new head needs no configuration. attnrx adopts the model and proves that its copy has the same outputs. To set a
+# target of measured time, pass `faster=1.5` in place of `macs=0.7`. Labels are used only to measure accuracy. On images
+# that the model was trained on, as here, this accuracy is too high. Pass images that it has not seen, or
 # `{"train": loader, "test": loader_of_unseen_images}`: attnrx plans on the first and reports accuracy on the second.
 
 # %%
@@ -56,8 +56,8 @@ print("verified:", ", ".join(sorted({finding.check for finding in shrunk.evidenc
 # %% [markdown]
 # ## The folder
 #
-# It has the model, its ONNX file with a script that runs it, the evidence and a report. The ONNX file has the class
-# names of the folder of images.
+# The folder contains the model, its ONNX file with a script that runs it, the evidence and a report. The ONNX file
+# contains the class names from your image folder.
 
 # %%
 folder = shrunk.save("runs/faster")
@@ -79,8 +79,8 @@ print(rx.exporting.load_exported(folder / "model.onnx").facts["class_names"])
 #
 # ## What can go wrong
 #
-# - Few images: attnrx plans on a part of them and verifies on the rest. With fewer than 1,000 images the intervals are
-#   wide, and claims are undecided.
-# - A head with several inputs or outputs (detection, two tasks): see [Use a model of your own](own_model.md).
-# - The order: fine-tune first, then compress. You can train a compressed model further with `rx.train` or your own
-#   loop.
+# - You have few images. attnrx plans on a part of them and verifies on the rest. With fewer than 1,000 images the
+#   intervals are wide, and claims are undecided.
+# - Your head has several inputs or outputs (detection, two tasks). See [Use a model of your own](own_model.md).
+# - You compress too early. Fine-tune first, then compress. You can train a compressed model further with `rx.train` or
+#   your own loop.

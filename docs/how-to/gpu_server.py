@@ -1,4 +1,4 @@
-"""A GPU server: what makes a large batch faster on a device that is bound by launches, and how to record it."""
+"""A GPU server: what makes large batches faster where kernel launches limit the speed, and how to record a graph."""
 
 # %% [markdown]
 # # A GPU server
@@ -51,7 +51,7 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # ## Record it
 #
 # A CUDA graph replays all kernels of a forward pass with one call. The first call with a new batch shape records the
-# graph. The returned tensor is valid only until the next call.
+# graph. The returned tensor is valid only until you call the graph again.
 
 # %%
 images = torch.randn(BATCH, *rx.models.family_of(model).input_shape(model), device=device)
@@ -66,5 +66,5 @@ print(f"answers: {list(answers.shape)}")
 # - A model that was planned for a target of MACs can be slower on a GPU. State a target of time instead:
 #   `rx.shrink(model, images, faster=1.2, batch=256)` times every plan as a CUDA graph. First put the model on the
 #   device, in the precision you will use (`model.bfloat16()`).
-# - Do not expect a gain at batch 1. As a graph, half of the hidden units gives 1.01x to 1.07x, and everything else is
-#   slower than timm. The graph alone makes timm's ViT-S 6.4 times as fast.
+# - Do not expect a gain at batch 1. As graphs, models with half of the hidden units are 1.01 to 1.07 times as fast as
+#   timm's. All other reductions are slower. The graph without compression makes timm's ViT-S 6.4 times as fast.

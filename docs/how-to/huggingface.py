@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Models and pipelines of transformers
 #
-# You have an image model from transformers and want a smaller one for `pipeline` and `Trainer`. Needs `pip install
+# You have an image model from transformers and want a smaller one for `pipeline` and `Trainer`. You need `pip install
 # 'attnrx[huggingface,train]'`.
 
 # %%
@@ -19,9 +19,9 @@ transformers.logging.set_verbosity_error()
 # %% [markdown]
 # ## Load
 #
-# `rx.load("hf:google/vit-base-patch16-224")` reads a model from the hub. `rx.load("hf:FOLDER")` reads a model that
-# `save_pretrained` wrote. `rx.load(model)` adopts an instance. Here it is a small one with fresh weights, so that the
-# page runs without a download. attnrx proves on random images that the copy has the same outputs.
+# `rx.load("hf:google/vit-base-patch16-224")` loads a model from the hub. `rx.load("hf:FOLDER")` loads a model that
+# `save_pretrained` wrote. `rx.load(model)` adopts an instance. The example is a small model with random weights, so
+# the page runs without a download. attnrx proves on random images that the copy has the same outputs.
 
 # %%
 config = transformers.ViTConfig(
@@ -41,7 +41,7 @@ model = rx.load(original)
 # ## Make it smaller
 #
 # With images and a target, `rx.shrink(original, loader, macs=0.6)` chooses the ranks, units and tokens. Here you state
-# them. A loader may yield what a processor returns: `{"pixel_values": ..., "labels": ...}`.
+# them. A loader may yield the output of a processor: `{"pixel_values": ..., "labels": ...}`.
 
 # %%
 processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
@@ -71,7 +71,7 @@ print(sorted(answer["label"] for answer in answers))
 # ## Trainer
 #
 # The model takes `pixel_values` and `labels` and returns logits with a loss. So `Trainer` can evaluate and fine-tune
-# it. The ranks and the token policy stay as they are. (`rx.distill` and `rx.train` fit the model without labels.)
+# it. The ranks and the token policy do not change. (`rx.distill` and `rx.train` fit the model without labels.)
 
 # %%
 rows = [{"pixel_values": image, "labels": label % 3} for label, image in enumerate(pixels)]
@@ -97,7 +97,7 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 #   of transformers refuses the folder. Attention with reduced ranks returns no attention weights
 #   (`output_attentions=True`).
 # - `rx.load` opens the folders that `trainer.save_model(folder)` and the checkpoints of `Trainer` write.
-# - The processor is not saved with the model: keep the original's processor, or its folder.
-# - `rx.load` refuses what it cannot copy exactly, and names the block or the feature ([which classes are
-#   read](../models.md)).
-# - Dense tasks need all patches: prune or merge tokens only if the class token gives the answer.
+# - attnrx does not save the processor with the model. Keep the original's processor, or its folder.
+# - If `rx.load` cannot copy a model exactly, it refuses the model and names the block or the feature ([which classes
+#   are read](../models.md)).
+# - Dense tasks need all patches. Prune or merge tokens only if the class token gives the answer.

@@ -18,18 +18,18 @@ import attnrx as rx
 # ## The class
 #
 # `Selecting` keeps the patches with the highest `relevance` [batch, patches]. A field of the class is an option in
-# texts. This class keeps the patches whose features have the largest norm, and its field chooses the norm. `state`
+# texts. The example keeps the patches whose features have the largest norm, and its field chooses the norm. `state`
 # always has these fields:
 #
 # | field | shape | is |
 # |---|---|---|
-# | `tokens` | [batch, tokens, width] | all tokens; the first `prefix` are not patches |
+# | `tokens` | [batch, tokens, width] | all tokens (the first `prefix` are not patches) |
 # | `patches` | [batch, patches, width] | the tokens that are patches |
-# | `sizes` | [batch, tokens] | how many patches of the image a token stands for; 0 if it is masked |
-# | `patch_indices` | [batch, patches] | the place of every patch in the image |
-# | `stage`, `layer`, `depth` | numbers | where the stage is |
+# | `sizes` | [batch, tokens] | how many patches of the image a token represents, or 0 if it is masked |
+# | `patch_indices` | [batch, patches] | the position of every patch in the image |
+# | `stage`, `layer`, `depth` | numbers | the position of the stage in the model |
 #
-# It also has the following results of the previous layer, if the class names them, as in `needs = ("keys",)`:
+# If your class asks for them, as in `needs = ("keys",)`, `state` also has these results of the previous layer:
 #
 # | value of `needs` | shape |
 # |---|---|
@@ -55,7 +55,7 @@ rx.tokens.REDUCERS.register(LargestFeatures)  # its name in texts: largest_featu
 # %% [markdown]
 # ## Use it
 #
-# Use the reducer by its name. Beside it runs a control that keeps the same shares:
+# Use the reducer by its name. The loop also runs a control that keeps the same shares:
 
 # %%
 checks = [rx.checks.Fidelity()]
@@ -79,15 +79,15 @@ with torch.no_grad():
 # %% [markdown]
 # ## On the command line
 #
-# Put the class into a file, and pass the file to any command: `attnrx compare ... --plugin largest_features.py`. An
-# installed package needs no option if it names its modules as entry points of the group `attnrx.parts`.
+# Put the class into a file, and pass the file to any command: `attnrx compare ... --plugin largest_features.py`. If an
+# installed package names its modules as entry points of the group `attnrx.parts`, you need no option.
 #
 # ## In the package
 #
-# A reducer of the package is the same kind of class in `src/attnrx/vit/tokens/`. It also needs one line in `REDUCERS`,
+# A reducer in the package is the same kind of class, in `src/attnrx/vit/tokens/`. You also need one line in `REDUCERS`,
 # one export, and one line in `tests/support/cases.py`. The laws in `tests/laws/` then check what every reducer must
 # guarantee: masks equal removal, costs are as counted, batches do not mix, exported files agree
 # ([Architecture](../architecture.md)).
 #
 # If your reducer merges tokens, implement `Reducer.reduce` (see `Ward`). If it learns its scores, subclass
-# `attnrx_lab.tokens.Predicting` (see `Spot` there).
+# `attnrx_lab.tokens.Predicting` (see `Spot` in the same package).

@@ -1,10 +1,10 @@
-"""Make an embedding tower smaller, and continue to search in the index that the original made."""
+"""Make an embedding tower smaller, and continue to search in the index that you made with the original."""
 
 # %% [markdown]
 # # Search with an old index
 #
-# You have an index: vectors of many images, made by a large tower. You want cheaper queries without embedding the index
-# again. So the smaller tower must find the original's neighbours among the original's vectors.
+# You have an index with vectors of many images, made by a large tower. You want cheaper queries, and do not want to
+# embed the images again. So the smaller tower must find the original's neighbours among the original's vectors.
 
 # %%
 import os
@@ -30,7 +30,7 @@ else:  # the features of a small ViT for handwritten digits, trained in seconds
 # %% [markdown]
 # ## Your index
 #
-# The index holds the original's vectors, [images, features]. You have them in your database; here they are computed.
+# The index holds the original's vectors, [images, features]. Yours are in your database. The page computes an example.
 
 # %%
 with torch.no_grad():
@@ -40,8 +40,8 @@ print(f"{len(index):,} vectors of {index.shape[1]} numbers")
 # %% [markdown]
 # ## A smaller tower for this index
 #
-# `keep_index=True` fits the smaller tower to the original's vectors: every effort then distills it by the cosine
-# distance to them. No labels are used. Pass at least 1,000 images of the kind that you search with.
+# `keep_index=True` fits the smaller tower to the original's vectors. Every effort then minimizes the cosine distance to
+# them. attnrx uses no labels. Pass at least 1,000 images of the kind that you search with.
 
 # %%
 small = rx.shrink(tower, splits, macs=0.6, keep_index=True)
@@ -50,9 +50,9 @@ print(small.summary)
 # %% [markdown]
 # ## What new queries find
 #
-# `small.evidence` has the check `index`: every test image is a query, and the other test images are the index. To
-# search in your own index, pass it as `stored`, and use queries that it does not contain. The example compares the
-# result with the same target without `keep_index`:
+# `small.evidence` contains the check `index`: every test image is a query, and the other test images are the index. To
+# search in your own index, pass it as `stored`, and use queries that it does not contain. The example also reaches the
+# same target without `keep_index`, and compares the two results:
 
 # %%
 without = rx.shrink(tower, splits, macs=0.6)
@@ -64,8 +64,8 @@ for name, each in {"keep_index=True": small, "without": without}.items():
 # %% [markdown]
 # ## A share of the neighbours as the target
 #
-# `recall=0.95` plans for the fewest MACs that keep 95 % of the 10 nearest neighbours. The plans are tried on other
-# images than the evidence. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
+# `recall=0.95` plans for the fewest MACs that keep 95 % of the 10 nearest neighbours. attnrx tries the plans on other
+# images than it uses for the evidence. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
 
 # %%
 small = rx.shrink(tower, splits, recall=0.95)
@@ -74,10 +74,11 @@ print(small.summary)
 # %% [markdown]
 # ## What can go wrong
 #
-# - In a larger index the neighbours are nearer to each other, and harder to keep. Measure with your own vectors.
-# - The search here is exact. An approximate index loses some neighbours by itself, with either tower.
+# - In a larger index the neighbours are nearer to each other, and it is harder to keep them. Measure with your own
+#   vectors.
+# - The search here is exact. An approximate index loses some neighbours with either tower.
 # - If you add images with the smaller tower, old queries are compared with new vectors. Without `stored`, the check
 #   also measures this direction.
-# - A quick call does not distill a tower of more than 5e9 MACs per image: pass `effort="normal"`.
-# - If no plan reaches the target, attnrx refuses it. The message states the recall of the best plan.
-# - If you embed the index again, [compare the neighbours in both indexes](embeddings.md), which are easier to keep.
+# - A quick call does not distill a tower of more than 5e9 MACs per image. Pass `effort="normal"`.
+# - If no plan reaches the target, attnrx raises an error. The message states the recall of the best plan.
+# - If you embed the images again, [compare the neighbours in both indexes](embeddings.md). They are easier to keep.

@@ -3,9 +3,9 @@
 # %% [markdown]
 # # OpenVINO
 #
-# Use OpenVINO in bfloat16 on an x86-64 CPU that computes in bfloat16 (AMX, AVX-512 BF16). It was the fastest way that
-# was measured there, with almost no loss ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). Needs `pip
-# install 'attnrx[openvino]'`.
+# Use OpenVINO in bfloat16 on an x86-64 CPU that computes in bfloat16 (AMX, AVX-512 BF16). On such a CPU it was the
+# fastest way that we measured, with almost no loss ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). You
+# need `pip install 'attnrx[openvino]'`.
 
 # %%
 import os
@@ -30,10 +30,10 @@ else:
 # ## Write
 #
 # attnrx runs the file, and refuses it if its outputs differ from the model's. `openvino(precision=bf16)` computes in
-# bfloat16 on CPUs that can. For `openvino(precision=int8)`, NNCF quantizes the model on your images (`pip install
-# 'attnrx[int8]'`). `rx.shrink(..., to="openvino(precision=int8)")` repairs and distills with the rounding in place, so
-# that the fit corrects it. In your own code, pass the settings `rx.realization.repair.Repair(bits=8)` and
-# `rx.realization.distillation.Distill(bits=8)`.
+# bfloat16 if the CPU can. For `openvino(precision=int8)`, NNCF quantizes the model on your images. This needs `pip
+# install 'attnrx[int8]'`. `rx.shrink(..., to="openvino(precision=int8)")` rounds the numbers while it repairs and
+# distills, so the fit corrects the rounding error. In your own code, pass the settings
+# `rx.realization.repair.Repair(bits=8)` and `rx.realization.distillation.Distill(bits=8)`.
 
 # %%
 slim = rx.realize(model, rx.prescribe(model, "tokens=ward:0.8@2"))
@@ -45,7 +45,7 @@ print(", ".join(sorted(path.name for path in OUT.glob("slim*"))))
 # %% [markdown]
 # ## Evidence about the file
 #
-# Every verb accepts the file in place of a model.
+# You can pass the file to every verb in place of a model.
 
 # %%
 evidence = rx.verify(exported, model, splits.test, [rx.checks.Accuracy(), rx.checks.Fidelity()])
@@ -55,7 +55,8 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Speed
 #
-# The file and the original's file are timed in turns, in the same runtime. So the ratio is the gain of the compression.
+# attnrx times the file and the original's file in turns, in the same runtime. So the ratio is the gain of the
+# compression.
 
 # %%
 for found in rx.exporting.compare_with_original(exported, model, threads=1, batches=(8,), rounds=5):
@@ -67,6 +68,6 @@ for found in rx.exporting.compare_with_original(exported, model, threads=1, batc
 #
 # ## What can go wrong
 #
-# - A CPU without bfloat16 computes such a file in float32, without a message. Compare the speeds of a bfloat16 file and
-#   a float32 file.
-# - The two files, `.xml` and `.bin`, belong together.
+# - A CPU without bfloat16 computes a bfloat16 file in float32, without a message. Compare the speeds of a bfloat16 file
+#   and a float32 file.
+# - Keep the two files, `.xml` and `.bin`, together.

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import attnrx as rx
 
-# This stands for your own loader: the test images as tensors on the model's scale, and their labels.
+# Replace this by your own loader: the test images as tensors on the model's scale, and their labels.
 batches = list(splits.test.batches(64))
 images = torch.cat([batch.images for batch in batches])
 labels = torch.cat([batch.labels for batch in batches])
@@ -23,8 +23,7 @@ loader = DataLoader(TensorDataset(images, labels), batch_size=32)
 # ## Images and labels
 #
 # A batch is a pair `(images, labels)`, or a mapping with keys such as `pixel_values` and `labels`. Images are float
-# tensors on the scale that the model was trained with. If they seem to have another scale, attnrx issues a
-# `ScaleWarning`.
+# tensors on the scale that the model was trained with. If they seem to have another scale, you get a `ScaleWarning`.
 
 # %%
 diagnosis = rx.diagnose(model, loader)
@@ -47,21 +46,21 @@ print(evidence.about["notes"][0])
 #
 # Items may be PIL pictures, such as those from `torchvision.datasets.ImageFolder("photos")` or
 # `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. The model's own library resizes, crops and
-# normalizes them: with timm's transform, or with the image processor of transformers. For other models, attnrx prepares
-# them like `rx.load_data`.
+# normalizes them with timm's transform, or with the image processor of transformers. For other models, attnrx prepares
+# them in the same way as `rx.load_data`.
 #
 # ## Training loaders
 #
 # A call reads the data once, and all of its passes see the same images. Random crops, shuffling and samplers are drawn
 # once, from the call's `seed`. If reading the data again would give other images, a note in the evidence says so.
 # `rx.shrink` divides the images by content, so it never verifies on an image that it planned on. 8-bit images take one
-# byte per value; more than 2 GiB go to a temporary file. attnrx reads at most 50,000 images, or 10,000 from an iterable
-# without a length.
+# byte per value. attnrx writes more than 2 GiB to a temporary file. It reads at most 50,000 images, or 10,000 from an
+# iterable without a length.
 #
 # ## Training
 #
 # `rx.train` takes a mapping from split names to data. It draws a new order for every epoch and resumes an interrupted
-# run exactly, so the training data must have a length and an index.
+# run exactly. So the training data must have a length and an index.
 
 # %%
 config = rx.TrainingConfig(epochs=1, batch_size=32, learning_rate=1e-4, precision="fp32")
@@ -72,10 +71,10 @@ print(f"{len(run.history)} epoch")
 # %% [markdown]
 # ## What can go wrong
 #
-# - attnrx refuses images of type `uint8`: divide them by 255 and normalize them.
-# - It refuses a generator, because a generator can be read only once: pass a list or a `DataLoader`.
-# - A `DataLoader` with its own sampler, or over an `IterableDataset`, is read in its own order. Every verb except
-#   `rx.train` accepts it.
+# - attnrx refuses images of type `uint8`. Divide them by 255 and normalize them.
+# - It refuses a generator, because you can read a generator only once. Pass a list or a `DataLoader`.
+# - A `DataLoader` with its own sampler, or over an `IterableDataset`, keeps its own order. Every verb except `rx.train`
+#   accepts it.
 # - A model that was fitted to images of few classes loses more on other classes. To reduce this loss, add images of
 #   other classes ([measured](../results/hidden.md#does-it-hold-for-other-classes)). Pass `{"train":
 #   ConcatDataset([yours, others]), "test": ...}`, with the label -1 for the others.

@@ -4,8 +4,8 @@
 # # Use a model of your own
 #
 # attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip. It finds the parts of many
-# other models by itself ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, a `Reader` tells
-# attnrx where the parts are. The model may be any `torch.nn.Module`:
+# other models without your help ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, describe the
+# parts with a `Reader`. The model may be any `torch.nn.Module`:
 
 # %%
 from dataclasses import replace
@@ -64,9 +64,9 @@ mine = MyViT(depth=3).eval()
 # %% [markdown]
 # ## The reader
 #
-# All names are paths. `blocks` is a path in the model; `attention`, `norm_before` and `mlp` are paths in a block.
-# `projections` are paths in the attention, and `maps` in the MLP. With `arguments`, the class is created again when you
-# load a saved model.
+# All names are paths. `blocks` is a path in the model. `attention`, `norm_before` and `mlp` are paths in a block.
+# `projections` are paths in the attention, and `maps` are paths in the MLP. When you load a saved model, attnrx creates
+# the class again with `arguments`.
 
 # %%
 reader = rx.Reader(
@@ -80,7 +80,7 @@ with torch.no_grad():
     print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
 
 # %% [markdown]
-# `rx.load` changes only a copy, and compares the logits of both models on random images before it returns. If the
+# `rx.load` changes only a copy. Before it returns, it compares the logits of both models on random images. If the
 # outputs are not class logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or
 # `"embedding"`. All verbs take the model:
 
@@ -94,9 +94,9 @@ print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
 # %% [markdown]
 # ## Save and load
 #
-# A folder holds the weights, the name of the class, its arguments and the reader. It never holds code, and nothing is
-# imported or called because a file names it. `rx.load` finds the class if it has been imported; otherwise pass it as
-# `factory`.
+# A folder contains the weights, the name of the class, its arguments and the reader. It never contains code. attnrx
+# does not import or call anything because a file names it. `rx.load` finds the class if you have imported it.
+# Otherwise pass it as `factory`.
 
 # %%
 rx.save(slim, "runs/own-model")
@@ -107,7 +107,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## What can go wrong
 #
-# A reader that does not fit is refused. The message names what was not found, or the first block that differs:
+# attnrx refuses a reader that does not match the model. The message names what was not found, or the first block that
+# differs:
 
 # %%
 try:
@@ -116,8 +117,8 @@ except rx.AttnrxError as error:
     print(str(error).partition("cannot be adopted: ")[2])
 
 # %% [markdown]
-# - The model must call the attention module with the tokens only: masks and positions raise `NotSupported`.
+# - The model must call the attention module with only the tokens. Masks and positions raise `NotSupported`.
 # - `nn.MultiheadAttention` with `batch_first=True` needs no `projections`.
-# - Blocks must be called with the tokens as their first argument, [batch, tokens, width].
-# - `pooling` is "class" or "mean". With any other name the model works, but its tokens cannot be pruned.
-# - `maps=None` states that the MLP is of another kind (gated, experts). attnrx then leaves it as it is.
+# - The model must pass the tokens [batch, tokens, width] to a block as its first argument.
+# - `pooling` is "class" or "mean". With any other name the model works, but you cannot prune its tokens.
+# - `maps=None` states that the MLP is of another kind (gated, experts). attnrx then does not change the MLP.

@@ -4,7 +4,7 @@
 # # Plan for a target
 #
 # State a latency, a number of MACs or a limit on the loss, not a rank or a keep ratio. `plan` divides one budget over
-# the ranks of scores, values and MLP, and over the tokens, layer by layer.
+# the ranks of scores, values and MLPs, and over the tokens, layer by layer.
 
 # %%
 import os
@@ -24,11 +24,12 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# Tables state the cost of each choice: in closed form for MACs and parameters, by measurements on your machine for
-# latency. The sensitivity of a choice is its effect on the outputs, measured one layer at a time, without labels. If
-# sensitivities added up, dynamic programming over the layers would give the best plan. They do not add up exactly. So a
-# search tries whole plans, and then varies the best one a few layers at a time. It compares softened outputs, which
-# need few images, and then the best few plans on all images. More trials give better plans.
+# `plan` has tables with the cost of each choice. MACs and parameters are counted in closed form, and latency is
+# measured on your machine. The sensitivity of a choice is its effect on the outputs, measured one layer at a time,
+# without labels. If sensitivities added up, dynamic programming over the layers would find the best plan. They do not
+# add up exactly. So a search tries whole plans, and then varies the best plan a few layers at a time. The search first
+# compares softened outputs, which need few images. Then it compares the best few plans on all images. More trials find
+# better plans.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
@@ -41,12 +42,12 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
     print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
 
 # %% [markdown]
-# `plan.explained` has one line for every choice, with what it saves and its own effect on the outputs.
+# `plan.explained` has one line for every choice, with its saving and its own effect on the outputs.
 #
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
-# these predictions on other images. Each mean must not be worse than the predicted interval, and a target of latency is
-# measured again. A claim holds only if the images are enough to exclude twice the promised loss. With fewer images it
-# is undecided.
+# these predictions on other images. No mean may be worse than the predicted interval, and the check measures a latency
+# target again. A claim holds only if there are enough images to exclude twice the promised loss. With fewer images the
+# claim is undecided.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]

@@ -4,7 +4,7 @@
 # # A checkpoint that loads without attnrx
 #
 # You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, like
-# any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes. On the
+# any other checkpoint. Pass `portable=True`. The result is a model of the library's class with other sizes. On the
 # command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
 
 # %%
@@ -29,9 +29,9 @@ else:
 # %% [markdown]
 # ## Shrink
 #
-# All MLPs get the same width, a multiple of 8 (`multiple=`). Heads are pruned too if the class lets you state their
-# number, as most transformers classes do. attnrx decides per layer, on your images, which units stay. The result is
-# repaired and verified as always. With `faster=1.3`, the speed is measured in the library's own code.
+# All MLPs get the same width, a multiple of 8 (`multiple=`). attnrx also prunes heads if the class has an argument for
+# their number, as most transformers classes do. Your images decide which units stay in each layer. The result is
+# repaired and verified as usual. With `faster=1.3`, the speed is measured in the library's own code.
 
 # %%
 shrunk = rx.shrink(model, splits, params=0.8, portable=True)
@@ -41,9 +41,9 @@ print(f"{type(shrunk.model).__module__}: {sum(weight.numel() for weight in shrun
 # %% [markdown]
 # ## Save
 #
-# The folder is the library's checkpoint: `config.json` and `model.safetensors` as timm or transformers read them.
-# `attnrx.json` beside them is for `rx.load`. Evidence, report and model card are there as in every folder. The card has
-# the code that loads the model.
+# The folder is the library's checkpoint. timm or transformers load its `config.json` and `model.safetensors`. The file
+# `attnrx.json` is for `rx.load`. Evidence, report and model card are there as in every folder. The card contains the
+# code that loads the model.
 
 # %%
 folder = shrunk.save("runs/portable", onnx=False)
@@ -67,9 +67,9 @@ print(f"largest difference: {float(difference)}")
 # %% [markdown]
 # ## Fewer blocks
 #
-# A library's class also states its number of blocks. `least_needed_blocks` removes blocks one after the other, each
-# time the block whose removal changes the outputs least. A plan never does this by itself. On pre-trained models a
-# removed block costs more quality than narrower MLPs that save as much
+# A library's class also has an argument for its number of blocks. `least_needed_blocks` removes blocks one after the
+# other. Each time it removes the block that changes the outputs least. A plan never removes blocks. On pre-trained
+# models a removed block costs more quality than narrower MLPs that save as much
 # ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill such a model with many images.
 
 # %%
@@ -84,20 +84,20 @@ print(f"{after} of {before} blocks")
 # ## A file for other runtimes
 #
 # TensorRT, Core ML and NPUs run the operations of a portable model: products, softmax, GELU and norms. Write an ONNX
-# file with operator set 17, which their older versions also read, and with a fixed number of images. Pass the
-# `multiple` from [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
+# file with a fixed number of images and with operator set 17, which older versions also support. Pass the `multiple`
+# from [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
 
 # %%
 file = rx.export(shrunk.model, "runs/portable.onnx", to="onnx(opset=17)", batch=1)
 print("operator set", onnx.load(file.path).opset_import[0].version)
 
 # %% [markdown]
-# The commands in the next three sections were **not run here**: no machine of this project has these devices.
+# We did **not run** the commands in the next three sections, because this project has no machine with these devices.
 #
 # ### TensorRT
 #
-# Shrink with `portable=True, multiple=64`. The widths were measured [on a GPU](../results/gpu.md#what-to-do-on-a-gpu),
-# in PyTorch.
+# Shrink with `portable=True, multiple=64`. We measured these widths [on a
+# GPU](../results/gpu.md#what-to-do-on-a-gpu), in PyTorch.
 #
 # ```
 # trtexec --onnx=runs/portable.onnx --fp16 --saveEngine=portable.plan
@@ -105,7 +105,7 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 #
 # ### Core ML
 #
-# Shrink with `multiple=32`. The Neural Engine aligns the last axis of a buffer to 64 bytes, which hold 32 numbers in
+# Shrink with `multiple=32`. The Neural Engine aligns the last axis of a buffer to 64 bytes. These are 32 numbers in
 # half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime passes the file to Core ML:
 #
 # ```python
@@ -113,11 +113,12 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # session = onnxruntime.InferenceSession("runs/portable.onnx", providers=providers)
 # ```
 #
-# For an `.mlpackage`, convert the program instead of the ONNX file: see [Deploy](deploy.md#phones-and-browsers).
+# For an `.mlpackage`, convert the program instead of the ONNX file (see [Deploy](deploy.md#phones-and-browsers)).
 #
 # ### An NPU
 #
-# An NPU takes only fixed shapes (OpenVINO, "Supported Devices"), as in this file. Shrink with `multiple=64`.
+# An NPU accepts only fixed shapes (OpenVINO, "Supported Devices"). The file above has fixed shapes. Shrink with
+# `multiple=64`.
 #
 # ```python
 # compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")
@@ -128,11 +129,12 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 #
 # - All layers have one width. After the repair, a separate width for each layer is hardly better
 #   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want separate widths, prescribe
-#   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`. The folder then has
-#   `modeling.py`, a short file that creates the model. transformers treats it as remote code
-#   (`trust_remote_code=True`): whoever loads the model runs that file, so let them read it.
-# - Ranks of scores and values, and pruned or merged tokens, need attnrx: `rx.save(..., portable=True)` refuses them.
+#   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`. The folder then contains
+#   `modeling.py`, a short file that creates the model. transformers treats the file as remote code
+#   (`trust_remote_code=True`). Whoever loads the model runs that file, so let them read it.
+# - Reduced ranks of scores and values, and pruned or merged tokens, need attnrx. `rx.save(..., portable=True)` refuses
+#   such models.
 # - The library cannot create a head that you replaced. Create the model with the right arguments (`num_classes=10`),
 #   load the weights into it, and shrink that model.
-# - DINOv2 in transformers states its width as a whole multiple of the embedding width, so its plans have few sizes.
+# - In DINOv2 of transformers, the width is a whole multiple of the embedding width. So its plans have few sizes.
 # - If you edit a file of the folder, such as `config.json`, saving again does not overwrite it.

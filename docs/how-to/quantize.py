@@ -3,9 +3,10 @@
 # %% [markdown]
 # # Quantize afterwards
 #
-# You made a model smaller, and now want to run a usual tool on its file: `nncf.quantize` for OpenVINO, ONNX Runtime's
-# quantizers, or a conversion to half precision. A smaller model loses as much by them as the original. Needs `pip
-# install 'attnrx[onnx,openvino]' nncf onnxconverter-common`. This page skips a tool that is not installed.
+# You made a model smaller, and now want to run a standard tool on its file: `nncf.quantize` for OpenVINO, ONNX
+# Runtime's quantizers, or a conversion to half precision. A smaller model loses as much accuracy with them as the
+# original does. You need `pip install 'attnrx[onnx,openvino]' nncf onnxconverter-common`. The page skips a tool that is
+# not installed.
 
 # %%
 import contextlib
@@ -52,8 +53,8 @@ def unchanged(logits) -> str:
 # %% [markdown]
 # ## NNCF, for OpenVINO
 #
-# State `model_type`. Without it NNCF also quantizes the additions between the blocks. That ruins most Vision
-# Transformers, and also timm's unchanged model.
+# State `model_type`. Without it NNCF also quantizes the additions between the blocks. These quantized additions ruin
+# most Vision Transformers, including timm's unchanged model.
 
 # %%
 xml = rx.export(slim, OUT / "slim-openvino.xml", to="openvino").path
@@ -71,10 +72,10 @@ if importlib.util.find_spec("nncf"):
 # %% [markdown]
 # ## ONNX Runtime
 #
-# Name the operations, because by default ONNX Runtime's quantizers take many more than linear maps. Dynamic
+# Name the operations, because by default ONNX Runtime's quantizers convert many more than linear maps. Dynamic
 # quantization needs no images. By default it confuses ONNX's own attention with another operation of the same name, and
-# writes a file that no session opens. Name the operations, or write the file with `to="onnx(opset=22)"`. Attention is
-# then two products and a softmax, which take a few percent more time.
+# writes a file that no session opens. Name the operations, or write the file with `to="onnx(opset=22)"`. In that file
+# attention is two products and a softmax, which take a few percent more time.
 
 # %%
 maps = ["MatMul", "Gemm"]
@@ -96,8 +97,8 @@ print("dynamic:", unchanged(run(OUT / "slim-dynamic.onnx")))
 # %% [markdown]
 # ## Half precision
 #
-# On a CPU, ONNX Runtime has no scatter-add in half precision, and merging tokens is a scatter-add. If the file must run
-# there, leave `ScatterElements` in float32.
+# On a CPU, ONNX Runtime has no scatter-add in half precision, and merging tokens needs a scatter-add. If the file must
+# run on a CPU, leave `ScatterElements` in float32.
 
 # %%
 if importlib.util.find_spec("onnxconverter_common"):
@@ -112,10 +113,10 @@ if importlib.util.find_spec("onnxconverter_common"):
 # %% [markdown]
 # ## What can go wrong
 #
-# - A quantizer with other settings than these may also quantize the comparison of tokens. Before you deploy the file,
-#   compare its answers with the model's, as above.
+# - A quantizer with other settings may also quantize the comparison of tokens. Before you deploy the file, compare its
+#   answers with the model's, as above.
 # - In some pre-trained models, single features are a hundred times larger than all others. With 8 bits such models lose
-#   much, with or without attnrx. NNCF's SmoothQuant first divides such features by a factor: use `to="int8"` from
-#   [Deploy](deploy.md), which is NNCF with the settings of this page.
+#   much accuracy, with or without attnrx. NNCF's SmoothQuant first divides such features by a factor. To use it, write
+#   `to="int8"` ([Deploy](deploy.md)). This target is NNCF with the settings of this page.
 # - An older runtime or tool may not know the newest operator set. Then write `rx.export(..., to="onnx(opset=17)")` or
 #   `Shrunk.save(..., opset=17)`.

@@ -4,8 +4,8 @@
 # # Reproduce a table
 #
 # Recipes of the three papers train, prescribe, realize and measure again. They print their table beside the paper's
-# numbers. To see that a recipe runs, pass `--tiny`: it runs the whole protocol in seconds on generated images. It
-# compares only numbers that follow from formulas, such as MACs. Needs `pip install 'attnrx[lab]'`.
+# numbers. To see that a recipe runs, pass `--tiny`: it runs the whole protocol in seconds on generated images. A tiny
+# run compares only numbers that follow from formulas, such as MACs. You need `pip install 'attnrx[lab]'`.
 
 # %%
 import io
@@ -44,8 +44,8 @@ print("row:", row.split("|")[1].strip())
 # %% [markdown]
 # ## In full
 #
-# On the real data, a table takes from minutes to hours. Each training states how long it will take. If you stop a
-# command, the next call continues where it was (`timeout -s INT 3600 attnrx ...` stops it after an hour). Commands
+# On the real data, a table takes from minutes to hours. Each training prints how long it will take. If you stop a
+# command, the next call continues where it stopped (`timeout -s INT 3600 attnrx ...` stops it after an hour). Commands
 # share a folder and its runs, so you can run several at the same time:
 #
 # ```bash
@@ -54,7 +54,7 @@ print("row:", row.split("|")[1].strip())
 # attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
 # ```
 #
-# The [results](../results/svda.md#at-the-papers-protocol) show what came out, beside the paper's numbers. [One
+# The [results](../results/svda.md#at-the-papers-protocol) show our numbers beside the paper's. [One
 # list](../results/papers.md) states what is exact and what is missing.
 #
 # ## What will it take?
@@ -67,8 +67,8 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # %% [markdown]
 # ## On several GPUs
 #
-# The processes of a launcher compute every run together: all train, and the first one writes. The batch size counts the
-# images of all processes, so the protocol is still the paper's.
+# The processes of a launcher compute every run together. All processes train, and the first one writes. The batch size
+# counts the images of all processes, so the protocol is still the paper's.
 #
 # ```bash
 # torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 8 GPUs
@@ -84,12 +84,13 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # attnrx reproduce spot/figure3 --only deit_small --data path/to/imagenet --tuned runs/spot    # which patches it keeps
 # ```
 #
-# `--tuned` takes a model with a token policy, so nothing is fine-tuned. The pictures are in the folder of the run. In
-# Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")` draws them for any model that prunes tokens.
+# `--tuned` takes a model with a token policy, so the command fine-tunes nothing. The pictures are in the folder of the
+# run. In Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")` draws them for any model that prunes
+# tokens.
 #
 # ## What can go wrong
 #
 # - `datasets` downloads CIFAR-10, FashionMNIST and others, or you pass them with `--data PATH`. DTD and EuroSAT are not
-#   on the hub: the error says where their authors publish them.
-# - If the paper does not state something, the recipe chooses it and may differ from the paper. The table lists each
+#   on the hub. The error says where their authors publish them.
+# - If the paper does not state a setting, the recipe chooses one and may differ from the paper. The table lists each
 #   case.

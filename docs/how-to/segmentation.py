@@ -3,9 +3,9 @@
 # %% [markdown]
 # # A segmentation model, and a measure of your own
 #
-# You want a smaller module that keeps your decoder and your outputs, planned and verified by what counts in your task.
-# The module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits. Your module
-# may return any tensors, in tuples or dictionaries.
+# You want a smaller module that keeps your decoder and your outputs. Plan and verify it by the measure that matters in
+# your task. The module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits.
+# Your module may return any tensors, in tuples or dictionaries.
 
 # %%
 import timm
@@ -33,7 +33,7 @@ class Segmenter(nn.Module):
 
 
 # %% [markdown]
-# A loader yields images and their masks: the class of every pixel.
+# A loader yields images and their masks, which contain the class of every pixel.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -63,10 +63,10 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` says how far the outputs are from the original's, with one number per image. Plans,
+# `divergence(original, smaller)` returns one number per image, the distance of the outputs from the original's. Plans,
 # the repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))`
 # is the number that you report. It receives labels of any shape, as your loader yields them. Without these functions,
-# attnrx compares the maps by their squared error and does not read the labels.
+# attnrx compares the outputs by their squared error and does not read the labels.
 
 
 # %%
@@ -93,12 +93,12 @@ for finding in small.evidence.findings:
 
 # %% [markdown]
 # The result is your module: `small.model(images)` has outputs of the same form as `model(images)`, and
-# `small.model.decoder` is its decoder. The plan was made on a part of `data`. The numbers above are from the rest.
+# `small.model.decoder` is its decoder. attnrx made the plan on a part of `data`. The numbers above are from the rest.
 #
 # ## What can go wrong
 #
-# - An IoU over the pixels of all images is not a mean over images: pass `metric_of_set(outputs, labels)`, which returns
-#   one number for a whole set. attnrx resamples images for its interval. `rx.verify(small.model, model, test_data,
-#   metric=...)` measures either kind on other images.
+# - An IoU over the pixels of all images is not a mean over images. Pass `metric_of_set(outputs, labels)`, which returns
+#   one number for a whole set. attnrx resamples images to compute its interval. `rx.verify(small.model, model,
+#   test_data, metric=...)` measures either kind on other images.
 # - A divergence without gradients (an argmax) can choose plans. The fits of weights then use the squared error instead.
-# - The masks must have one shape: resize them in the dataset.
+# - The masks must have one shape. Resize them in the dataset.

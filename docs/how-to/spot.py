@@ -5,8 +5,8 @@
 #
 # SPOT predicts from a token and from the attention of earlier layers whether to keep the token. Its predictors start at
 # random. So train them for some epochs, with the loss of the task and with `keep_ratio`. `keep_ratio` pulls the shares
-# of the sampled masks to the policy's shares. The whole model is trained, and the predictors at ten times the learning
-# rate.
+# of the sampled masks to the policy's shares. The training changes the whole model. The predictors have ten times the
+# learning rate.
 
 # %%
 import os
@@ -50,7 +50,7 @@ for epoch in run.history:
 # %% [markdown]
 # ## The control
 #
-# The control is the same training with random tokens. If SPOT does not beat it, the gain is due to the fine-tuning.
+# The control is the same training with random tokens. If SPOT does not beat it, the gain comes from the fine-tuning.
 
 # %%
 random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
@@ -66,8 +66,8 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # ## A loop of your own
 #
 # `reducing` is a module with the interface of the original, so any loop can train it. In training mode it samples masks
-# and processes all tokens. In evaluation mode it removes tokens. Your loss needs the term of `KeepRatio` beside the
-# task's; `rx.train` computes both.
+# and processes all tokens. In evaluation mode it removes tokens. Add the term of `KeepRatio` to your task's loss.
+# `rx.train` computes both.
 #
 # ## On the command line
 #
@@ -79,6 +79,6 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 #
 # ## What can go wrong
 #
-# - Without training, the predictors of `spot` are random, and so are the patches that it keeps.
+# - Without training, the predictors of `spot` are random, and so `spot` keeps random patches.
 # - After one to three epochs, merging without training was closer to the original than every trained reducer
-#   ([measured](../results/spot.md#which-reducer-is-closest-to-the-dense-model-after-distillation)): try `ward` first.
+#   ([measured](../results/spot.md#which-reducer-is-closest-to-the-dense-model-after-distillation)). Try `ward` first.

@@ -1,7 +1,7 @@
 """A model and images for trying the pages: a small ViT, trained on handwritten digits in seconds.
 
-`from stand_in import model, splits`. The model is timm's if timm is installed, and attnrx's own if not. The training is
-resumable: in a folder where it has ended, its result is read.
+Use it with `from stand_in import model, splits`. The model comes from timm if timm is installed, otherwise from attnrx.
+If the training has already finished in the folder, its result is loaded.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Train an SVDA ViT, whose directions have learned strengths, and prescribe by energy retention."""
+"""Train an SVDA ViT, which learns the strengths of its directions, and prescribe by energy retention."""
 
 # %% [markdown]
 # # Train an SVDA ViT
@@ -49,9 +49,9 @@ run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# The table shows what the settings do on the digits: two layers of four heads with 16 directions, 600 steps of 64
-# images, learning rate 2e-3, one seed, mean over the heads. The retained rank is the number of directions that hold 90
-# % of the energy.
+# The table shows the effect of the settings on the digits. The model has two layers of four heads with 16 directions.
+# It is trained for 600 steps of 64 images at a learning rate of 2e-3, with one seed. Ranks and strengths are means over
+# the heads. The retained rank is the number of directions that together hold 90 % of the energy.
 #
 # | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
 # |---|---|---|---|---|---|
@@ -62,7 +62,7 @@ print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 # | `strength_decay=10` | 0.02 | 8.8 | 8.5 | 0.000 | 76.0 % |
 # | `strength_learning_rate=10` | 2.03 | 12.3 | 10.9 | 0.028 | 80.8 % |
 #
-# You can stop the run at any step: the same call continues it, bit for bit on a CPU. On a GPU the backward pass of
+# You can stop the run at any step. The same call continues it, bit for bit on a CPU. On a GPU the backward pass of
 # fused attention is deterministic only after `torch.use_deterministic_algorithms(True)`.
 #
 # ## Diagnose
@@ -80,7 +80,7 @@ for number, layer in enumerate(diagnosis.layers, start=1):
 # ## Prescribe
 #
 # `rho` is the kept share of the energy. The removed directions hold at most 1 - rho of the energy. The reason states a
-# bound, and no masked score changes by more.
+# bound. No masked score changes by more than this bound.
 
 # %%
 for rho in (0.95, 0.90, 0.80):
@@ -90,15 +90,15 @@ prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# Rules combine: `energy_retention:0.90 & threshold:0.1` keeps the directions that both rules keep, and
-# `energy_retention:0.90 | top_rank:8` those that either rule keeps.
+# Rules combine. `energy_retention:0.90 & threshold:0.1` keeps the directions that both rules keep.
+# `energy_retention:0.90 | top_rank:8` keeps the directions that either rule keeps.
 #
 # ## Realize in three ways
 #
-# Deleting directions changes the norms that the rows are divided by, so there are [three compressions](../exact.md).
-# `compress` equals the mask to rounding and saves the least. `renormalized` is the paper's. `refit` is as small as
-# `renormalized`, and fits the kept strengths on some images. If the strengths differ much, as here, `compress` is the
-# nearest to the original.
+# Deleting directions changes the norms of query and key rows, so there are [three compressions](../exact.md).
+# `compress` equals the mask up to rounding and saves the least. `renormalized` is the paper's compression. `refit` is
+# as small as `renormalized`, and fits the kept strengths on some images. If the strengths differ much, as here,
+# `compress` is the nearest to the original.
 
 # %%
 masked = rx.realize(run.model, prescription, by="mask")

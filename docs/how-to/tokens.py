@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Prune or merge tokens
 #
-# Most of a ViT's arithmetic is proportional to the number of patches. A *policy* names a token reducer, the layers
+# A ViT's arithmetic is mostly proportional to the number of patches. A *policy* names a token reducer, the layers
 # before which it runs, and the share of patches that it keeps. It needs no diagnosis.
 
 # %%
@@ -28,7 +28,7 @@ else:
 #
 # ToMe merges the patches with the most similar keys. EViT keeps the patches with the highest class attention and fuses
 # the rest into one token. `random` is the control that both must beat. A keep ratio of 0.7 keeps 70 % of the remaining
-# patches at every stage. The costs are known before `realize`, because every layer's number of tokens is known.
+# patches at every stage. Every layer's number of tokens is known, so you know the costs before you call `realize`.
 
 # %%
 before = rx.models.family_of(model).costs(model)
@@ -41,7 +41,7 @@ for name in ("random", "tome", "evit"):
 print("; ".join(prescription.tokens.reasons))
 
 # %% [markdown]
-# The following shows the change of accuracy, paired on the same images, with 95 % intervals:
+# The next cell prints the change of accuracy, paired on the same images, with 95 % intervals:
 
 # %%
 checks = [rx.checks.Accuracy(), rx.checks.Fidelity()]
@@ -62,6 +62,6 @@ for name, slim in slims.items():
 # attnrx costs timm:vit_tiny_patch16_224 --tokens tome:13@every
 # ```
 #
-# For reducers that learn which patches to keep, see [the page about SPOT](spot.md). A reducer of your own takes [ten
-# lines](new_reducer.md). The [reference](../api/tokens.md) lists all reducers. The [results](../results/spot.md) have
-# measurements on a real ViT-Tiny.
+# For reducers that learn which patches to keep, see [SPOT](spot.md). To write your own reducer, you need [ten
+# lines](new_reducer.md). The [reference](../api/tokens.md) lists all reducers. The [results](../results/spot.md)
+# contain measurements on a real ViT-Tiny.

@@ -1,10 +1,11 @@
-"""Make a model of volumes and a model of time series smaller: classes of your own, with inputs that are not images."""
+"""Make a volume model and a time series model smaller: models of your own class, with inputs that are not images."""
 
 # %% [markdown]
 # # Volumes and series
 #
 # Your model does not take images, but volumes [batch, channels, depth, height, width] or series [batch, steps,
-# channels]. State what its forward takes with `inputs`. Nothing else changes: the result is a module of your class.
+# channels]. Pass `inputs` to describe the arguments of its forward. Everything else is as for images. The result is a
+# module of your class.
 #
 # ## A volume
 #
@@ -82,8 +83,8 @@ fitted, tested = TensorDataset(*volumes(800, 0)), TensorDataset(*volumes(300, 1)
 original = trained(VolumeViT(), fitted, nn.functional.cross_entropy, 8)
 
 # %% [markdown]
-# `inputs` is an example of what the forward takes: a tensor, a tuple of arguments, or a mapping of named arguments. The
-# verbs then take tensors, datasets and loaders of such volumes.
+# `inputs` is an example of what you pass to the forward: a tensor, a tuple of arguments, or a mapping of named
+# arguments. You can then pass tensors, datasets and loaders of such volumes to the verbs.
 
 # %%
 model = rx.load(original, inputs=fitted.tensors[0][:4])
@@ -92,9 +93,9 @@ diagnosis = rx.diagnose(model, fitted.tensors[0][:256])
 # %% [markdown]
 # ## All axes
 #
-# attnrx finds the blocks by their names and shapes. A pass of random volumes finds the rest: where patches are made,
-# the norms, the MLPs. The attention must state its number of heads, here as `num_heads`. Then scores, values, heads,
-# units and tokens can be removed, as in an image model.
+# attnrx finds the blocks by their names and shapes. It then runs the model on random volumes to find the patch
+# embedding, the norms and the MLPs. The attention must have an attribute with its number of heads, here `num_heads`.
+# Then attnrx can remove scores, values, heads, units and tokens, as in an image model.
 
 # %%
 for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"):
@@ -105,14 +106,14 @@ for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"
             print(f"  {finding.claim}: {finding.value:.1f} {finding.unit}")
 
 # %% [markdown]
-# A volume decoder that reads several blocks, such as UNETR's, gets all patches: removed patches are restored where it
-# reads them. If attnrx does not know the kind of attention, it leaves the attention alone, and `hidden` removes units
-# of the MLPs.
+# Some volume decoders read several blocks, as in UNETR. Such decoders get all patches, because attnrx restores removed
+# patches where the decoder reads them. If attnrx does not know the kind of attention, it does not change the
+# attention. Then `hidden` removes units of the MLPs.
 #
 # ## A series
 #
 # The example is a model like PatchTST. Every channel is cut into patches of 8 steps, all channels share one encoder,
-# and a head predicts the next 8 steps. The loader yields the past and the future, so `inputs` takes the past of a
+# and a head predicts the next 8 steps. The loader yields the past and the future, so `inputs` selects the past of a
 # batch.
 
 # %%
@@ -160,8 +161,8 @@ print(small.summary())
 #
 # ## What can go wrong
 #
-# - All items must have one shape: cut series and volumes to it in the dataset. If you pad them with a mask, the mask is
-#   a second input.
-# - Integers and masks are inputs too: return a tuple or a mapping.
+# - All items must have one shape. Cut series and volumes to it in the dataset. If you pad them and use a mask, the mask
+#   is a second input.
+# - Integers and masks are inputs too. Return a tuple or a mapping.
 # - The output for an item must not depend on the other items in its batch. Normalize over steps, not over the batch.
-# - A module that takes one tensor can be exported with `rx.export`; export others with `torch.onnx.export`.
+# - If a module takes one tensor, export it with `rx.export`. Export other modules with `torch.onnx.export`.

@@ -1,6 +1,6 @@
 """The laboratory of attnrx: paper tables, baselines, corrupted images, and comparisons.
 
-It plugs into attnrx through the entry points in pyproject.toml. They add commands (`attnrx reproduce`, `compare`,
+The entry points in pyproject.toml register its parts in attnrx. They add commands (`attnrx reproduce`, `compare`,
 `bench`, `demo`), checks for `attnrx verify` (`robustness`, `transfer`), and token reducers and rules from papers. They
 also add two models (SVDA's Vision Transformer and LV-ViT) and the dataset of digits among clutter. attnrx itself never
 imports this package.

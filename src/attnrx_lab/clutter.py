@@ -1,4 +1,4 @@
-"""Digits among clutter as a testbed for token reducers: for every image it is known which patches matter."""
+"""Digits among clutter as a testbed for token reducers, because the patches that matter in an image are known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
 from attnrx_lab.tokens import Random, image_keys
 
-LOOKED_AT = 512  # the number of test images in which remaining patches are counted
+LOOKED_AT = 512  # the number of test images whose remaining patches are counted
 STAGES = {"first": 0, "last": -1}
-LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key; its higher bits are undefined
+LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits are undefined
 
 
 @dataclass(frozen=True)
 class Oracle(Random):
-    """Keeps the patches of the digit first, then random ones: an upper limit for reducers that prune.
+    """Keeps the digit's patches first, then random patches. Its result is an upper limit for reducers that prune.
 
-    It recognizes images by a hash of their pixels, so neither model nor policy stores their patches. For images from
-    other data it knows no patches, and the selection is random.
+    It recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits' patches. For
+    images from other data, the selection is random.
     """
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
@@ -37,7 +37,7 @@ class Oracle(Random):
         chance, objects_of = super().relevance(state, predictor), _objects_by_key()
         assert state.image_keys is not None
         objects = [objects_of.get(key & LOWER_BITS) for key in state.image_keys.tolist()]
-        # Random scores are below 1, so every patch of the digit comes before all others.
+        # Random scores are below 1, so the digit's patches come before all others.
         added = [
             torch.zeros_like(one) if of_image is None else of_image.to(indices.device)[indices].to(one.dtype)
             for one, of_image, indices in zip(chance, objects, state.patch_indices, strict=True)
@@ -45,13 +45,13 @@ class Oracle(Random):
         return chance + torch.stack(added)
 
 
-# On import, because the text of a policy names its reducer: `oracle:0.5@2,3,4`.
+# Registered on import, because the text of a policy names its reducer: `oracle:0.5@2,3,4`.
 REDUCERS.register(Oracle)
 
 
 @cache
 def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
-    """Returns the digit's patches of every image of the testbed, by the image's key."""
+    """Returns a mapping from the key of every image of the testbed to the digit's patches in the image."""
     splits, objects_of = load_data(CLUTTERED), {}
     for split in PLACEMENTS:
         objects = object_patches(split)
@@ -66,7 +66,8 @@ def object_finding(
 ) -> Finding:
     """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
 
-    `objects` has a row for every image of the split. A patch that was merged or fused into another counts as lost.
+    `objects` has a row for every image of the split. A patch that was merged or fused into another patch counts as
+    lost.
     """
     images = images.take(min(LOOKED_AT, len(images)))
     shares = []
@@ -85,10 +86,10 @@ def object_finding(
 def patches_left(
     model: nn.Module, images: Float[Tensor, "images channels height width"]
 ) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches kept after each stage of a model with token reduction. The images run as one batch.
+    """Returns the patches that remain after each stage of a model with token reduction. The images run as one batch.
 
-    A patch that others were merged into counts as kept. A patch that was merged into another, or fused into a new
-    token, counts as lost.
+    A patch that was merged into another, or fused into a new token, counts as lost. The patch that it was merged into
+    counts as kept.
 
     Raises:
         InvalidInput: The model has no token policy.

@@ -1,8 +1,8 @@
-"""Digits among clutter: images in which few patches matter, and it is known which ones.
+"""Digits among clutter, a dataset in which only a few patches of an image matter and these patches are known.
 
-Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits covers 2 x 2 patches at a random place of this
-grid. Half of the other patches hold a fragment of another digit, at half the contrast. The splits share no digits,
-neither as objects nor as fragments. An entry point of the group `attnrx.parts` registers the dataset.
+Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits covers 2 x 2 patches at a random position. Each
+other patch contains, with probability one half, a fragment of another digit at half the contrast. The splits share no
+digits, neither as objects nor as fragments. An entry point of the group `attnrx.parts` registers the dataset.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from attnrx.support.shapes import Bool, Int, Tensor, UInt8
 CLUTTERED = "cluttered-digits"
 PATCH, GRID = 4, 10  # the side of a patch in pixels, and the side of an image in patches
 SPAN = DIGIT_SIDE // PATCH  # the side of a digit in patches
-CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches that hold a fragment, and its brightness
+CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches with a fragment, and the fragment's brightness
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1  # of the digits of every class
 # How many images are made from every digit of a split.
 PLACEMENTS: Mapping[str, int] = {"train": 6, "validation": 4, "test": 12}
@@ -35,7 +35,7 @@ NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """The images of one split. `digits` are the rows of the digits in scikit-learn's data, `objects` their patches."""
+    """The images of one split. `digits` are the digits' rows in scikit-learn's data, `objects` mask their patches."""
 
     pixels: UInt8[Tensor, "images height width"]
     labels: Int[Tensor, "images"]
@@ -51,9 +51,9 @@ def open_cluttered_digits(seed: int = 0) -> Opened:
 
 
 def object_patches(split: str) -> Bool[Tensor, "images patches"]:
-    """Marks the four patches of the digit in every image of a split of `load_data("cluttered-digits")`.
+    """Returns a mask of the digit's four patches in every image of a split of `load_data("cluttered-digits")`.
 
-    Patches are numbered row by row. Row i belongs to the image whose `Batch.index` is i.
+    Patches are numbered row by row. Row i of the mask belongs to the image with `Batch.index` i.
 
     Raises:
         UnknownName: There is no such split.
@@ -73,7 +73,7 @@ def canvases(split: str, seed: int = 0) -> Canvases:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()
     rows = _rows_by_split(labels)[split]
-    # Every split has its own generator, so its images do not depend on which splits were generated before.
+    # Every split has a separate generator, so its images do not depend on the splits that were generated before.
     random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
     digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
     objects = _places(len(digits), random)
@@ -89,27 +89,27 @@ def _rows_by_split(labels: Tensor) -> dict[str, Tensor]:
     """Returns the rows of the digits by split. Every split gets its share of the digits of every class."""
     is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
-    # VALIDATION_SHARE is a share of all digits, but `rest` has no test digits.
+    # VALIDATION_SHARE is a share of all digits, but `rest` contains no test digits.
     is_validation = hold_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
     return {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
 
 
 def _places(count: int, random: np.random.Generator) -> np.ndarray:
-    """Draws the place of the digit in every image; returns a mask of its patches, [images, patches]."""
-    # [images, row or column, 1]: the first patch of the digit, which leaves room for SPAN patches.
+    """Draws the position of the digit in every image. Returns a mask of the digit's patches, [images, patches]."""
+    # [images, row or column, 1]: the digit's first patch. The range leaves room for SPAN patches.
     corners = random.integers(0, GRID - SPAN + 1, (count, 2, 1))
     row, column = np.moveaxis((np.arange(GRID) >= corners) & (np.arange(GRID) < corners + SPAN), 1, 0)
     return (row[:, :, None] & column[:, None, :]).reshape(count, -1)
 
 
 def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the patches of every image, [images, patches, 4, 4]; half of them show part of another digit.
+    """Returns the patches of every image, [images, patches, 4, 4]. About half of them show a part of another digit.
 
-    `images` [digits, 8, 8] are the digits of the split, `digits` [images] is the digit of every image. A fragment is a
+    `images` [digits, 8, 8] are the digits of the split. `digits` [images] is the digit of every image. A fragment is a
     random window of a digit. It avoids the outermost columns, which are mostly blank.
     """
     shape = len(digits), GRID * GRID
-    # The offset is at least 1 and below the number of digits, so the other digit is never the image's own.
+    # The offset is at least 1 and less than the number of digits, so the other digit always differs from the image's.
     others = (digits[:, None] + random.integers(1, len(images), shape)) % len(images)
     top, left = (random.integers(edge, DIGIT_SIDE - PATCH - edge + 1, shape) for edge in (0, 1))
     windows = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))[others, top, left]

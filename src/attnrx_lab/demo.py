@@ -1,4 +1,4 @@
-"""The demonstration: trains a small Vision Transformer on digits among clutter, makes it smaller, and verifies it."""
+"""The demonstration, which trains a small Vision Transformer on digits among clutter, shrinks and verifies it."""
 
 import time
 from collections.abc import Mapping
@@ -27,21 +27,21 @@ from attnrx.workflows.verify import verify
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 
-# The target is GAIN times the speed of the unchanged model in attnrx's kernels. That speed is measured first, because
-# it depends on the processor how much faster than timm's these kernels are. The claims are that compression makes the
-# model LEAST times as fast, and loses at most MOST_DROP points of accuracy. If no plan is fast enough, the target is
-# SHARE of the MACs instead.
+# `demo` first measures how much faster attnrx's kernels are than timm's, because the ratio depends on the processor.
+# The target is GAIN times the speed of the unchanged model in attnrx's kernels. There are two claims. Compression makes
+# the model at least LEAST times as fast, and it loses at most MOST_DROP points of accuracy. If no plan is fast enough,
+# the target is SHARE of the MACs instead.
 GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
 MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
-BATCH, THREADS, ROUNDS = 32, 1, 40  # for the latency
+BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency measurements
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
-PATCHES = 10  # the approximate number of patches along a side of the image
+PATCHES = 10  # the approximate number of patches along one side of an image
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The folder with model, report and evidence, the accuracy of the original in %, and the duration in seconds."""
+    """The folder with model, report and evidence, the original's accuracy in %, and the duration in seconds."""
 
     folder: Path
     evidence: Evidence
@@ -62,9 +62,9 @@ def demo(
     seed: int = 0,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small timm ViT on a dataset, makes it GAIN times faster with `shrink`, and writes the folder.
+    """Trains a small timm ViT on a dataset, makes it GAIN times as fast with `shrink`, and writes the folder.
 
-    If the folder has a finished training, it is reused; an interrupted training resumes.
+    If the folder contains a finished training, `demo` uses its result. It resumes an interrupted training.
     """
     began, folder, step = time.perf_counter(), Path(folder), count(1)
 
@@ -77,7 +77,7 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
-    # The unchanged model relative to timm's shows what the kernels alone give.
+        # The speed of the unchanged model relative to timm's is the gain from the kernels without compression.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
     stage(
@@ -88,10 +88,10 @@ def demo(
     try:
         shrunk = shrink(original, splits, faster=faster, **settings)
         findings = shrunk.evidence.findings
-    except NotSupported as error:  # e.g. a machine whose load changed while the costs were measured
+    except NotSupported as error:  # e.g. the machine's load changed while the costs were measured
         log(f"{error} The target is {SHARE:.0%} of the MACs instead.")
         shrunk = shrink(original, splits, macs=SHARE, **settings)
-        # For a MACs target `shrink` measures no speed, so measure it here.
+        # `shrink` measures no speed if the target is MACs, so it is measured here.
         findings = shrunk.evidence.findings + verify(shrunk.model, original, splits.test, [timing]).findings
     evidence = with_claims(replace(shrunk.evidence, findings=findings))
     if splits.name == CLUTTERED and reduction_of(shrunk.model) is not None:
@@ -117,11 +117,11 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     side = splits.image_size
     if not isinstance(side, int):
         raise InvalidInput(f"{splits.name} has images of {side} pixels: give data of square images.")
-    # Patches must divide the side.
+    # The patch size must divide the side.
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
     shape = {"img_size": side, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
     model = open_timm("vit_tiny_patch16_224", pretrained=False, num_classes=len(splits.class_names), **shape)
-    # attnrx reads a timm model's preprocessing from here. The images were resized without a crop.
+    # attnrx reads a timm model's preprocessing from its `pretrained_cfg`. The images were resized without a crop.
     scale = splits.normalization
     model.pretrained_cfg.update(mean=scale.mean, std=scale.std, crop_pct=1.0, interpolation="bilinear")
     return model
@@ -137,9 +137,7 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the claims of the demonstration: how much faster compression makes the model at least, and how many points
-    of accuracy it loses at most.
-    """
+    """Adds the demonstration's two claims: a minimum speed-up by compression, and a maximum loss of accuracy."""
     findings = []
     for finding in evidence.findings:
         quantity = finding.details.get("quantity")

@@ -1,4 +1,4 @@
-"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a convolutional stem, and a second classifier for the patches."""
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter), with a convolutional stem and a second classifier for patches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec, norm_costs
 
-CROP = 0.9  # the published weights are measured on this share of the resized picture
+CROP = 0.9  # the authors evaluate the published weights on this share of the resized picture
 PATCH_SHARE = 0.5
 """The weight of the maximum over the patch logits. The class token's logits have weight 1, as published."""
 
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "m": {"width": 512, "depth": 20, "heads": 8, "divisor": 2.0},
 }
 
-# Published module -> the attnrx modules that hold it, split by rows if there are several; {} is a layer index.
+# Published module -> attnrx modules. If there are several, the published tensor is split by rows. {} is a layer index.
 PARTS = {
     "patch_embed.proj": ("stem.projection",),
     **{f"patch_embed.conv{number}": (f"stem.convolutions.{number - 1}",) for number in (1, 2, 3)},
@@ -53,8 +53,8 @@ class LVViTConfig(TransformerConfig):
     """The shape of the model and its input format.
 
     The outputs of attention and MLP are divided by `divisor` before the residual sum. The paper calls this residual
-    scaling, and its code `skip_lam`. With `classifies_patches` (token labelling) a second classifier computes logits
-    for every patch.
+    scaling, and the authors' code calls it `skip_lam`. With `classifies_patches` (token labelling) a second classifier
+    computes logits for every patch.
     """
 
     image_size: int = 224
@@ -81,8 +81,9 @@ class LVViTConfig(TransformerConfig):
     def uniform(
         cls, form: str = "dense", *, width: int = 384, depth: int = 16, heads: int = 6, **facts: Any
     ) -> "LVViTConfig":
-        """Returns the uncompressed model of `depth` equal layers, with no bias in queries, keys and values, as
-        published.
+        """Returns the uncompressed model of `depth` equal layers.
+
+        As published, queries, keys and values have no bias.
         """
         # The class defaults to the ImageNet normalization, which has three channels.
         if facts.get("channels", 3) != 3:
@@ -92,14 +93,13 @@ class LVViTConfig(TransformerConfig):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image: the class token and the patches."""
+        """The number of tokens of an image, which are the class token and the patches."""
         return 1 + self.patches
 
     def patch_costs(self) -> PartCosts:
-        """Returns the costs of the stem: three convolutions at half the image size with their BatchNorms, and the
-        projection.
+        """Returns the costs of the stem: three convolutions with BatchNorms at half the image size, and the projection.
         """
-        # A convolution is a linear map of the pixels under its kernel, applied once per output pixel.
+        # A convolution is a linear map of the pixels under its kernel, which is applied once per output pixel.
         channels, pixels = self.stem_channels, (self.image_size // 2) ** 2
         kernels = (self.channels * 7**2, channels * 3**2, channels * 3**2)
         convolutions = (linear_costs(inputs, channels, pixels, bias=False) + norm_costs(channels) for inputs in kernels)
@@ -109,7 +109,7 @@ class LVViTConfig(TransformerConfig):
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
 
-        Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier, too.
+        The patches are classified after the last layer, so pruning tokens reduces the MACs of the classifier, too.
         """
         costs = super().costs(attention, tokens)
         costs = replace(costs, embeddings=PartCosts((1 + self.tokens) * self.width))  # class token and positions
@@ -118,7 +118,7 @@ class LVViTConfig(TransformerConfig):
         return replace(
             costs,
             classifier=costs.classifier + PartCosts((self.width + 1) * self.classes),
-            # One classifier runs on the class token, the other on every patch, so together they run once per token.
+            # One classifier runs on the class token, the other on every patch. So together they run once per token.
             classifier_macs=costs.layers[-1].tokens * costs.classifier_macs,
         )
 
@@ -126,8 +126,8 @@ class LVViTConfig(TransformerConfig):
 class Stem(nn.Module):
     """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
 
-    The first three have no bias and are followed by BatchNorm and ReLU. The projection uses half the patch size,
-    because the stem halves the image.
+    The first three have no bias. BatchNorm and ReLU follow each of them. The kernel of the projection is half the patch
+    size, because the first convolution halves the image.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -163,11 +163,10 @@ class DividedLayer(Layer):
 
 
 class LVViT(Transformer[LVViTConfig]):
-    """Stem, class token, learned position embeddings, layers, and a classifier each for the class token and the
-    patches.
+    """LV-ViT with a classifier for the class token and a second classifier for the patches.
 
-    In training mode the BatchNorms of the stem use statistics of the batch, so gradient accumulation is not exactly
-    equal to one large batch. The paper's augmentation that mixes patches (MixToken) is not part of the model.
+    In training mode the BatchNorms of the stem use the statistics of a batch. So gradient accumulation is not exactly
+    equal to one large batch. The model does not contain MixToken, the paper's augmentation that mixes patches.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -181,21 +180,21 @@ class LVViT(Transformer[LVViTConfig]):
         self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
 
     def logits(self, images: ImageBatch) -> Logits:
-        """Returns the logits of the class token plus half of the maximum over the patches, class by class."""
+        """Returns the logits of the class token plus, class by class, half of the largest logit of a patch."""
         logits, patches = self.answers(images)
         return logits if patches is None else logits + PATCH_SHARE * patches.amax(1)
 
     def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
         """Returns the logits of the class token and of the remaining patches, for training with token labels.
 
-        If a mask prunes tokens, the logits of a pruned patch equal those of a remaining patch.
+        If a mask prunes tokens, a pruned patch has the same logits as one of the remaining patches.
         """
         require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)
         tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:
             tokens = layer(tokens)
-        # [batch, 1 + remaining patches, width]. After the norm, the hook of a token policy overwrites masked patches.
+        # [batch, 1 + remaining patches, width]. After the norm, the token policy's hook overwrites masked patches.
         tokens = self.norm(tokens)
         logits = self.classifier(tokens[:, 0])
         return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
@@ -218,7 +217,7 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
     def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
         """Creates a model in evaluation mode with the weights of a published file (safetensors or a torch checkpoint).
 
-        Its preprocessing is the published one: bicubic resizing and a crop of 0.9. `changes` override fields of the
+        It uses the published preprocessing: bicubic resizing and a crop of 0.9. `changes` override fields of the
         configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
@@ -241,14 +240,14 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return self._transformer(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the layout: a class token before the patches, and max pooling if the patches are classified, too."""
+        """Returns the layout: a class token before the patches, with max pooling if the model classifies patches."""
         config = self._transformer(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
-    """Returns the configuration `lvvit:SIZE`; `changes` override fields of LVViTConfig, form, width, depth or heads.
+    """Returns the configuration `lvvit:SIZE`. `changes` override fields of LVViTConfig, form, width, depth or heads.
 
     Raises:
         UnknownName: There is no such size.
@@ -265,7 +264,7 @@ def published_geometry(side: int, channels: int = 3) -> ImageGeometry:
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Returns published tensors under attnrx's names. Every tensor on either side must have a counterpart.
+    """Returns published tensors by attnrx's names. Every tensor on either side must have a counterpart.
 
     Raises:
         CheckpointError: A tensor has no counterpart or another shape.
@@ -282,7 +281,7 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{problem}: {published} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
         split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
-        # Cloned, because the slices of a fused projection share one storage.
+        # Cloned, because the parts of a fused projection would share one storage.
         state |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
     return state
 

@@ -1,4 +1,4 @@
-"""SVDA: the change of attention under a small change of the images, and the losses of the paper."""
+"""SVDA's perturbation response, the change of attention under small image changes, and the losses of the paper."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,17 +43,19 @@ def measure_perturbation(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Diagnosis:
-    """Adds the reading perturbation_response [heads] to a diagnosis: the mean over images of ||A(x) - A(x + delta)||_F
-    (SVDA, Eq. 33). It takes one pass over the first images and their perturbed copies.
+    """Adds the reading perturbation_response [heads] to a diagnosis.
+
+    The reading is the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33). One pass over the first images and
+    their perturbed copies measures it.
 
     Args:
         model: The model.
-        diagnosis: Its diagnosis.
+        diagnosis: The model's diagnosis.
         images: Images, normalized for the model.
         size: The standard deviation of the Gaussian noise delta, in the units of the normalized images.
         most: The largest number of images to perturb.
-        batch_size: Clean images per forward pass; each pass has the same number of perturbed images.
-        seed: Seeds the noise.
+        batch_size: Clean images per forward pass. Each pass also has the same number of perturbed images.
+        seed: The seed of the noise.
 
     Returns:
         The diagnosis with the reading.
@@ -69,7 +71,7 @@ def measure_perturbation(
     sums = [torch.zeros(len(layer.spectrum.heads), dtype=torch.float64) for layer in diagnosis.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # The perturbed images follow the clean ones in the batch, so one forward pass gives both maps.
+        # The perturbed images follow the clean images in the batch, so one forward pass computes both maps.
         sums[index] += response(*observation.attention.chunk(2)).sum(0).double().cpu()
 
     validation, first = InputValidation(model, family, "measure_perturbation"), 0
@@ -79,7 +81,7 @@ def measure_perturbation(
             pixels = validation.take(batch.images)
             model(torch.cat([pixels, pixels + size * noise_like(pixels, first, seed)]))
             first += len(pixels)
-    validation.notes()  # called for its warning
+    validation.notes()  # called only for its warning
     layers = (
         replace(layer, readings={**layer.readings, "perturbation_response": total / first})
         for layer, total in zip(diagnosis.layers, sums, strict=True)
@@ -97,11 +99,11 @@ def response(
 def noise_like(
     images: Float[Tensor, "batch channels height width"], first: int, seed: int
 ) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise that depends only on the seed and each image's index, not on batches or devices."""
+    """Returns standard normal noise that depends only on the seed and the images' indices, not on the batch size."""
     generator = torch.Generator()
     draws = []
     for index in range(first, first + len(images)):
-        # A seed sequence mixes both numbers, so neighbouring seeds and images get unrelated noise.
+        # A seed sequence mixes both numbers, so neighbouring seeds and images have unrelated noise.
         state = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)
         generator.manual_seed(int(state[0]))
         draws.append(torch.randn(images.shape[1:], generator=generator, dtype=images.dtype))
@@ -110,10 +112,11 @@ def noise_like(
 
 @dataclass(frozen=True)
 class TargetRank(Loss):
-    """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
+    """The squared difference between a head's effective rank and `rank` (SVDA, Eq. 28), averaged over all heads.
 
-    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers`
-    restricts the loss to some layers, e.g. layers that a diagnosis singled out. The first layer is 1; empty means all.
+    Only the strengths receive gradients. Heads without directions have no effective rank, so the loss skips them.
+    `layers` restricts the loss to some layers, e.g. to layers that a diagnosis singled out. The first layer is 1. If
+    `layers` is empty, the loss applies to all layers.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
@@ -140,11 +143,11 @@ class TargetRank(Loss):
 class PerturbationRobustness(Loss):
     """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
 
-    The loss is averaged over images, heads and layers. `layers` restricts it to some layers, e.g. layers that a
-    diagnosis singled out; the first layer is 1. `scale` is the standard deviation of the noise in normalized units.
-    Images and noisy images take an extra pass through the eager attention, so a step costs about three times as much.
-    With a token policy the layers must lie before its first stage. After it, an image and its noisy copy may have
-    different patches.
+    The loss is averaged over images, heads and layers. `layers` restricts the loss to some layers, e.g. to layers that
+    a diagnosis singled out. The first layer is 1. `scale` is the standard deviation of the noise in normalized units.
+    The images and their noisy copies need an extra pass through the eager attention. So a step takes about three times
+    as long. With a token policy the layers must lie before its first stage. After the first stage, an image and its
+    noisy copy may have different patches.
     """
 
     scale: float = 0.05
@@ -166,11 +169,11 @@ class PerturbationRobustness(Loss):
         def observe(layer: int, observation: Observation) -> None:
             if layer not in indices:
                 return
-            # The clean images are the first half of the batch. Both halves are [images, heads, queries, keys].
+            # The clean images are the first half of the batch. Each half is [images, heads, queries, keys].
             clean, noisy = observation.attention.chunk(2)
             changes.append((clean - noisy).square().sum((-2, -1)).mean())
 
-        # One pass for both halves, so that each layer's hook sees the clean and the noisy maps at the same time.
+        # One pass computes both halves, so each layer's hook sees the clean and the noisy maps at the same time.
         images = torch.cat([context.images, context.images + self.scale * step_noise(context)])
         with observing(context.model, family, observe):
             context.model.forward(images)  # `forward` of the bare module, where the hooks see every layer
@@ -180,12 +183,12 @@ class PerturbationRobustness(Loss):
 
 
 def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise for the images of a step: drawn for all processes together, then split.
+    """Returns standard normal noise for the images of a step. The noise is drawn for all processes and then divided.
 
     So N processes use the same noise as one process with the same global batch. A repeated step repeats its noise.
     """
     (process, processes), count = context.shard, len(context.images)
-    # On the CPU, because device generators give other numbers for the same seed.
+    # On the CPU, because device generators draw other numbers for the same seed.
     generator = torch.Generator().manual_seed(context.seed)
     shape = count * processes, *context.images.shape[1:]
     noise = torch.randn(shape, generator=generator, dtype=context.images.dtype)
@@ -193,7 +196,7 @@ def step_noise(context: LossContext) -> Float[Tensor, "batch channels height wid
 
 
 def first_layer(reduction: TokenReduction) -> int:
-    """Returns the layer (counted from 1) before which the first patch is pruned."""
+    """Returns the first layer (counted from 1) before which patches are pruned."""
     patches = reduction.shape.layout.patches
     return next(
         layer
@@ -203,7 +206,7 @@ def first_layer(reduction: TokenReduction) -> int:
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers, by default all; raises InvalidInput for unknown layers."""
+    """Returns the indices of the chosen layers, by default all. Raises InvalidInput for unknown layers."""
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown:
         raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")

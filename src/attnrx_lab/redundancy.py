@@ -1,7 +1,7 @@
-"""SVDA's indicators: which heads of a layer have the same spectrum or output, and numbers about single heads.
+"""SVDA's indicators, which find heads with similar spectra or outputs and describe single heads by numbers.
 
-The rule `remove_heads` reads the similarities of heads. No rule reads sparsity, active directions, sensitivity and
-alignment. Two heads with similar spectra need not be equal, because their projections may differ; their outputs must be
+The rule `remove_heads` uses the similarities of heads. No rule uses sparsity, active directions, sensitivity or
+alignment. Two heads with similar spectra need not be equal, because their projections may differ. Their outputs must be
 similar, too (SVDA, Section 3.7).
 """
 
@@ -22,10 +22,10 @@ INACTIVE_BELOW = 0.1
 
 @dataclass(frozen=True)
 class Redundancy(Diagnostic):
-    """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the
-    diagonal.
+    """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity.
 
-    If a head has no energy, or adds the same to every token of every image, its row is zero, including the diagonal.
+    Both are symmetric matrices [heads, heads] with ones on the diagonal. A head's row is zero, including the diagonal,
+    if the head has no energy or adds the same to every token of every image.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -52,10 +52,10 @@ def output_similarity(
 
     Head h adds output_h @ readout_h to each token. The mean over all tokens of all images is excluded, because it acts
     as a bias. `moment` is the centred second moment of the concatenated outputs. The cosines follow from
-    <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the contributions themselves are never formed.
+    <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the function does not compute the contributions.
     """
     heads, head_dim, _ = readout.shape
-    # Both [heads, heads, dims, dims]: trace(A^T M B) is the sum of the elements of M * (A B^T).
+    # Both have the shape [heads, heads, dims, dims]. trace(A^T M B) is the sum of the elements of M * (A B^T).
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)
     readouts = torch.einsum("gdw,hew->ghde", readout, readout)
     return _cosines((blocks * readouts).sum((-2, -1)))
@@ -90,7 +90,7 @@ class Indicators(Diagnostic):
 def sparsity(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, SVDA, Eq. 29).
+    """Returns the share of a head's directions whose |strength| is below a threshold (P_epsilon, SVDA, Eq. 29).
 
     Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, so the result does not
     depend on the scale of the strengths.
@@ -106,7 +106,7 @@ def active_directions(
 ) -> Float[Tensor, "*heads"]:
     """Returns how many directions of a head reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
     magnitude = magnitude_of(strength, used)
-    # Zero is inactive even if the head's largest strength, and so its threshold, is zero.
+    # Zero is inactive even if the head's largest strength is zero, which makes the threshold zero.
     active = (magnitude >= INACTIVE_BELOW * largest_of(magnitude)[..., None]) & (magnitude > 0)
     return active.sum(-1).to(strength.dtype)
 
@@ -114,7 +114,7 @@ def active_directions(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale, which bounds the scores' change per change of query and key (Prop. 4)."""
+    """Returns max|strength| * scale, which bounds the change of scores per change of query and key (SVDA, Prop. 4)."""
     return scale * largest_of(magnitude_of(strength, used))
 
 
@@ -123,8 +123,8 @@ def alignment(
 ) -> Float[Tensor, "heads"]:
     """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
-    The strength is not used. The rows are divided by their norms here, so dense and compressed heads can be compared. A
-    zero row has cosine zero with everything.
+    The strengths do not enter. The rows are divided by their norms here, so dense and compressed heads are comparable.
+    The cosine of a zero row with any other row is zero.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
     cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)

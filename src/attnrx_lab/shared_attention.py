@@ -1,4 +1,4 @@
-"""IrrAtt's attention, whose heads share their directions: its two forms, and the kernel that mixes blocks."""
+"""IrrAtt's two forms of attention, whose heads share their directions, and the native kernel that mixes blocks."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from attnrx.vit.spec import AttentionSpec, FormTraits
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share directions, and each has its own strengths (the fusion matrix)."""
+    """CP SlimAtt (IrrAtt, Eqs. 3-4). Heads share directions, but each has its own strengths (the fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of shared rows, padded to the width of the buckets; zero for rank 0."""
+        """Returns the number of shared rows, padded to the width of the buckets, or zero for rank 0."""
         return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, and the strengths of every head."""
-        # The padding rows are zero already; strengths are padded only so that the shapes agree.
+        """Returns the shared rows and every head's strengths."""
+        # The padding rows are already zero. The strengths are padded only to have the same shape.
         strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
         sides = query.unsqueeze(2), key.unsqueeze(2)
         return tuple(
@@ -48,9 +48,9 @@ class SharedForm(ScoreForm):
 
 
 class MixedForm(ScoreForm):
-    """IrrAtt (its Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
+    """IrrAtt (its Eq. 6). The shared directions are divided into blocks, and every head mixes the blocks' score maps.
 
-    It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
+    This equals the shared form if a head has the same strength, `mix[head, block]`, for all directions of a block.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -59,14 +59,15 @@ class MixedForm(ScoreForm):
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of rows of every block. The last block is padded to the width of the buckets."""
-        # A zero row in the last block adds nothing to its map, so the padding needs no extra block.
+        # A zero row in the last block adds nothing to its score map, so the padding needs no extra block.
         blocks, width = self.spec.rows, _shared_width(buckets)
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
+        """Returns the shared rows, and each head's block weights and strengths. The strengths repeat the block weights.
+        """
         rows = self.rows(buckets)
-        # Two descriptions of the same scores: fused kernels use the strengths per direction, unfused backends the
+        # Both describe the same scores. Fused kernels use the strengths per direction, and unfused backends use the
         # mixture of blocks.
         strength = of_weights(self, rows, lambda: self.mix[:, _block_index(rows, self.mix)])
         blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
@@ -104,7 +105,10 @@ def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions
 
 @dataclass
 class BlockFactors:
-    """The directions that all heads share, in blocks of `ranks[b]` neighbours. All buckets share one instance."""
+    """The directions that all heads share, divided into blocks of `ranks[b]` neighbouring directions.
+
+    All buckets use the same instance.
+    """
 
     query: Float[Tensor, "batch queries directions"]
     key: Float[Tensor, "batch keys directions"]
@@ -113,10 +117,11 @@ class BlockFactors:
     _maps: Tensor | None = None
 
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the products of queries and keys of every block, computed once; zero for an empty block."""
+        """Returns the product of queries and keys of every block. The products are computed once, and are zero for an
+        empty block.
+        """
         if self._maps is None:
-            # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
-            # zeros.
+            # Blocks have different ranks, so there is one product per block. An empty block's product is zero.
             sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
             self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
         return self._maps
@@ -124,7 +129,7 @@ class BlockFactors:
 
 @dataclass(frozen=True)
 class BlockMixture(Mixture):
-    """How the score maps of the blocks are mixed for the heads of one bucket."""
+    """The weights with which the heads of one bucket mix the blocks' score maps."""
 
     blocks: BlockFactors
     weights: Float[Tensor, "heads blocks"]
@@ -132,8 +137,8 @@ class BlockMixture(Mixture):
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
         maps = self.blocks.maps()
-        # One product, [heads, blocks] @ [batch, blocks, queries * keys]. The scale multiplies the small matrix instead
-        # of the maps.
+        # This is one product, [heads, blocks] @ [batch, blocks, queries * keys]. The scale multiplies the small matrix
+        # instead of the maps.
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 
@@ -154,8 +159,8 @@ def native_mixed_attention(
 ) -> Float[Tensor, "batch queries features"]:
     """Returns the outputs of `native_attention` for heads that mix the score maps of blocks.
 
-    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
-    map of a block is computed only once for all heads.
+    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. Each
+    block's map is computed only once for all heads.
     """
     require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
@@ -172,7 +177,7 @@ def _mixed_attention(
             "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
             "and the mixture [heads, blocks]."
         )
-    # Every head gets the queries and keys of all directions, as views with stride 0 over the heads.
+    # Every head has the queries and keys of all directions, as views with stride 0 over the heads.
     queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
     require_heads(queries, keys, values, sizes)
     output = _empty_mixed(query, key, values)
@@ -202,7 +207,7 @@ def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -
 def _mixed_operations(
     query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    """Counts operations: for every pair of tokens the maps of all blocks, their mixture per head, and the values."""
+    """Counts the operations for the maps of all blocks, their mixture in every head, and the values."""
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
 
 

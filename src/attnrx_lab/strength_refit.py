@@ -1,4 +1,4 @@
-"""Refits the strengths of SVDA by least squares on images, so that the attention approximates the original's."""
+"""Refits SVDA's strengths by least squares on images, so that the attention approximates the original attention."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import family_of
 
-# A normal matrix is summed from float32. Eigenvalues below this share of the largest one are rounding.
+# A normal matrix is summed from float32 products. Its eigenvalues below this share of the largest one are rounding.
 _NULL = 1e-6
 
 
@@ -21,8 +21,9 @@ class StrengthFit:
     """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
     T are the scores of a reference, and a_i = softmax(T_i) is its attention. To second order, the sum is twice the KL
-    divergence between the attention and the reference's: softmax ignores a constant per query, and errors at keys
-    without attention have no effect. Each head needs one matrix [terms, terms], whatever the number of samples.
+    divergence between the attention and the reference attention. The reason is that softmax ignores a constant per
+    query, and that errors at keys without attention have no effect. Each head needs one matrix [terms, terms], however
+    many samples there are.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -38,19 +39,19 @@ class StrengthFit:
         target: Float[Tensor, "batch heads queries keys"],
         scale: float,
     ) -> None:
-        """Adds one batch, given the terms of every token and the target scores."""
+        """Adds one batch. `left` and `right` are the terms of every token, `target` are the reference's scores."""
         for sample in range(left.shape[0]):
-            # One sample at a time to limit memory, because its products have queries x keys x terms entries.
+            # One sample at a time to limit memory, because a sample's products have queries x keys x terms entries.
             lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)  # [heads, tokens, terms]
             attention = target[sample].softmax(-1)
-            root = attention.sqrt()  # multiplies both factors of the normal equations, which gives the weight a_ij
-            # Centred under the attention of every query, which makes the sum of squares a variance. The shape is
+            root = attention.sqrt()  # multiplies both factors of the normal equations, so their weight is a_ij
+            # Subtracts each query's mean under its attention, so the sum of squares is a variance. The shape is
             # [heads, queries, keys, terms], then [heads, queries * keys, terms].
             centred = rights[:, None] - (attention @ rights)[:, :, None]
             products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
             errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
             targets = errors.flatten(1)
-            # Sums over all samples need float64, which not every device supports.
+            # Sums over all samples need float64, which some devices do not support.
             self.normal += (products.mT @ products).to("cpu", torch.float64)
             self.right_side += (targets[:, None] @ products).to("cpu", torch.float64).squeeze(1)
             self.target_energy += targets.square().sum(-1).to("cpu", torch.float64)
@@ -59,9 +60,9 @@ class StrengthFit:
     def solve(
         self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
     ) -> Float[Tensor, "heads terms"]:
-        """Returns the best strengths of the kept terms, and zero elsewhere.
+        """Returns the best strengths of the kept terms, and zero for the other terms.
 
-        Strengths that the data does not determine stay as in `start`. No head has a larger error than with `start`.
+        If the data does not determine a strength, it stays as in `start`. No head has a larger error than with `start`.
 
         Raises:
             InvalidInput: No sample was observed.
@@ -73,15 +74,15 @@ class StrengthFit:
         for head, mask in enumerate(keep):
             if bool(mask.any()):
                 normal = self.normal[head][mask][:, mask]
-                # The pseudoinverse corrects the start, so strengths that the data does not determine stay as they were.
+                # The pseudoinverse corrects the start, so a strength that the data does not determine does not change.
                 residual = self.right_side[head, mask] - normal @ start[head, mask]
                 strength[head, mask] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
-        # Because eigenvalues below _NULL are dropped, a fit can be worse than its start.
+        # The pseudoinverse drops eigenvalues below _NULL, so a fit can be worse than its start.
         better = self.relative_error(strength) <= self.relative_error(start)
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the error over all samples, relative to zero strengths; 0 for a constant target."""
+        """Returns the root of the error over all samples, relative to zero strengths, or 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)
@@ -92,8 +93,9 @@ class StrengthFit:
 
 
 def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
-    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
-    bit-identical.
+    """Returns the layers with the kept strengths refitted on the calibration images.
+
+    The strengths of a head that keeps all its directions stay bit-identical.
 
     Raises:
         NotSupported: The prescription rewrites the directions.
@@ -107,7 +109,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # Compute the rows as the compressed layer will: pruned directions are zero, and the norm is over the rest.
+        # Computes the rows as in the compressed layer, with zero for pruned directions and the norm over the others.
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
@@ -126,5 +128,5 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
     masked = rows * keep.to(rows.dtype)
-    # The observed rows are already divided by their norms. Dividing again by the norm of the kept part gives the same.
+    # The observed rows are already divided by their norms. Dividing by the kept part's norm gives the right rows.
     return nn.functional.normalize(masked, dim=-1) if has_norms else masked

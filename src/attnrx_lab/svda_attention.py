@@ -1,4 +1,4 @@
-"""SVDA's attention: scores from rows of unit length, with a learned strength for every direction."""
+"""SVDA's attention, which computes scores from rows of unit length and a learned strength for every direction."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from attnrx_lab.strength_refit import refit_strengths
 class SvdaForm(ScoreForm):
     """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
-    With `norms="original"` the rows are divided by the norm over all original directions. Then only the kept
-    directions, which are stored first, enter the scores. This is exact, but saves no projection.
+    With `norms="original"` each row is divided by its norm over all original directions. Then only the kept directions,
+    which are stored first, enter the scores. The result is exact, but saves no projection.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -52,7 +52,7 @@ class SvdaForm(ScoreForm):
         return unit_rows(rows, bucket.width)
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
-        """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
+        """Returns the strengths of every bucket. Each head is padded with zeros to the width of its bucket."""
         padded, start = {}, 0
         for bucket in buckets:
             ranks = self.spec.ranks[bucket.heads]
@@ -66,14 +66,14 @@ class SvdaForm(ScoreForm):
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (SVDA, Eq. 4), and pads it with zeros to `width` if it is given.
+    """Divides every row by its Euclidean norm (SVDA, Eq. 4). If `width` is given, pads the row with zeros to it.
 
     A zero row stays zero. Its gradient is zero, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.
     """
     padding = 0 if width is None else width - rows.shape[-1]
-    # `out=` saves a copy below, but does not support gradients. A trace must have the same operations with and without
-    # gradients, because torch.jit.trace compares its graph with a graph traced without them.
+    # `out=` below saves a copy, but does not support gradients. A trace must have the same operations with and without
+    # gradients, because torch.jit.trace compares its graph with one that it traces without gradients.
     is_traced = torch.jit.is_tracing()
     if torch.is_grad_enabled() and not is_traced:
         unit = _UnitRows.apply(rows)
@@ -82,7 +82,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     inverse = inverse_norms(rows).to(rows.dtype)
     if not padding or is_traced:
         return F.pad(rows * inverse, (0, padding)) if padding else rows * inverse
-    # The products are written into the padded buffer, because padding them afterwards would need one more copy.
+    # The products are written into the padded buffer, because padding them afterwards would copy them again.
     padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
     padded[..., rows.shape[-1] :] = 0
     torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
@@ -90,7 +90,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Returns the reciprocal of every row's Euclidean norm, in float32 or better; zero for a zero row."""
+    """Returns the reciprocal of every row's Euclidean norm, in float32 or better, or zero for a zero row."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
     # Below the smallest normal number the reciprocal overflows, so such a row is treated as zero.
@@ -98,13 +98,13 @@ def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*b
 
 
 class _UnitRows(torch.autograd.Function):
-    # Written by hand, because autograd's graph for x / |x| makes about twice as many passes over memory. In eager mode
-    # these passes are the overhead of an SVDA layer over fused dense attention.
+    # Written by hand, because autograd's graph for x / |x| needs about twice as many passes over memory. In eager mode
+    # these passes make an SVDA layer slower than fused dense attention.
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         inverse = inverse_norms(rows)
         ctx.save_for_backward(rows, inverse)
-        # In half precision the rounded inverse scales a whole row, in bfloat16 by a factor of at most 1 + 2^-9.
+        # In half precision, rounding the inverse scales a whole row. In bfloat16 the factor is at most 1 + 2^-9.
         return rows * inverse.to(rows.dtype)
 
     @staticmethod
@@ -112,7 +112,7 @@ class _UnitRows(torch.autograd.Function):
         (gradient,) = gradients
         rows, inverse = ctx.saved_tensors
         along = (gradient * rows).sum(-1, keepdim=True, dtype=inverse.dtype)
-        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|. The factor of x is computed in float32.
+        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|. The factor of x is computed in float32 or better.
         tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
         return tangent.mul_(inverse.to(rows.dtype))
 
@@ -122,7 +122,7 @@ register_form(
     SvdaForm,
     FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
     {
-        # The paper's compression: rows of the weights are deleted, and the norm is over the remaining directions.
+        # The paper's compression deletes rows of the weights, and the norm is over the remaining directions.
         "renormalized": Compression(keeps_norms=False),
         "refit": Compression(keeps_norms=False, fit=refit_strengths),
     },

@@ -1,4 +1,4 @@
-"""Models made of attnrx layers: configuration with costs, layers, initialization, and SVDA's Vision Transformer."""
+"""Models made of attnrx layers: their configuration and costs, their layers, and SVDA's Vision Transformer."""
 
 import math
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
 
 MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
-MOST_HIDDEN = 2**20  # units of an MLP; ViT-22B has 24,576
+MOST_HIDDEN = 2**20  # units of an MLP (ViT-22B has 24,576)
 
 
 def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
-    """Returns the spec of an uncompressed layer: every head has width / heads directions.
+    """Returns the spec of an uncompressed layer, in which every head has width / heads directions.
 
     Raises:
         InvalidInput: The width cannot be divided among the heads.
@@ -45,9 +45,9 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
         raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
     head_dim = width // heads
     ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), FORMS[form]
-    # The scale follows the original head dimension. It is stored, because compression must not change the temperature.
+    # The scale follows the original head dimension. The spec stores it, so compression cannot change the temperature.
     spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
-    # With one block per head, every head uses only its own block, which is multi-head attention.
+    # There is one block per head. Every head uses only its own block, so the layer equals multi-head attention.
     if traits.mixes_blocks:
         return spec.with_shared_directions(width, ranks)
     return replace(spec, form=form, norms=traits.norms[0])
@@ -56,10 +56,9 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
 def block_costs(
     spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
 ) -> LayerCosts:
-    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
+    """Returns the costs of a pre-norm block with attention, an MLP with `hidden` features and two LayerNorms.
 
-    `mlp_ranks` are the ranks of the MLP's two maps if they are stored as two factors each. The second factor has the
-    bias.
+    If the MLP's two maps are stored as two factors each, `mlp_ranks` are their ranks. The second factor has the bias.
     """
     mlp = PartCosts()
     for inputs, outputs, rank in zip((spec.width, hidden), (hidden, spec.width), mlp_ranks, strict=True):
@@ -71,7 +70,7 @@ def block_costs(
 
 
 def norm_costs(width: int) -> PartCosts:
-    """Returns the costs of a LayerNorm: a gain and a bias per feature, no MACs."""
+    """Returns the costs of a LayerNorm, which has a gain and a bias per feature, and no MACs."""
     return PartCosts(2 * width, 0)
 
 
@@ -79,10 +78,11 @@ def norm_costs(width: int) -> PartCosts:
 class TransformerConfig(ABC):
     """The shape of the model and its input format. The defaults are the SVDA paper's for CIFAR-10.
 
-    `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
-    ranks of the two maps of every MLP (None: one matrix), or is empty. `hidden_units` holds the number of hidden units
-    of every MLP if some were removed. `mean` and `std` are the image normalization that the model was trained with.
-    `geometry` says how pictures were fitted to its input, or is None if that is not known.
+    `attention` holds one spec per layer, so it describes a compressed model completely. `mlp_ranks` holds the ranks of
+    every MLP's two maps, with None for a map that is one matrix. It is empty if no map has two factors. `hidden_units`
+    holds the number of hidden units of every MLP if some units were removed. The model was trained on images normalized
+    by `mean` and `std`. `geometry` says how pictures were resized and cropped for the model. It is None if that is not
+    known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -151,11 +151,11 @@ class TransformerConfig(ABC):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image: its patches, and the class token if the model has one."""
+        """The number of tokens of an image, which are its patches and the class token if the model has one."""
         return self.patches
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
-        """Returns the ranks of the two maps of one layer's MLP; None if a map is one matrix."""
+        """Returns the ranks of the two maps of one layer's MLP, with None for a map that is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
     def hidden_of(self, layer: int) -> int:
@@ -168,7 +168,7 @@ class TransformerConfig(ABC):
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
 
-        This gives the costs of a prescription before it is realized.
+        With other specs, these are the costs of a prescription before it is realized.
 
         Raises:
             InvalidInput: `attention` does not have one spec per layer.
@@ -183,7 +183,7 @@ class TransformerConfig(ABC):
                 block_costs(spec, num_tokens, self.hidden_of(index), self.mlp_rank(index))
                 for index, (spec, num_tokens) in enumerate(zip(attention, tokens.tokens, strict=True))
             ),
-            # The classifier takes one pooled token, so its MACs do not depend on the number of tokens.
+            # The classifier runs on one pooled token, so its MACs do not depend on the number of tokens.
             classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
             classifier_macs=self.width * self.classes,
             predictors=tokens.predictors,
@@ -195,7 +195,7 @@ class TransformerConfig(ABC):
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer block. Its MLP is two linear maps, or their low-rank forms, with a GELU between them."""
+    """One pre-norm transformer block. Its MLP has two linear maps, which may be low-rank, with a GELU between them."""
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
@@ -229,12 +229,12 @@ class Transformer(nn.Module, Generic[Config]):
     def __init__(self, config: Config):
         super().__init__()
         self.config: Config = config
-        # A submodule, so that learned predictors of a token policy are trained and saved with the model.
+        # A submodule, so that the learned predictors of a token policy are trained and saved with the model.
         self.tokens: nn.Module | None = None
 
     @property
     def origin(self) -> Config:
-        """The configuration. Adopted library models state their input format under the same name."""
+        """The configuration. Adopted library models use the same name for their input format."""
         return self.config
 
     def forward(self, images: ImageBatch) -> Logits:
@@ -253,17 +253,18 @@ class Transformer(nn.Module, Generic[Config]):
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
-    """Initializes the weights: truncated normal of standard deviation 0.02, biases zero, every strength `strength`.
+    """Initializes the weights.
 
-    A score is bounded by max|strength| / sqrt(head_dim) (SVDA, Theorem 1), so at strength 1 attention is almost uniform
-    at first.
+    Weights are drawn from a truncated normal distribution with standard deviation 0.02. Biases are zero, and every
+    strength is `strength`. A score is at most max|strength| / sqrt(head_dim) (SVDA, Theorem 1), so with strength 1
+    attention starts almost uniform.
 
     Raises:
         InvalidInput: The strength is not positive and finite.
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")
-    # With its own generator, weights depend only on the seed, and the global random state does not change.
+    # With a separate generator, the weights depend only on the seed, and the global random state does not change.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("strength"):
@@ -278,17 +279,17 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
 
 
 class AttnrxFamily(NamedFamily, Generic[Config]):
-    """A family of attnrx models, which are described by their configuration."""
+    """A family of attnrx models. A configuration describes each model."""
 
     model_type: type[Transformer[Config]]
     config_type: type[Config]
 
     @abstractmethod
     def config(self, name: str, **changes: Any) -> Config:
-        """Returns the configuration of one of the names; `changes` override its fields."""
+        """Returns the configuration of the named model. `changes` override its fields."""
 
     def fresh(self, name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> Transformer[Config]:
-        """Returns an initialized model; `strength` is the initial strength of every direction (SVDA)."""
+        """Returns an initialized model. In SVDA models, `strength` is the initial strength of every direction."""
         return initialize_(self.model_type(self.config(name, **changes)), seed, strength)
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -300,7 +301,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         transformer = self._transformer(model)
         transformer.layers[layer].attention = attention
-        # Costs and saved files are made from the configuration, so it must describe the layers as they are now.
+        # Costs and saved files are made from the configuration, so it must describe the current layers.
         transformer.config = transformer.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
@@ -312,7 +313,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         transformer.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
         ranks = [list(config.mlp_rank(index)) for index in range(config.depth)]
         ranks[layer][which] = rank_of(linear)
-        # Either map gives the number of hidden units: the first by its outputs, the second by its inputs.
+        # The number of hidden units is the number of outputs of the first map, and of inputs of the second.
         units = [config.hidden_of(index) for index in range(config.depth)]
         units[layer] = linear.in_features if which else linear.out_features  # type: ignore[assignment]
         transformer.config = replace(
@@ -342,7 +343,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         return self._transformer(model).config.tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        # Changes the configuration instead of the model, so a prescription is costed without being realized.
+        # Changes the configuration instead of the model, so a prescription need not be realized to count its costs.
         config = replace(self._transformer(model).config, mlp_ranks=shapes.mlp_ranks, hidden_units=shapes.hidden)
         return config.costs(shapes.attention, shapes.tokens)
 
@@ -350,8 +351,8 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         """Returns the output of the last norm."""
         transformer = self._transformer(model)
         require_images(images, transformer.config.input_shape, "this model")
-        # Record the norm's output, because the `logits` of subclasses return no tokens. Run without chunks, so that the
-        # norm runs once.
+        # Record the norm's output, because the `logits` of subclasses return no tokens. Do not split the images into
+        # chunks, so that the norm runs once.
         with (
             recording_calls((transformer.norm,), lambda call: call.output) as outputs,
             forward_pass(model, (transformer.config.depth - 1,)),
@@ -388,7 +389,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, repr=False)
 class ViTConfig(Displayed, TransformerConfig):
-    """The shape of a Vision Transformer without class token, and its input format."""
+    """The shape and the input format of a Vision Transformer without class token."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -412,14 +413,15 @@ class ViTConfig(Displayed, TransformerConfig):
 
 
 class VisionTransformer(Transformer[ViTConfig]):
-    """Patches, fixed sine-cosine position embeddings, layers, mean pooling, linear classifier; no class token."""
+    """Patches, fixed sine-cosine position embeddings, layers, mean pooling and a linear classifier, but no class token.
+    """
 
     positions: Tensor
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.patches = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
-        # On the CPU even if the module is built on the meta device, because positions are computed, not loaded.
+        # On the CPU even if the module is built on the meta device, because no file contains the positions.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
         # A buffer follows the model's device. It is not saved, because the configuration determines it.
         self.register_buffer("positions", positions, persistent=False)
@@ -441,7 +443,7 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
     The width is divided into four quarters: the sine and the cosine of the row, then the sine and the cosine of the
     column.
     """
-    # Computed in float64 and rounded once at the end. The frequencies fall from 1 towards 1/10,000, which is excluded.
+    # Computed in float64 and rounded once at the end. The frequencies fall from 1 to just above 1/10,000.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)
@@ -472,7 +474,7 @@ class ViTFamily(AttnrxFamily[ViTConfig]):
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
-    """Returns the configuration `form:scenario`; `changes` override fields of ViTConfig, width, depth or heads.
+    """Returns the configuration `form:scenario`. `changes` override fields of ViTConfig, width, depth or heads.
 
     Raises:
         UnknownName: There is no such scenario.

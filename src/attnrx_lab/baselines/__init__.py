@@ -1,4 +1,4 @@
-"""Baselines: published compression methods, each implemented as in its paper, for comparisons."""
+"""Baselines, which are published compression methods. Each is implemented as in its paper."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The interface of baselines: a model at any share, either a share of its units or a share of its MACs."""
+"""The interface of baselines, which return a smaller model for a share of the units or for a share of the MACs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import family_of
 
-# Shares are multiples of 1 / GRID: finer than one direction of any layer, and exact in binary.
+# Shares are multiples of 1 / GRID, which is smaller than one direction of any layer, and exact in binary.
 GRID = 4096
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
-    """Returns the largest share in [`least`, 1] that fits, by bisection; None if `least` does not fit.
+    """Returns the largest share in [`least`, 1] that fits, by bisection, or None if `least` does not fit.
 
-    `fits` must be monotone: true up to some share and false above it, because costs rise with the kept share.
+    `fits` must be true up to some share and false above it. For costs this holds, because they rise with the share.
     """
-    # The bisection assumes that `high` does not fit, so the full share is tested first. It runs on integers (multiples
-    # of 1 / GRID), so that `low` and `high` meet exactly.
+    # The bisection assumes that `high` does not fit, so the full share is tested first. The bisection runs on integers
+    # (multiples of 1 / GRID), so that `low` and `high` become exact neighbours.
     if fits(1.0):
         return 1.0
-    below = round(least * GRID) - 1  # counts as fitting until a share is found
+    below = round(least * GRID) - 1  # assumed to fit until a share is found
     low, high = below, GRID
     while high - low > 1:
         middle = (low + high) // 2
@@ -37,7 +37,7 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 
 class ModelCompressor(ABC):
-    """A way of compressing one model to any share in (0, 1]; larger shares never cost less."""
+    """A way of compressing one model to any share in (0, 1]. A larger share never costs less."""
 
     @property
     def least(self) -> float:
@@ -58,9 +58,9 @@ class ModelCompressor(ABC):
 
 
 class PrescribedBaseline(ModelCompressor):
-    """A method whose smaller model is the realization of a prescription, without further fits.
+    """A method whose smaller model is the realization of a prescription, without any later fit.
 
-    `diagnosis` has the moments of the hidden units (`Moments`), measured on the `calibration` images.
+    `diagnosis` contains the moments of the hidden units (`Moments`), measured on the `calibration` images.
 
     Raises:
         NotSupported: A layer has rotations, biases or norms in its scores, or hidden units that cannot be removed.
@@ -79,15 +79,15 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns the decisions for every layer. With `fitted=False` they have the same shapes, but no compensation."""
+        """Returns the decisions for every layer. With `fitted=False` they have equal shapes, without compensation."""
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
-        """Returns the prescription at a share of the units. Its rules are empty, because no attnrx rule made it."""
+        """Returns the prescription for a share of the units, without rules, because no attnrx rule made it."""
         about = {**self.diagnosis.about, "baseline": self.name}
         return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
 
     def costs(self, share: float) -> ModelCosts:
-        # The search for a share asks for the costs at many shares. They depend only on shapes, so nothing is fitted.
+        # The search for a share needs the costs at many shares. They depend only on shapes, so nothing is fitted.
         return prescribed_costs(self.model, self.prescription(share, fitted=False))
 
     def make(self, share: float) -> nn.Module:
@@ -97,7 +97,7 @@ class PrescribedBaseline(ModelCompressor):
 class SearchedBaseline(ModelCompressor):
     """A method that learns a smaller model for a share of the MACs. Each model is made once and then cached.
 
-    Other compressors take a share of the units, so their costs are known before anything is learned.
+    Other compressors take a share of the units, so they compute the costs before they learn anything.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -106,10 +106,10 @@ class SearchedBaseline(ModelCompressor):
 
     @abstractmethod
     def searched(self, share: float) -> nn.Module:
-        """Learns and returns a model with at most this share of the MACs; the share is below 1."""
+        """Learns and returns a model with at most this share of the MACs, where the share is below 1."""
 
     def share_within(self, macs: int) -> float | None:
-        share = macs / self._macs  # no bisection: the costs at a share are known only after a model is learned
+        share = macs / self._macs  # no bisection, because only a learned model has known costs
         return share if share >= self.least else None
 
     def costs(self, share: float) -> ModelCosts:
@@ -124,9 +124,9 @@ class SearchedBaseline(ModelCompressor):
         return self._models[share]
 
     def images_of_step(self, step: int, batch: int) -> ImageBatch:
-        """Returns the images of one step. Every pass over the images has its own order, drawn from the seed."""
+        """Returns the images of one step. Every pass over the images has another order, drawn from the seed."""
         size = min(batch, len(self.calibration))
-        steps = len(self.calibration) // size  # in one pass; an incomplete last batch is dropped
+        steps = len(self.calibration) // size  # in one pass, without an incomplete last batch
         epoch, start = divmod(step, steps)
         weight: Tensor = next(self.model.parameters())
         return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)

@@ -1,4 +1,4 @@
-"""CORP as a baseline: one-shot removal of hidden units and query-key dimensions with ridge compensation."""
+"""CORP as a baseline, which removes hidden units and query-key dimensions in one shot, with ridge compensation."""
 
 from functools import cached_property
 from math import floor
@@ -16,7 +16,7 @@ from attnrx_lab.baselines.compressor import PrescribedBaseline
 # The penalty of both regressions, relative to the mean diagonal of their normal equations.
 PENALTY = 1e-2
 # The normal equations of the logits need both Gram matrices of every image. For ViT-Tiny in float32 (12 layers, 3
-# heads, 2 x 64 x 64 numbers) that is 1.2 MB per image.
+# heads, 2 x 64 x 64 numbers) these matrices take 1.2 MB per image.
 LOGIT_IMAGES = 128
 BATCH = 32
 
@@ -26,16 +26,16 @@ class CorpBaseline(PrescribedBaseline):
 
     Every MLP keeps the same share of its hidden units, and every head the same share of its query-key dimensions. CORP
     predicts the removed activations by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the removed
-    logits by a bilinear function, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the calibration images gives A, c and M.
-    They are folded into the second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
+    logits by a bilinear function, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the calibration images finds A, c and M.
+    CORP folds them into the second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
 
-    The objectives and the folding follow the abstract of the paper. The following choices are ours:
+    The objectives and the folding follow the paper's abstract. The following choices are ours:
 
-    - the ranking: hidden units by their mean square, query-key dimensions by the energy of their logits, which is the
-      mean over images of |q_j|^2 |k_j|^2
+    - the ranking: hidden units by their mean square, and query-key dimensions by the energy of their logits (the mean
+      over images of |q_j|^2 |k_j|^2)
     - the penalty (PENALTY)
     - one share for both kinds of units in all layers
-    - the number of images that the logits are fitted to (LOGIT_IMAGES)
+    - how many images the logits are fitted to (LOGIT_IMAGES)
     """
 
     name = "corp"
@@ -52,14 +52,14 @@ class CorpBaseline(PrescribedBaseline):
     def _hidden(self, index: int, share: float, fitted: bool) -> HiddenDecision | None:
         units = self.diagnosis.layers[index].hidden
         assert units is not None and units.covariance is not None and units.mean is not None
-        # The ranking uses the mean square; a diagnosis stores the covariance, which is about the mean.
+        # The ranking uses the mean square, but a diagnosis contains the covariance about the mean.
         energy = units.covariance.diagonal() + units.mean.square()
         keep = _strongest(energy[None], share)[0]
         if bool(keep.all()):
             return None
         weight, bias = units.weight.double()[:, keep], units.bias.double()
         if fitted:
-            # The regression is about the means, so its slope A comes from the covariance. c = E[x_P] - A E[x_S] keeps
+            # The regression is about the means, so the covariance determines its slope A. c = E[x_P] - A E[x_S] keeps
             # the mean output: W E[x] = (W_S + W_P A) E[x_S] + W_P c.
             mean = units.mean.double()
             weight = compensated(units.covariance, units.weight, keep, PENALTY)
@@ -79,20 +79,20 @@ class CorpBaseline(PrescribedBaseline):
         reasons = (f"keeps the {num_kept} of {keep.shape[1]} query-key dimensions with the largest logits",) * len(keep)
         if bool(keep.all()):
             return ScoreDecision(keep, strength, reasons)
-        # Q_S (I + M) K_S^T: only the queries change; the kept keys are the model's own.
+        # Q_S (I + M) K_S^T changes only the queries. The kept keys are the model's keys.
         identity = torch.eye(keep.shape[1], dtype=torch.float64).expand(len(keep), -1, -1)
         left = identity.clone()
         if fitted:
             for head, kept_dims in enumerate(keep):
                 rows = torch.nonzero(kept_dims).flatten()
                 mix = logit_compensation(query[:, head], key[:, head], kept_dims)
-                left[head, rows[:, None], rows] += mix.T  # a row of `left` makes a query row, a column of I + M
+                left[head, rows[:, None], rows] += mix.T  # a row of `left` makes a query row: a column of I + M
         return ScoreDecision(keep, strength, reasons, Basis(left, identity, shared=False))
 
     @cached_property
     def _grams(self) -> list[tuple[Float[Tensor, "images heads d d"], Float[Tensor, "images heads d d"]]]:
-        """The Gram matrices of queries and keys, by layer, for every image, as means over tokens."""
-        # Kept per image, because the normal equations sum the product of both matrices over the images.
+        """For every layer, the Gram matrices of queries and keys of every image, as means over tokens."""
+        # Separate for every image, because the normal equations sum the product of both matrices over the images.
         sums: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.attention]
 
         def observe(index: int, observation: Observation) -> None:
@@ -116,12 +116,13 @@ def logit_compensation(
 ) -> Float[Tensor, "kept kept"]:
     """Returns the M that minimizes the sum over images of |Q_S M K_S^T - Q_P K_P^T|^2 plus a penalty on |M|^2.
 
-    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image, S the kept dimensions and P the others. The
-    normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS: with row-major vec, a sum of Kronecker products.
+    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image. S are the kept dimensions, and P the others.
+    The normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS. With row-major vec, they are a sum of Kronecker
+    products.
     """
     query, key, size = query.double(), key.double(), int(keep.sum())
     query_kept, key_kept = query[:, keep][:, :, keep], key[:, keep][:, :, keep]
-    # One product for all images, [a b, images] @ [images, c d], then reordered to the axes of a Kronecker product.
+    # One product covers all images, [a b, images] @ [images, c d]. Its axes are then ordered like a Kronecker product.
     products = (query_kept.flatten(1).T @ key_kept.flatten(1)).reshape(size, size, size, size)
     system = products.permute(0, 2, 1, 3).reshape(size * size, size * size)
     removed = (query[:, keep][:, :, ~keep] @ key[:, ~keep][:, :, keep]).sum(0)
@@ -131,6 +132,6 @@ def logit_compensation(
 
 
 def _strongest(energy: Float[Tensor, "groups units"], share: float) -> Bool[Tensor, "groups units"]:
-    """Returns a mask of the largest `share` of every row, rounded down, at least one."""
+    """Returns a mask of the largest `share` of every row. The number is rounded down, but is at least one."""
     num_kept = max(1, floor(share * energy.shape[1]))
     return torch.zeros_like(energy, dtype=torch.bool).scatter_(1, energy.topk(num_kept, dim=1).indices, True)

@@ -1,4 +1,4 @@
-"""DiffRate as a baseline: the number of patches in every layer is learned by gradient, for a target in MACs."""
+"""DiffRate as a baseline, which learns the number of patches in every layer by gradient, for a target in MACs."""
 
 import copy
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from attnrx_lab.tokens.learned_scores import KeepDrop
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05
-COST_WEIGHT = 100.0  # weight of the squared distance to the target (a share of the model's MACs), added to KL in nats
-SOFTNESS = 4.0  # patches: the width of the boundary between kept and merged patches, through which gradients flow
+COST_WEIGHT = 100.0  # of the squared difference from the target (a share of the model's MACs), added to KL in nats
+SOFTNESS = 4.0  # patches, the width of the boundary between kept and merged patches. Gradients flow through it.
 
 
 class KeptShare(nn.Module):
-    """The share of its patches that a stage keeps, stored as a logit."""
+    """The share of patches that a stage keeps, stored as a logit."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class KeptShare(nn.Module):
 
 @dataclass(frozen=True)
 class RatedByAttention(Predicting):
-    """Samples the patches with the highest class attention; each stage learns how many in its parameter `KeptShare`.
+    """Samples the patches with the highest class attention. Each stage learns their share in its parameter `KeptShare`.
 
     The log-odds that a patch is kept are (share * patches - rank - 1/2) / SOFTNESS, where rank 0 is the most attended
     patch. So a sample has about share * patches patches. The gradient of the loss reaches the share through the patches
@@ -52,11 +52,11 @@ class RatedByAttention(Predicting):
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         assert state.class_attention is not None
         present_mask = state.present_mask
-        # Attention is never negative, so -1 puts patches that an earlier stage removed last. The second argsort inverts
-        # the permutation of the first, which gives the rank of every patch.
+        # Attention is never negative, so -1 moves patches that an earlier stage removed to the end. The second argsort
+        # inverts the permutation of the first, which gives the rank of every patch.
         relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(present_mask == 0, -1.0)
         rank = relevance.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        # Detached, because earlier stages decide how many patches there are. So a share learns only from its own stage.
+        # Detached, because earlier stages decide how many patches there are. So only its own stage trains a share.
         logits = (predictor() * present_mask.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
@@ -65,9 +65,9 @@ class DiffRateBaseline(SearchedBaseline):
     """DiffRate (Chen et al., ICCV 2023): a schedule of patches for all layers, learned with frozen weights.
 
     Adam learns one share per layer on unlabelled calibration images. It starts from the uniform schedule that meets the
-    target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared distance of the MACs
-    from the target. All shares are then raised to one common power to meet the target. The result is an ordinary token
-    policy: patches with the lowest class attention are fused into the most similar others (`dtps` with class
+    target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared difference between the
+    MACs and the target. All shares are then raised to one common power that meets the target. The result is an ordinary
+    token policy. It fuses the patches with the lowest class attention into the most similar others (`dtps` with class
     attention).
 
     The following choices are ours:
@@ -76,8 +76,8 @@ class DiffRateBaseline(SearchedBaseline):
     - fusion before a layer, instead of between attention and MLP
     - a logistic boundary with Gumbel noise (`RatedByAttention`), instead of probabilities over candidate rates with a
       straight-through mask
-    - KL divergence instead of cross-entropy, so no labels are used
-    - the steps, rates and weights above; the paper trains for three epochs on ImageNet
+    - KL divergence instead of cross-entropy, so the method uses no labels
+    - the steps, rates and weights above (the paper trains for three epochs on ImageNet)
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -101,15 +101,15 @@ class DiffRateBaseline(SearchedBaseline):
         return changed
 
     def policy(self, share: float) -> TokenPolicy:
-        """Returns the learned schedule with at most this share of the model's MACs.
+        """Returns the learned schedule that has at most this share of the model's MACs.
 
         Raises:
-            NotSupported: No schedule has these MACs.
+        NotSupported: No schedule has so few MACs.
         """
         return self._within(self.learned_shares(share), share)
 
     def _policy(self, shares: list[float]) -> TokenPolicy:
-        """Returns the policy that keeps these shares of the image's patches, one per stage, and at least one patch."""
+        """Returns the policy in which every stage keeps this share of the image's patches, but at least one patch."""
         least = 1 / self.layout.patches
         return TokenPolicy(DTPS(ClassAttention()), self._layers, tuple(max(share, least) for share in shares))
 
@@ -124,8 +124,8 @@ class DiffRateBaseline(SearchedBaseline):
         """Returns the schedule raised to the smallest power at which it costs at most this share of the MACs."""
         most = share * self._macs
 
-        # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1, so costs rise with `part`, as
-        # `largest_share` requires. A common power keeps the order of the stages, and leaves a share of 1 unchanged.
+        # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1. So costs rise with `part`, as
+        # `largest_share` requires. A common power keeps the order of the stages, and does not change a share of 1.
         def at(part: float) -> TokenPolicy:
             return self._policy([kept_share ** (1 / part - 1) for kept_share in shares])
 
@@ -152,18 +152,18 @@ class DiffRateBaseline(SearchedBaseline):
         model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self.uniform_ratio(share)
         if uniform is None:
             raise _unreachable(share)
-        # `_policy` raises shares to at least one patch: without that, a late stage could keep less than one.
+        # `_policy` raises shares to at least one patch, because otherwise a late stage could keep less than one.
         shares = self._policy([uniform**stage for stage in range(1, self.depth)]).keep
         searched = TokenPolicy(DTPS(RatedByAttention()), self._layers, shares)
         reduction = attach_tokens_(model, self.family, searched)
-        reduction.train().requires_grad_()  # in training mode a reduction samples; the model itself is not trained
+        reduction.train().requires_grad_()  # a reduction samples in training mode, but the model is not trained
         logits = [stage.get_parameter("logit") for stage in reduction.stages]
         start = torch.tensor(uniform).logit(eps=1e-3).item()  # the logit of 1 is infinite
         for logit in logits:
             nn.init.constant_(logit, start)
         macs = differentiable_macs(self.model)
         optimizer = torch.optim.Adam(logits, lr=LEARNING_RATE)
-        # The samples draw from the global generator, whose state is restored for the caller.
+        # The samples are drawn from the global generator, whose state is restored for the caller.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self.seed)
             for step in range(STEPS):
@@ -172,8 +172,8 @@ class DiffRateBaseline(SearchedBaseline):
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
                 remaining = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
-                # The expected numbers of tokens instead of the sampled ones, so the cost has no noise. The first layer
-                # sees all tokens.
+                # Expected instead of sampled numbers of tokens, so the cost has no noise. The first layer sees all
+                # tokens.
                 patches = self.layout.patches * torch.cat([remaining.new_ones(1), remaining])
                 cost = macs(self.layout.prefix + patches) / self._macs
                 optimizer.zero_grad()
@@ -189,14 +189,14 @@ def _unreachable(share: float) -> NotSupported:
 def differentiable_macs(model: nn.Module) -> Callable[[Float[Tensor, "layers"]], Float[Tensor, ""]]:
     """Returns the MACs of the model as a function of the number of tokens in each layer.
 
-    A layer with n tokens costs a n + b n^2. The products of queries and keys, and of attention and values, make the
-    quadratic part.
+    A layer with n tokens costs a n + b n^2. The quadratic part consists of the products of queries and keys, and of
+    attention and values.
     """
     family = family_of(model)
     costs = family.costs(model)
     layers = costs.layers
     tokens = torch.tensor([float(layer.tokens) for layer in layers])
-    # a and b follow from the costs at the model's own number of tokens, which all layers have if there is no policy.
+    # a and b follow from the costs at the model's own number of tokens. Without a policy all layers have this number.
     square = torch.tensor([float(layer.scores.macs + layer.read_out.macs) for layer in layers]) / tokens.square()
     linear = torch.tensor([float(layer.total.macs) for layer in layers]) / tokens - square * tokens
     rest = costs.macs - sum(layer.total.macs for layer in layers)

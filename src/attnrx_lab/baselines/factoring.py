@@ -1,4 +1,4 @@
-"""Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM): maps, statistics, and factored models."""
+"""Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM), with their statistics and factored models."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models import LowRankLinear, family_of
 from attnrx_lab.baselines.compressor import ModelCompressor
 
-# The smallest scale, as a share of the largest. It keeps the scale of features that are always zero invertible.
+# The smallest scale, as a share of the largest. With it, features that are always zero have an invertible scale, too.
 SMALLEST_SCALE = 1e-6
 
 Bias = Float[Tensor, "outputs"] | None
@@ -30,11 +30,12 @@ Bias = Float[Tensor, "outputs"] | None
 
 @dataclass(frozen=True)
 class LowRank:
-    """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias; float64, nested in the rank.
+    """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias, in float64.
 
-    `strength` is the contribution of each direction in the method's metric, in descending order. It is zero for
-    directions without energy. Whatever the rank, `strength` lists all min(outputs, inputs) values: the squared error in
-    that metric is the sum of their squares beyond the rank. The bias is the original's.
+    A map of lower rank has the first directions of a map of higher rank. `strength` is the contribution of each
+    direction in the method's metric, in descending order. It is zero for directions without energy. For every rank,
+    `strength` lists all min(outputs, inputs) values. The squared error in the metric is the sum of their squares beyond
+    the rank. The bias is the original's.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -69,9 +70,9 @@ def svd(weight: Weight, bias: Bias = None) -> LowRank:
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
-    Activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, it minimizes |(W - W') S| over all
-    maps of that rank. `magnitude` is the mean of |x| per input feature over calibration data. With `alpha=0` it is the
-    plain SVD.
+    This is activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, the result minimizes
+    |(W - W') S| over all maps of that rank. `magnitude` is the mean of |x| per input feature over calibration data.
+    `alpha=0` is the plain SVD.
     """
     weight = weight.detach().double()
     return _scaled_inputs(weight, bias, _scales(magnitude).pow(alpha))
@@ -80,17 +81,17 @@ def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: 
 def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *, side: str = "inputs") -> LowRank:
     """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
 
-    Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b, with a matrix
-    [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. The default `side="inputs"`
-    follows it: for a weight [outputs, inputs] the sums run over the outputs, and D scales the inputs. "outputs" sums
-    the rows of the weight as stored. Truncated to a rank, the result minimizes |(W - W') D|, or |D (W - W')| for
-    "outputs".
+    This is Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b. The rows of
+    its matrix [inputs, outputs] belong to the inputs, and it sums the information of each row. The default
+    `side="inputs"` does the same. For a weight [outputs, inputs] it sums over the outputs, and D scales the inputs.
+    "outputs" sums the rows of the weight as stored. Truncated to a rank, the result minimizes |(W - W') D|, or
+    |D (W - W')| for "outputs".
     """
     weight = weight.detach().double()
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
     if side == "inputs":
         return _scaled_inputs(weight, bias, scale)
-    # The outputs of W are the inputs of W^T. Factor W^T, then transpose its two factors and swap them.
+    # The outputs of W are the inputs of W^T. So factor W^T, then transpose and swap its two factors.
     mirrored = _scaled_inputs(weight.mT, None, scale)
     return LowRank(mirrored.second.mT, mirrored.first.mT, mirrored.strength, bias)
 
@@ -98,9 +99,9 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
     """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
 
-    SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware`. A
-    singular M gets a ridge of 1e-12 of its trace, which `activation_aware` does not need. Raises InvalidInput for a
-    moment that is zero, not finite or not symmetric.
+    This is SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of
+    `activation_aware`. A ridge of 1e-12 times the trace makes a singular M definite. `activation_aware` does not need
+    this ridge. Raises InvalidInput for a moment that is zero, not finite or not symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)
@@ -111,7 +112,7 @@ def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) 
     if int(failed):
         raise InvalidInput("the moment of the inputs is zero or has negative eigenvalues; give E[x x^T] of real data.")
     left, strength, right = torch.linalg.svd(weight @ factor, full_matrices=False)
-    # A triangular solve gives diag(s) V^T S^-1 without inverting S.
+    # A triangular solve computes diag(s) V^T S^-1 without inverting S.
     first = torch.linalg.solve_triangular(factor, strength[:, None] * right, upper=False, left=False)
     return LowRank(first, left, strength, bias)
 
@@ -131,7 +132,7 @@ def _scales(values: Tensor) -> Tensor:
 
 
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
-PARTS = {  # of the costs of a layer, by map
+PARTS = {  # for every map, the part of a layer's costs that contains it
     "query": "query_key",
     "key": "query_key",
     "value": "value_output",
@@ -148,10 +149,10 @@ Ranks = Mapping[MapAddress, int]
 
 
 class FactoredHeads(HeadLinear):
-    """A projection to heads as two maps: from tokens to `rank` shared features, then to the rows of the heads."""
+    """A projection to heads in two maps: from tokens to `rank` shared features, then to the rows of the heads."""
 
     def __init__(self, source: HeadLinear, rank: int):
-        # The inherited weight, [rows, rank], is the second factor: heads are padded by its rows.
+        # The inherited weight, [rows, rank], is the second factor, because padding adds rows to the heads.
         super().__init__(rank, source.rows, source.bias is not None)
         self.first = nn.Linear(source.weight.shape[1], rank, bias=False)
 
@@ -161,17 +162,17 @@ class FactoredHeads(HeadLinear):
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Applies both maps; the second is padded and scaled by the factor."""
+        """Applies both maps. The second map is padded and scaled by the factor."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return super().padded(self.first(tokens), rows, factor)
 
 
 class FactoredOutputProjection(OutputProjection):
-    """An output projection as two maps: from the head outputs to `rank` features, then to the width."""
+    """An output projection in two maps: from the head outputs to `rank` features, then to the width."""
 
     def __init__(self, source: OutputProjection, rank: int):
-        # The inherited weight, [rank, features], is the first factor: heads are padded by its columns.
+        # The inherited weight, [rank, features], is the first factor, because padding adds columns to the heads.
         super().__init__(source.value_dims, rank, bias=False)
         self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
 
@@ -181,15 +182,15 @@ class FactoredOutputProjection(OutputProjection):
     def padded(
         self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Applies both maps; the first takes padded heads."""
+        """Applies both maps. The first map takes padded heads."""
         return self(features) if value_dims == self.value_dims else self.second(super().padded(features, value_dims))
 
 
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
-    """Returns the layer and name of every map. The maps of an MLP are included only if it has exactly two linear maps.
+    """Returns every map's layer and name. An MLP's maps are included only if it has exactly two linear maps.
 
     Raises:
-        NotSupported: A map is factored already.
+        NotSupported: A map is already factored.
     """
     family = family_of(model)
     names = MAPS if family.mlp(model) else ATTENTION_MAPS
@@ -225,12 +226,12 @@ def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.
 
 
 def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
-    """Returns the costs of the model with these maps factored; the attention itself costs the same."""
+    """Returns the costs of the model with these maps factored. The attention products cost the same as before."""
     costs = family_of(model).costs(model)
     layers = list(costs.layers)
     for (index, name), rank in ranks.items():
         outputs, inputs = linear_at(model, (index, name)).get_parameter("weight").shape
-        change = rank * (outputs + inputs) - outputs * inputs  # negative where it pays; the bias stays
+        change = rank * (outputs + inputs) - outputs * inputs  # negative if factoring saves, because the bias stays
         part, layer = PARTS[name], layers[index]
         after = getattr(layer, part) + PartCosts(change, layer.tokens * change)
         layers[index] = replace(layer, **{part: after})
@@ -245,7 +246,7 @@ def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
 def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
     (layer, name), rank = address, low_rank.rank
     linear = linear_at(model, address)
-    # `names` are the parameters that hold the first matrix, the second matrix and the bias.
+    # `names` are the parameters of the first matrix, the second matrix and the bias.
     if isinstance(linear, HeadLinear):
         new, names = FactoredHeads(linear, rank), ("first.weight", "weight", "bias")
     elif isinstance(linear, OutputProjection):
@@ -265,14 +266,14 @@ def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Moments of the inputs x of one map over all tokens of all images: the mean of |x|, and E[x x^T]."""
+    """Moments of one map's inputs x over all tokens of all images: the mean of |x|, and E[x x^T]."""
 
     magnitude: Float[Tensor, "inputs"]
     moment: Float[Tensor, "inputs inputs"]
 
 
 class MapStatistics:
-    """The statistics of all maps of a model on calibration images, each kind measured on first use."""
+    """The statistics of all of a model's maps on calibration images. Each kind is measured when it is first needed."""
 
     def __init__(self, model: nn.Module, images: ImageSet, batch_size: int = 32):
         self.model, self.images, self.batch_size = model, images, batch_size
@@ -282,10 +283,10 @@ class MapStatistics:
         return self._moments[address]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
-        """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
+        """Returns the empirical Fisher information of one map's weight, which is its mean squared gradient over images.
 
-        The gradient is of -log p(y | image), where y = argmax p is the model's own answer. So no label of the dataset
-        is used.
+        The gradient is of -log p(y | image), where y = argmax p is the model's own answer. So the dataset's labels are
+        not used.
         """
         return self._fisher[address]
 
@@ -294,7 +295,7 @@ class MapStatistics:
         sums: dict[MapAddress, tuple[Tensor, Tensor, int]] = {}
 
         def take(address: MapAddress, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            inputs = arguments[0].detach().flatten(0, -2).double()  # summed over many tokens, then factored
+            inputs = arguments[0].detach().flatten(0, -2).double()  # float64, because the sums run over many tokens
             magnitude, moment, rows = sums.get(address, (0, 0, 0))
             sums[address] = magnitude + inputs.abs().sum(0), moment + inputs.mT @ inputs, rows + len(inputs)
 
@@ -303,7 +304,7 @@ class MapStatistics:
             for address in self.map_addresses:
                 hook = linear_at(self.model, address).register_forward_pre_hook(partial(take, address))
                 hooks.callback(hook.remove)
-            # The eager backend pads nothing, so every projection is called as a module and its hooks run.
+            # The eager backend does not pad, so it calls every projection as a module and the hooks run.
             with evaluating([self.model]), using(layers, [Eager()] * len(layers)):
                 for batch in self.images.batches(self.batch_size, device=weight.device):
                     self.model(batch.images.to(weight.dtype))
@@ -315,7 +316,7 @@ class MapStatistics:
     @cached_property
     def _fisher(self) -> dict[MapAddress, Tensor]:
         def loss(model: nn.Module, image: ImageBatch, _: int) -> Tensor:
-            # The empirical Fisher information, as in FWSVD, but with predicted classes as labels.
+            # The empirical Fisher information is as in FWSVD, but with predicted classes as labels.
             logits = model(image)
             return F.cross_entropy(logits, logits.argmax(-1))
 
@@ -328,15 +329,15 @@ def mean_squared_gradients(
     images: ImageSet,
     loss: Callable[[nn.Module, ImageBatch, int], Float[Tensor, ""]],
 ) -> dict[MapAddress, Float[Tensor, "outputs inputs"]]:
-    """Returns the squared gradient of the weights of these maps, as a mean over images, in float64 on the CPU.
+    """Returns the squared gradient of these maps' weights, as a mean over images, in float64 on the CPU.
 
     `loss` receives a copy of the model, one image [1, channels, height, width] and its position.
     """
-    # In this copy only the weights of these maps have gradients.
+    # In the copy only the weights of these maps have gradients.
     model = copy.deepcopy(model).eval().requires_grad_(False)
     weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in addresses]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
-    # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
+    # One image at a time, because the square of a summed gradient is not the sum of squares.
     for number, batch in enumerate(images.batches(1, device=weights[0].device)):
         gradients = torch.autograd.grad(loss(model, batch.images.to(weights[0].dtype), number), weights)
         for total, gradient in zip(sums, gradients, strict=True):
@@ -346,9 +347,9 @@ def mean_squared_gradients(
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
-# svd: the nearest map in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude, without the
-# paper's search for the rank of every layer. fwsvd: inputs weighted by the Fisher information of their weights, as
-# the paper prints it for x W. svd_llm: whitened inputs, without the paper's updates of the layers that follow.
+# svd finds the nearest map in the Frobenius norm. asvd scales the inputs by the root of their mean magnitude, without
+# the paper's search for the rank of every layer. fwsvd weights the inputs by the Fisher information of their weights,
+# as the paper prints it for x W. svd_llm whitens the inputs, without the paper's updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
     "svd": lambda model, at, data: svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
@@ -360,15 +361,15 @@ FACTORS: Mapping[str, Factor] = {
 class FactoringBaseline(ModelCompressor):
     """Factors all linear maps. Each map keeps the same share of its own MACs.
 
-    A share s means the rank floor(s * outputs * inputs / (outputs + inputs)), at least 1. These papers set their
-    compression ratio in the same way. The attention itself is unchanged, because these methods do not distinguish
-    heads.
+    For a share s the rank is floor(s * outputs * inputs / (outputs + inputs)), but at least 1. The papers define their
+    compression ratio in the same way. The products of the attention do not change, because these methods do not
+    distinguish heads.
     """
 
     def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
         self.map_addresses = map_addresses(model)
-        # Factors of full rank. All methods are nested in the rank, so every share truncates the same factors.
+        # Factors of full rank. All methods order their directions, so every share truncates the same factors.
         self._full_rank: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:

@@ -1,4 +1,4 @@
-"""WDPruning as a baseline: learned gates on query-key dimensions, value dimensions and hidden units."""
+"""WDPruning as a baseline, which learns gates on query-key dimensions, value dimensions and hidden units."""
 
 import copy
 import math
@@ -29,42 +29,42 @@ from attnrx_lab.baselines.compressor import SearchedBaseline
 from attnrx_lab.baselines.factoring import linear_at, weights_at
 
 GATED = {"qk": "query", "vo": "output", "hidden": "fc2"}
-"""The map whose weight holds the gates of each kind of unit: rows of the query, columns of the other two."""
+"""For each kind of unit, the map whose weight the gates multiply: rows of the query, columns of the other two."""
 
-SURROGATE = 0.1  # the width, in ranks in [0, 1], of the sigmoid whose gradient replaces the gradient of the step
+SURROGATE = 0.1  # the width, in ranks in [0, 1], of the sigmoid whose gradient replaces the step's gradient
 
 UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 
 
 class UnitGates(nn.Module):
-    """The scores of all units by layer and kind, with a threshold for each (WDPruning: Yu et al., AAAI 2022).
+    """The scores of all units, with a threshold for each layer and kind (WDPruning: Yu et al., AAAI 2022).
 
-    A gate is 1 where the score is above the learned threshold of its layer and kind, else 0. In the backward pass a
-    sigmoid stands for this step. Two choices are ours: the units are the ones that attnrx prescriptions remove, and
-    each score starts at the rank of its unit by the norms of its weights.
+    A gate is 1 if the score is above the learned threshold of its layer and kind, otherwise 0. In the backward pass a
+    sigmoid replaces this step. Two choices are ours. The units are the same as in attnrx prescriptions. Each score
+    starts at the unit's rank when the units are sorted by the norms of their weights.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.scores, self.thresholds = nn.ParameterDict(), nn.ParameterDict()
         for (layer, name), norms in unit_norms(model).items():
-            # The ranks lie above the first threshold, 0: no gate starts closed.
+            # The ranks are above the first threshold, 0, so all gates start open.
             self.scores[f"{layer}-{name}"] = nn.Parameter(_ranks(norms))
             self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
     def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the scores minus their thresholds; units are kept by these margins."""
+        """Returns the margins, which are the scores minus their thresholds. Margins decide which units are kept."""
         places = {key: key.partition("-") for key in self.scores}
         return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 
     def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
         softs = {place: (margin, (margin / SURROGATE).sigmoid()) for place, margin in self.margins().items()}
-        # Straight-through: the value comes from the step, the gradient from the sigmoid.
+        # Straight-through gates take their value from the step, and their gradient from the sigmoid.
         return {place: (margin > 0).to(soft) + soft - soft.detach() for place, (margin, soft) in softs.items()}
 
 
 class GatedModel(nn.Module):
-    """A model whose queries, head outputs and hidden units are multiplied by gates; the gates are applied to weights.
+    """A model whose queries, head outputs and hidden units are multiplied by gates. The gates multiply the weights.
 
     Raises:
         NotSupported: A layer has scores that are not plain dot products, heads of different sizes, or an MLP that is
@@ -78,7 +78,7 @@ class GatedModel(nn.Module):
         if not plain or not family.mlp(model) or not family.has_plain_units(model):
             raise NotSupported("gates need plain dot products and an MLP of two linear maps in every layer.")
         for layer, attention in enumerate(family.attention(model), 1):
-            # `prescribe_gates` divides the units among the heads in equal parts.
+            # `prescribe_gates` divides the units equally among the heads.
             ranks, sizes = attention.spec.ranks, attention.spec.value_dims
             if len({*ranks}) > 1 or len({*sizes}) > 1:
                 raise NotSupported(
@@ -89,11 +89,11 @@ class GatedModel(nn.Module):
         self.gates = UnitGates(model).to(next(model.parameters()))
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        # Gates on the weights instead of hooks on the activations.
+        # The gates multiply the weights, so the activations need no hooks.
         parameters = {}
         for place, gate in self.gates.gates().items():
             for name, parameter in self._held[place]:
-                # Rows of the query (and entries of its bias), columns of the other maps.
+                # The gates multiply rows of the query (and entries of its bias), and columns of the other maps.
                 factors = gate.view(-1, *(1,) * (parameter.ndim - 1)) if place[1] == "qk" else gate
                 parameters[name] = parameter * factors
         return functional_call(self.model, parameters, (images,))
@@ -105,15 +105,15 @@ class GatedModel(nn.Module):
         for layer, kind in self.gates.margins():
             linear = linear_at(self.model, (layer, GATED[kind]))
             parts = [linear.get_parameter("weight")]
-            # The gate of a query dimension applies to the output of its map, so also to its bias. The other gates apply
-            # to inputs, which already contain any bias.
+            # A query dimension's gate applies to the output of its map, so it multiplies the bias, too. The other gates
+            # apply to inputs, which already contain any bias.
             if kind == "qk" and isinstance(linear.bias, nn.Parameter):
                 parts.append(linear.bias)
             parameters_of[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
         return parameters_of
 
     def budget(self, macs: float) -> Float[Tensor, ""]:
-        """Returns the squared distance between the open gates' share of the MACs and a target."""
+        """Returns the squared difference between the MACs of the open gates and the target, both as shares."""
         return (gated_macs(self.model, self.gates.gates()) - macs).square()
 
 
@@ -129,13 +129,13 @@ def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]
 
 
 def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
-    """Returns the MACs of one unit by layer and kind, for one image."""
+    """Returns a unit's MACs for one image, by layer and kind."""
     family = family_of(model)
     costs, unit_costs = family.costs(model), {}
     for layer, attention in enumerate(family.attention(model)):
         tokens, width = costs.layers[layer].tokens, attention.spec.width
-        # A dimension costs one output or input of two projections (query and key, or value and output), plus one
-        # multiplication for every entry of the attention map.
+        # A dimension costs one output or input of two projections (query and key, or value and output). It also costs
+        # one multiplication for every entry of the attention map.
         unit_costs[layer, "qk"] = unit_costs[layer, "vo"] = 2 * tokens * width + tokens**2
         units = linear_at(model, (layer, "fc2")).get_parameter("weight").shape[1]
         unit_costs[layer, "hidden"] = costs.layers[layer].mlp.macs // units
@@ -143,7 +143,7 @@ def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
 
 
 def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "units"]]) -> Float[Tensor, ""]:
-    """Returns the MACs with these gates as a share of the model's. Each unit is weighted by its gate."""
+    """Returns the MACs with these gates, as a share of the model's MACs. Each unit is weighted by its gate."""
     costs = unit_macs(model)
     removed = torch.stack([(1 - gate).sum() * costs[place] for place, gate in gates.items()]).sum()
     return 1 - removed / family_of(model).costs(model).macs
@@ -152,16 +152,16 @@ def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "
 def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Prescription:
     """Returns the prescription that keeps the most important units within this share of the MACs.
 
-    One threshold applies to all layers and kinds. Every MLP keeps its most important unit, and every head its most
-    important query dimension. A head without value dimensions is removed. Nothing is compensated.
+    One threshold applies to all layers and kinds. Every MLP keeps its most important unit. Every head keeps its most
+    important query dimension, but a head without value dimensions is removed. No weights are compensated.
 
     Raises:
-        NotSupported: Even the units that always stay cost more.
+        NotSupported: The units that no threshold removes already cost more.
     """
     scores = torch.cat([score.double().cpu() for score in importance.values()]).sort().values
-    values = [*scores.tolist(), math.inf]  # the last leaves only the units that no threshold removes
+    values = [*scores.tolist(), math.inf]  # infinity leaves only the units that no threshold removes
     most = macs * family_of(model).costs(model).macs
-    # The costs fall as the threshold rises, so bisection over the candidates finds the smallest one that fits.
+    # The costs fall as the threshold rises, so bisection finds the smallest candidate that fits.
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -173,7 +173,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the share of the MACs that is left if only the units stay that no threshold removes."""
+    """Returns the smallest share of the MACs, which is the share of the units that no threshold removes."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 
@@ -186,13 +186,13 @@ def _prescription(model: nn.Module, importance: UnitScores, threshold: float) ->
         value_scores, query_scores = (scores[kind].view(len(spec.heads), -1) for kind in ("vo", "qk"))
         keep_values = value_scores >= threshold
         keep_heads = keep_values.any(1)
-        # A head without value dimensions outputs zero, so its scores are not needed either.
+        # A head without value dimensions outputs zero, so it does not need scores either.
         keep_dims = _at_least_one(query_scores, threshold) & keep_heads[:, None]
         keep_units = _at_least_one(scores["hidden"][None], threshold)[0]
         reasons = tuple(f"keeps {int(keep.sum())} of {len(keep)} gated dimensions" for keep in keep_dims)
         strength = attention.spectrum().strength * keep_dims
         decisions: dict[str, Decision] = {"qk": ScoreDecision(keep_dims, strength, reasons)}
-        # Maps that keep everything have no decision, so that `realize` leaves their weights as they are.
+        # A map that keeps everything has no decision, so `realize` does not change its weights.
         if not bool(keep_heads.all()):
             reason = f"keeps the {int(keep_heads.sum())} of {len(keep_heads)} heads with an open gate"
             decisions["heads"] = HeadDecision(keep_heads, value_scores.amax(1), (reason,))
@@ -208,7 +208,7 @@ def _prescription(model: nn.Module, importance: UnitScores, threshold: float) ->
 
 
 def _value_decision(keep: Bool[Tensor, "heads d"], importance: Float[Tensor, "heads d"]) -> OutputDecision:
-    # Selects value dimensions. The center is zero, because nothing compensates the removed ones.
+    # Selects value dimensions. The center is zero, because nothing compensates for the removed dimensions.
     heads, size = keep.shape
     encode = torch.eye(size, dtype=torch.float64).repeat(heads, 1)[keep.flatten()]  # on the features of one head
     decode = torch.eye(keep.numel(), dtype=torch.float64)[:, keep.flatten()]
@@ -227,28 +227,28 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def _ranks(norms: Float[Tensor, "units"]) -> Float[Tensor, "units"]:
-    """Returns the rank of every unit, scaled to (0, 1); the smallest norm has the lowest rank."""
+    """Returns the rank of every unit, scaled to (0, 1). The unit with the smallest norm has the lowest rank."""
     return (norms.argsort(stable=True).argsort().to(norms) + 0.5) / len(norms)
 
 
-STEPS, BATCH = 100, 32  # for the gates, and again for the fine-tuning
+STEPS, BATCH = 100, 32  # of the gate training, and again of the fine-tuning
 LEARNING_RATE = 3e-4  # of the weights
 GATE_RATE = 0.02  # of the scores, which are ranks in (0, 1)
-BUDGET_WEIGHT = 100.0  # weight of the squared distance from the target share of the MACs, added to KL in nats
+BUDGET_WEIGHT = 100.0  # of the squared difference from the target share of the MACs, added to KL in nats
 
 
 class GatedBaseline(SearchedBaseline):
-    """Trains the gates of WDPruning for a share of the MACs (`UnitGates`), prunes and fine-tunes.
+    """Trains WDPruning's gates for a share of the MACs (`UnitGates`), prunes and fine-tunes.
 
-    Adam trains weights and gates for STEPS steps. The gates then become a prescription (`prescribe_gates`), and the
-    smaller model is fine-tuned for another STEPS steps. Three choices are ours. The loss is KL(original || model)
-    instead of cross-entropy and distillation, so no labels are used. The number of steps is small; the paper trains for
-    tens of epochs. All rates and weights are ours, too.
+    Adam trains weights and gates for STEPS steps. `prescribe_gates` then turns the gates into a prescription, and Adam
+    fine-tunes the smaller model for another STEPS steps. Three choices are ours. The loss is KL(original || model)
+    instead of cross-entropy and distillation, so the method uses no labels. There are few steps (the paper trains for
+    tens of epochs). All rates and weights are ours, too.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
         super().__init__(model, calibration, seed)
-        GatedModel(model)  # raises for models that have no units to gate
+        GatedModel(model)  # raises if the model has no units to gate
 
     @property
     def least(self) -> float:
@@ -266,7 +266,7 @@ class GatedBaseline(SearchedBaseline):
         return small.eval()
 
     def _train_(self, model: nn.Module, groups: list[dict], macs: float | None = None) -> None:
-        """Minimizes the divergence from the original and the budget of the gates on the calibration images."""
+        """Minimizes, on the calibration images, the divergence from the original plus the budget term of the gates."""
         optimizer = torch.optim.Adam(groups, lr=LEARNING_RATE)
         model.train()
         reference = self.model.eval()

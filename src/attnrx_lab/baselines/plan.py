@@ -1,4 +1,4 @@
-"""attnrx's own plans as a method: the result of `shrink(macs=..., effort="quick")` on the same calibration images."""
+"""attnrx's own plans as a method, made like `shrink(macs=..., effort="quick")` on the calibration images."""
 
 from torch import nn
 
@@ -13,13 +13,13 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.outputs import output_kind_of
 from attnrx_lab.baselines.compressor import SearchedBaseline
 
-LEAST = 16  # calibration images; an eighth of them is held out to predict the results of plans
+LEAST = 16  # calibration images, because an eighth of them is held out to predict the results of plans
 
 
 class PlanBaseline(SearchedBaseline):
     """A plan for a share of the MACs, realized and repaired with the effort quick.
 
-    The plan is chosen on seven eighths of the calibration images, then the weights are fitted to all of them. All
+    The plan is chosen on seven eighths of the calibration images. Then the weights are fitted to all of them. All
     shares use one search.
 
     Raises:
@@ -34,12 +34,12 @@ class PlanBaseline(SearchedBaseline):
         self._planners: dict[str, Planner] = {}
 
     def searched(self, share: float) -> nn.Module:
-        """Returns the model that a plan makes; raises NotSupported if no plan costs so little."""
+        """Returns the model that a plan makes. Raises NotSupported if no plan costs so little."""
         settings = PlanSettings.preset("quick", seed=self.seed)
         effort = Effort.of("quick", output_kind_of(self.model), self._macs, settings)
         images, others = self.calibration, self.calibration.take(len(self.calibration) // 8)
         # `plan_sharing` plans on `images` without `others`.
         about = self.model, self.diagnosis, Target("macs", share), images, others, self._planners
         plan = plan_sharing(*about, settings=effort.settings)
-        assert isinstance(plan, Plan)  # only a latency target can be met by the unchanged model
+        assert isinstance(plan, Plan)  # the unchanged model can meet only latency targets
         return realize_with_effort(self.model, plan.with_predictions, images, effort)[0]

@@ -1,4 +1,4 @@
-"""SnapViT as a baseline: heads and hidden units ranked once by label-free sensitivities, for any budget."""
+"""SnapViT as a baseline, which ranks heads and hidden units once, without labels, for all budgets."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ TEACHER, STUDENT = 0.04, 0.1  # temperatures (DINO: Caron et al., 2021)
 
 @dataclass(frozen=True)
 class Structure:
-    """A head or a hidden unit of a layer: its importance per parameter, and its number of parameters."""
+    """A head or a hidden unit of a layer, with its importance per parameter and its number of parameters."""
 
     importance: float
     layer: int
@@ -34,13 +34,13 @@ class Structure:
 class SnapVitBaseline(PrescribedBaseline):
     """SnapViT (Simoncini et al., NeurIPS 2025, arXiv 2510.17700): one ranking of heads and hidden units, no retraining.
 
-    The local curvature is the squared gradient of a self-supervised loss (`self_supervised_loss`), averaged over
+    The local curvature H is the squared gradient of a self-supervised loss (`self_supervised_loss`), averaged over
     images: H = mean |grad L_i|^2. Near a minimum, removing a structure changes the loss by the sum of H theta^2 / 2
-    over its parameters. Structures are removed in the order of their importance, so one ranking serves every budget.
-    Nothing is compensated.
+    over its parameters. The method removes structures in the order of their importance, so one ranking serves every
+    budget. It does not compensate the remaining weights.
 
-    The paper adds interactions between blocks, learned by an evolutionary search. They are left out here. The following
-    choices are ours:
+    The paper adds interactions between blocks, learned by an evolutionary search. This implementation omits them. The
+    following choices are ours:
 
     - the importance is divided by the number of parameters, so that heads and units share one ranking
     - the last unit of an MLP stays
@@ -77,12 +77,12 @@ class SnapVitBaseline(PrescribedBaseline):
         """Returns the least important structures, which together have at most 1 - `share` of all parameters."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
-        last = {(each.layer, each.is_head): each for each in self._ranking}  # the most important of each kind
+        last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind
         for structure in self._ranking:
             if not structure.is_head and last[structure.layer, False] is structure:
                 continue
             params += structure.params
-            # Stop here, even if a smaller structure would fit: every share removes a prefix of the same ranking.
+            # Stop even if a smaller structure would fit, because every share removes a prefix of the same ranking.
             if params > allowed:
                 break
             structures.append(structure)
@@ -94,12 +94,12 @@ class SnapVitBaseline(PrescribedBaseline):
         structures = []
         for layer, (attention, parts) in enumerate(zip(self.attention, self.importance, strict=True)):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
-            # Rows of query, key and value, and columns of the output projection; biases are not counted.
+            # A head has rows of query, key and value, and columns of the output projection. Biases are not counted.
             head_params = [
                 2 * width * (rows + value_dim)
                 for rows, value_dim in zip(attention.spec.rows, attention.spec.value_dims, strict=True)
             ]
-            params = (head_params, [2 * inputs] * len(parts[1]))  # a hidden unit: a row of fc1 and a column of fc2
+            params = (head_params, [2 * inputs] * len(parts[1]))  # a hidden unit has a row of fc1 and a column of fc2
             for is_head, importance, num_params in zip((True, False), parts, params, strict=True):
                 pairs = enumerate(zip(importance.tolist(), num_params, strict=True))
                 structures += [
@@ -127,7 +127,7 @@ class SnapVitBaseline(PrescribedBaseline):
 
     @cached_property
     def _curvature(self) -> dict[tuple[int, str], Tensor]:
-        """The mean over images of the squared gradient of every weight."""
+        """The squared gradient of every weight, averaged over images."""
         places = [(layer, name) for layer in range(len(self.attention)) for name in (*ATTENTION_MAPS, *MLP_MAPS)]
         images = self.calibration.take(min(GRADIENT_IMAGES, len(self.calibration)))
 
@@ -137,8 +137,8 @@ class SnapVitBaseline(PrescribedBaseline):
         return mean_squared_gradients(self.model, places, images, loss)
 
     def views_of(self, image: ImageBatch, number: int) -> ImageBatch:
-        """Returns an image and a random crop of it, resized to its size."""
-        # A generator for each image, so that its crop does not depend on the images before.
+        """Returns an image and a random crop of it, resized to the size of the image."""
+        # Every image has a separate generator, so that its crop does not depend on the images before it.
         draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
         side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
         height, width = (round(side * length) for length in image.shape[2:])
@@ -153,8 +153,8 @@ class SnapVitBaseline(PrescribedBaseline):
 def self_supervised_loss(outputs: Float[Tensor, "2 features"]) -> Float[Tensor, ""]:
     """Returns the cross-entropy between the outputs for an image and for a crop of it, in nats.
 
-    Both outputs are divided by their norms. The first is the target: it is sharpened and has no gradient. This is the
-    loss of DINO (Caron et al., 2021) without the centre and the moving average, which a fixed teacher does not need.
+    Both outputs are divided by their norms. The first output is the target, so it is sharpened and has no gradient. The
+    loss is DINO's (Caron et al., 2021) without the centre and the moving average, which a fixed teacher does not need.
     """
     whole, crop = F.normalize(outputs, dim=-1)
     return -((whole.detach() / TEACHER).softmax(-1) * (crop / STUDENT).log_softmax(-1)).sum()

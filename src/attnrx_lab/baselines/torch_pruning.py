@@ -1,4 +1,4 @@
-"""Torch-Pruning as a baseline: the library makes heads and MLPs narrower."""
+"""Torch-Pruning as a baseline, in which the library makes heads and MLPs narrower."""
 
 import copy
 import warnings
@@ -20,13 +20,13 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):
-    """Removes features inside heads and MLPs with the library torch-pruning; the residual stream keeps its width.
+    """Removes features inside heads and MLPs with the library torch-pruning. The residual stream keeps its width.
 
     Importance is the library's first-order Taylor criterion (`GroupTaylorImportance`). Its gradients come from the
     calibration images, with the model's own predictions as labels (for an embedding, the index of its largest number).
-    Queries, keys and values lose the same share of every head, and the MLP the same share of its hidden features. The
-    pruned weights run in attnrx attention. timm 1.0.31's own attention breaks when pruned, because its attn_dim does
-    not change, and its fused path would rescale the scores.
+    Queries, keys and values lose the same share of every head, and the MLP loses the same share of its hidden features.
+    attnrx attention then runs the pruned weights. timm 1.0.31's own attention fails after pruning, because its attn_dim
+    does not change, and its fused path would rescale the scores.
 
     Raises:
         NotSupported: The library is not installed, or the model is not an uncompressed timm model.
@@ -40,7 +40,7 @@ class TorchPruningBaseline(ModelCompressor):
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
-        # The widths do not depend on the importance, so use a criterion that needs no calibration images.
+        # The widths do not depend on the importance, so this criterion, which needs no calibration images, is enough.
         return self.family.costs(self._pruned(share, self.package.importance.MagnitudeImportance(), ()))
 
     def make(self, share: float) -> nn.Module:
@@ -65,15 +65,15 @@ class TorchPruningBaseline(ModelCompressor):
     def _prune_(self, timm_model: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
         parameter = next(timm_model.parameters())
         blocks: list[Any] = list(self.family.blocks(timm_model))
-        # Neither the maps that write to the residual stream nor the classifiers are pruned, so the width stays.
+        # The maps that write to the residual stream and the classifiers are not pruned, so the width stays the same.
         fixed = [
             module for name, module in timm_model.named_modules() if name in ("head", "head_dist", "patch_embed.proj")
         ]
         fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
         example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
         with torch.enable_grad(), warnings.catch_warnings():
-            # The library warns that tokens and positions would be pruned too. Their width is the residual stream's,
-            # which does not change.
+            # The library warns that it would also prune tokens and positions. They have the width of the residual
+            # stream, which does not change.
             warnings.filterwarnings("ignore", message="Unwrapped parameters")
             pruner = self.package.pruner.BasePruner(
                 timm_model,
@@ -99,7 +99,7 @@ def _as_timm(model: nn.Module) -> nn.Module:
     if not all(attention.spec.is_plain for attention in family.attention(model)):
         raise NotSupported(f"{refusal} Its attention has plain dot products; this one has rotations, biases or norms.")
     timm_model = family.create(model.origin.architecture, model.origin.arguments)
-    # An adopted model has attnrx's attention; timm's attention has queries, keys and values in one map.
+    # An adopted model has attnrx's attention. timm's attention has queries, keys and values in one map.
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
     }
@@ -114,7 +114,7 @@ def _as_timm(model: nn.Module) -> nn.Module:
     timm_model = timm_model.to(parameter.device, parameter.dtype)
     try:
         timm_model.load_state_dict(state)
-    except RuntimeError as error:  # compressed: other names or shapes
+    except RuntimeError as error:  # a compressed model has other names or shapes
         raise NotSupported(refusal) from error
     for layer in family.blocks(timm_model):
         attention: Any = layer.get_submodule("attn")

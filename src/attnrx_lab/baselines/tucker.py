@@ -1,4 +1,4 @@
-"""Baselines that decompose the query-key tensor of a layer into Tucker terms, whose cores the heads mix."""
+"""Baselines that decompose a layer's query-key tensor into Tucker terms, and heads mix the cores of these terms."""
 
 import copy
 from dataclasses import replace
@@ -23,10 +23,10 @@ TUCKER, TUCKER_TERMS = "tucker", "tucker_terms"
 
 
 class CoreQueries(HeadLinear):
-    """Queries from Tucker terms: features that all heads share, then a matrix [features, rows] per head and term."""
+    """Queries from Tucker terms. All heads share features, and a matrix [features, rows] per head and term follows."""
 
     def __init__(self, width: int, heads: int, terms: int, rank: int, bias: bool):
-        # The inherited weight, [heads * terms * rank, rank], holds the matrices. A head has its rows term by term.
+        # The inherited weight, [heads * terms * rank, rank], contains the matrices. Each head orders its rows by term.
         super().__init__(rank, (terms * rank,) * heads, bias)
         self.heads, self.terms = heads, terms
         self.first = nn.Linear(width, terms * rank, bias=False)
@@ -44,7 +44,7 @@ class CoreQueries(HeadLinear):
 
 
 class SharedKeys(HeadLinear):
-    """Keys that are the same for all heads, computed once."""
+    """Keys that are the same for all heads and are computed once."""
 
     def __init__(self, width: int, heads: int, rank: int):
         super().__init__(width, (rank,), bias=False)
@@ -60,19 +60,19 @@ class SharedKeys(HeadLinear):
 
 
 def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Pads the features of equal heads with zeros to `rows`, which must be equal for all heads, too."""
+    """Pads the features of heads with equal sizes with zeros to `rows`. All `rows` must be equal, too."""
     if rows == own:
         return features
     return F.pad(features.unflatten(-1, (len(own), own[0])), (0, rows[0] - own[0])).flatten(-2)
 
 
 class TuckerBaseline(ModelCompressor):
-    """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms (IrrAtt, Appendix
-    A.2): one (`tucker`), or one for every head (`tucker_terms`, the general block-term decomposition).
+    """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms.
 
-    At a share, the first two factors of all terms together have one column per direction that the rule `shared_rank`
-    keeps. The third mode, the heads, keeps its size. The tensor includes the query bias. The key bias is left out,
-    because it cancels in the softmax. Values and MLP are unchanged.
+    `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term for every head, which is the general
+    block-term decomposition. At a share, the first two factors of all terms together have as many columns as the rule
+    `shared_rank` keeps directions. The third mode, the heads, keeps its size. The tensor includes the query bias. It
+    omits the key bias, because that bias cancels in the softmax. Values and MLP do not change.
 
     Raises:
         NotSupported: A layer has rotations, biases of pairs or norms in its scores.
@@ -91,8 +91,8 @@ class TuckerBaseline(ModelCompressor):
         for layer, spec, own in zip(costs.layers, specs, self.attention, strict=True):
             terms, rank = self._shape(own.spec, share)
             heads, rows = len(spec.heads), terms * rank
-            # `costs` counts the rows of queries and keys once per head, but the heads share features that are computed
-            # once.
+            # `costs` counts the rows of queries and keys once per head, but the heads share features, which are
+            # computed once.
             change = rows * (spec.width + heads * rank) + rows * spec.width - 2 * heads * rows * spec.width
             layers.append(replace(layer, query_key=layer.query_key + PartCosts(change, layer.tokens * change)))
         return replace(costs, layers=tuple(layers))
@@ -111,7 +111,7 @@ class TuckerBaseline(ModelCompressor):
         """Returns the number of terms of a layer, and the number of columns of each term's first two factors."""
         terms = 1 if self.kind == TUCKER else len(spec.heads)
         columns = rank_among(share, sum(spec.ranks))
-        # A term has at most as many columns as the smaller of the first two modes, the keys' mode.
+        # A term has at most as many columns as the smaller one of the first two modes, which is the mode of the keys.
         return terms, min(max(1, columns // terms), spec.width)
 
     def _spec(self, spec: AttentionSpec, share: float) -> AttentionSpec:
@@ -132,7 +132,7 @@ class TuckerBaseline(ModelCompressor):
         result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
         query = CoreQueries(spec.width, len(spec.heads), count, rank, has_bias).to(weight)
         key = SharedKeys(spec.width, len(spec.heads), count * rank).to(weight)
-        # score_h = (x, 1) left core_h right^T y for each term; the last row of `left` is the bias's.
+        # score_h = (x, 1) left core_h right^T y for each term. The last row of `left` belongs to the bias.
         query.first.weight.copy_(torch.cat([term.left[:-1] for term in terms], 1).mT)
         cores = torch.stack([term.slice_cores for term in terms], 1)  # [heads, terms, left, right]
         query.weight.copy_(cores.mT.flatten(0, 2))

@@ -1,4 +1,4 @@
-"""Baselines that need no method: fewer pixels, the vendor's 8-bit file, or the model unchanged."""
+"""Baselines without a compression method: fewer pixels, the vendor's 8-bit file, or the unchanged model."""
 
 import weakref
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 
 
 class UnchangedModel(ModelCompressor):
-    """The model itself, at any share."""
+    """The original model for every share."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -31,9 +31,9 @@ class UnchangedModel(ModelCompressor):
 
 
 class VendorInt8(UnchangedModel):
-    """The unchanged model as an 8-bit file, made by the vendor's own tools with their defaults.
+    """The unchanged model as an 8-bit file, which the vendor's own tools make with their defaults.
 
-    It runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs are the original's.
+    The file runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs are the original's.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet):
@@ -41,7 +41,7 @@ class VendorInt8(UnchangedModel):
         self.calibration = calibration
 
     def make(self, share: float) -> nn.Module:
-        """Returns the file as a module; raises NotSupported if no tool is installed or the tool fails."""
+        """Returns the file as a module. Raises NotSupported if no tool is installed or the tool fails."""
         has_openvino = all(map(is_installed, ("openvino", "nncf")))
         form = parse_format("openvino(precision=int8)" if has_openvino else "int8")
         opened = ExitStack()
@@ -51,12 +51,12 @@ class VendorInt8(UnchangedModel):
         except BaseException:
             opened.close()
             raise
-        weakref.finalize(file, opened.close)  # the runtime reads the file as long as the module is in use
+        weakref.finalize(file, opened.close)  # the runtime needs the file as long as the module is in use
         return file
 
 
 class Resized(nn.Module):
-    """A model for smaller images that takes full-size images and resizes them itself (bicubic, antialiased)."""
+    """A model for smaller images that takes full-size images and resizes them (bicubic, antialiased)."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -68,7 +68,7 @@ class Resized(nn.Module):
 
 
 class LowerResolution(ModelCompressor):
-    """The same weights at fewer pixels: a share of the height and width, in whole patches.
+    """The same weights on images with fewer pixels. The share applies to height and width, in whole patches.
 
     The library interpolates the position embeddings. Nothing is fitted.
 
@@ -104,7 +104,7 @@ class LowerResolution(ModelCompressor):
         return model if model is self.model else Resized(model)
 
     def _at(self, share: float) -> nn.Module:
-        # Rounding may put a share just below the whole number of patches that it stands for.
+        # Rounding may put a share just below the whole number of patches that it means.
         rows, columns = (max(1, int(share * count + 1e-9)) for count in (self.rows, self.columns))
         if (rows, columns) not in self._models:
             sides = rows * (self.height // self.rows), columns * (self.width // self.columns)

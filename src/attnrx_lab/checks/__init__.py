@@ -1,4 +1,4 @@
-"""Checks of the laboratory: matched controls, accuracy on corrupted images, transfer, and the theorems of SVDA."""
+"""Checks of the laboratory: matched controls, accuracy on corrupted images, transfer, and SVDA's theorems."""
 
 from attnrx.show.checks import CHECKS
 from attnrx_lab.checks.bounds import Bounds

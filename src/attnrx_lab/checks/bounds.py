@@ -1,8 +1,8 @@
-"""Bounds: the theorems of the SVDA paper, checked on the activations of the reference.
+"""Bounds, which checks the SVDA paper's theorems on the activations of the reference.
 
-All theorems and equations below are from that paper. Each theorem has a function that returns a measured quantity
-divided by its bound; a ratio above 1 violates the theorem. The functions take the query and key rows of one layer that
-enter the scores: one row per token, in float64.
+All theorems and equations below are from the SVDA paper. Each theorem has a function that divides a measured quantity
+by its bound. A ratio above 1 violates the theorem. The functions take the query and key rows that enter one layer's
+scores, with one row per token, in float64.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ CLAIMS = {
     "Proposition 5": "heads with the same projections and spectra add the same, up to rounding (Proposition 5)",
 }
 
-# Tolerance: rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
+# The tolerance. Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
 ROUNDING = 1e-5
-# Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
+# The lower limit of a bound. Smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
-RANK_ROUNDING = 1e-10  # singular values of float64 scores below this share of the largest are rounding
-NOISE = 0.1  # the standard deviation of the perturbation of SVDA's Proposition 4, in normalized units
-BATCH = 16  # images per batch; every score of every head is held in float64
+RANK_ROUNDING = 1e-10  # singular values of float64 scores below this share of the largest one are rounding
+NOISE = 0.1  # the standard deviation of the perturbation in SVDA's Proposition 4, in normalized units
+BATCH = 16  # images per batch, because the scores of all heads are stored in float64
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Bounds(Check):
     largest ratio of measurement to bound over images, layers and heads. It is at most 1 if the theorem holds, and close
     to 1 if the bound is tight.
 
-    The comparison's prescription states the pruned directions. Theorem 1 and Propositions 1 and 3 are skipped without a
-    prescription, and in layers without strengths. Unchanged heads are not counted. Eq. 13 applies only to heads whose
-    weakest directions were pruned; its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs no
-    images. Proposition 3 needs a matrix decomposition, so it reads only one image in every BATCH. Proposition 4 adds
-    Gaussian noise of standard deviation NOISE to the images. Proposition 5 applies to heads whose weights are equal,
-    bit by bit. It is skipped if a model has none; training produces none.
+    The comparison's prescription states the pruned directions. Without a prescription, and in layers without strengths,
+    the check skips Theorem 1 and Propositions 1 and 3. It does not count unchanged heads. Eq. 13 applies only to heads
+    whose weakest directions were pruned. Its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs
+    no images. Proposition 3 needs a matrix decomposition, so it uses only one image in every BATCH. Proposition 4 adds
+    Gaussian noise with the standard deviation NOISE to the images. Proposition 5 applies to heads whose weights are
+    equal, bit by bit. Training does not produce such heads, and the check skips a model without them.
     """
 
     images: int = 256
@@ -63,7 +63,7 @@ class Bounds(Check):
         layers = family_of(comparison.reference).attention(comparison.reference)
         pairs = [equal_heads(layer) for layer in layers]
 
-        # Only the largest ratio of every claim is stored: the scores of all layers would not fit in memory.
+        # Only the largest ratio of every claim is stored, because the scores of all layers would not fit in memory.
         def observe(layer: int, observation: Observation) -> None:
             for name, ratios in _ratios(observation, changes.get(layer), pairs[layer]).items():
                 if ratios.numel():
@@ -76,10 +76,10 @@ class Bounds(Check):
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), observe):
             for batch in comparison.data.batches(BATCH, device=comparison.device):
-                # Drawn on the CPU: the same noise on every device.
+                # Drawn on the CPU, so that the noise is the same on every device.
                 noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
-                # One pass for both halves; `_ratios` splits them again.
+                # One pass computes both halves, and `_ratios` splits them again.
                 model(torch.cat([images, images + noise.to(images.device)]))
         images = len(comparison.data)
         counted = {"Proposition 3": -(-images // BATCH)}
@@ -88,12 +88,12 @@ class Bounds(Check):
             for name in CLAIMS
             if name in worst
         ]
-        # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
+        # Eq. 25 applies to all heads with nonzero energy. It needs no images, and n counts heads.
         spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        # Both limits as ratios of at most 1: rank / directions, and 1 / rank.
+        # Both limits become ratios of at most 1: rank / directions, and 1 / rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Proposition 2, Eq. 25)"
         return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
@@ -106,12 +106,12 @@ def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = Non
 
 @dataclass(frozen=True)
 class SpectralChange:
-    """The change of the strengths of one layer.
+    """How the strengths of one layer change.
 
-    `lost` is the decrease of every strength. `counted` marks the kept heads with any change. `thresholded` marks the
-    counted heads in which only directions were removed, and these are the weakest. `threshold` (tau of SVDA, Eq. 8) is
-    the smallest kept strength of a head, or the largest pruned strength if the head keeps none. It bounds the pruned
-    strengths only in the `thresholded` heads. The theorems do not apply to pruned heads, so these are not counted.
+    `lost` is the decrease of every strength. `counted` selects the kept heads with any change. `thresholded` selects
+    those counted heads that lost only directions, and only their weakest. `threshold` (tau of SVDA, Eq. 8) is the
+    smallest kept strength of a head, or the largest pruned strength if the head keeps none. It bounds the pruned
+    strengths only in the `thresholded` heads. The theorems do not apply to pruned heads, so `counted` omits them.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -127,19 +127,19 @@ class SpectralChange:
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
         lost = before - after
-        # A refit changes kept strengths, too. SVDA's Eq. 12 covers any change, Eq. 13 only removals (`thresholded`).
+        # A refit changes kept strengths, too. SVDA's Eq. 12 covers any change, but Eq. 13 only covers removals.
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
         # Infinity does not change a minimum, and zero does not change a maximum.
         smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
         threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
-        only_removals = ((lost == 0) | removed).all(-1)  # SVDA, Eq. 18: the change contains only removed entries
+        only_removals = ((lost == 0) | removed).all(-1)  # SVDA, Eq. 18: only removed entries change
         return cls(lost, counted, threshold, counted & only_removals & (largest_removed <= threshold))
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index, without unchanged layers; empty if there is no prescription."""
+    """Returns the changes by layer index, without unchanged layers, or none without a prescription."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
@@ -159,14 +159,15 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
 def equal_heads(layer: Attention) -> list[tuple[int, int]]:
     """Returns the pairs of heads with identical weights and strengths. Each head is paired with the first equal one.
 
-    Compared are the query, key and value projections, the spectrum and the head's part of the output projection (SVDA,
-    Proposition 5). Heads that differ in anything else, such as a bias per pair of tokens, form no pairs.
+    The function compares the query, key and value projections, the spectrum, and the head's part of the output
+    projection (SVDA, Proposition 5). Layers with anything else that can differ between heads, such as a bias per pair
+    of tokens, have no pairs.
     """
     spec = layer.spec
     if not spec.heads or spec.pair_bias or spec.traits.has_distances or spec.traits.rotates or spec.inner_norms:
         return []
     spectrum, dims = layer.spectrum(), spec.value_dims
-    # Shared directions have one table for all heads, which then differ only in their strengths.
+    # Shared directions have one table for all heads. Then the heads differ only in their strengths.
     tables = [side.expand(len(dims), -1, -1) for side in (spectrum.query, spectrum.key)]
     values = layer.value.augmented().split(dims)
     outputs = layer.output.weight.detach().cpu().double().split(dims, dim=1)
@@ -183,14 +184,14 @@ def equal_heads(layer: Attention) -> list[tuple[int, int]]:
 def _ratios(
     observation: Observation, change: SpectralChange | None, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Float[Tensor, "batch counted"]]:
-    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half.
+    """Returns one layer's ratios by claim, for a batch whose second half is the perturbed first half.
 
     `pairs` are the layer's equal heads.
     """
     (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
     scale, strengths = observation.scale, observation.strength
     strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
-    # Without strengths (dense attention) each counts as 1, and the spectral norm is the rows' own.
+    # Dense attention has no strengths. Each then counts as 1, and the spectral norm is the norm of the rows.
     ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
     if pairs:
         added = [
@@ -200,14 +201,14 @@ def _ratios(
         ratios["Proposition 5"] = torch.stack([proposition_5(first, second) for first, second in added], 1)
     if strengths is None or change is None:
         return ratios
-    # Only on the clean half, because these claims compare strengths on the same input.
+    # The other claims use only the clean half, because they compare strengths on the same input.
     removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
     scores = head_scores(query, key, strength, scale)
-    # The change is computed directly, because the difference of two scores would be mostly rounding.
+    # The change is computed directly, because a difference of two scores would be mostly rounding.
     lost = head_scores(query, key, removed, scale)
     moved = (scores - lost).softmax(-1) - scores.softmax(-1)
     counted = change.counted.to(strength.device)
-    # Removed directions leave zeros, up to rounding in the model's own precision.
+    # Removed directions leave zeros, up to rounding in the model's precision.
     left = strength - removed
     active = left.abs() > ROUNDING * strength.abs()
     first = head_scores(query[:1], key[:1], torch.where(active, left, 0), scale)
@@ -236,11 +237,11 @@ def head_scores(
 def theorem_1(
     change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The largest change of a score is at most `most`: scale times the largest change of a strength (SVDA, Eq. 12).
+    """The largest change of a score is at most `most`, which is scale times the largest strength change (SVDA, Eq. 12).
 
-    If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. Requires rows of unit length.
+    If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. The rows must have unit length.
     """
-    # [batch, heads]: the largest change of a head's scores, against one bound for all of them.
+    # [batch, heads]: the largest change of a head's scores. All of them have the same bound.
     return bound_ratio(change.abs().amax((-2, -1)), most)
 
 
@@ -258,14 +259,14 @@ def proposition_1(
 def proposition_3(
     scores: Float[Tensor, "batch heads queries keys"], directions: Int[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The rank of the pruned scores is at most the number of directions that are left (SVDA, Eq. 32)."""
+    """The rank of the pruned scores is at most the number of remaining directions (SVDA, Eq. 32)."""
     return bound_ratio(torch.linalg.matrix_rank(scores, rtol=RANK_ROUNDING).double(), directions.double())
 
 
 def proposition_4(
     clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
 ) -> Float[Tensor, "batch heads"]:
-    """The change of the rows under a perturbed input bounds the scores' change in Frobenius norm (SVDA, Eq. 36).
+    """The change of the rows under a perturbed input bounds the change of the scores (SVDA, Eq. 36, Frobenius norm).
 
     `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
     """
@@ -273,8 +274,8 @@ def proposition_4(
     moved = [
         torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
     ]
-    # The telescoped difference is q' k' - q k = (q' - q) k' + q (k' - k). Each product is bounded by a Frobenius norm
-    # times a spectral norm.
+    # The telescoped difference is q' k' - q k = (q' - q) k' + q (k' - k). A Frobenius norm times a spectral norm bounds
+    # each product.
     reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
     return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
 
@@ -284,7 +285,7 @@ def proposition_5(
 ) -> Float[Tensor, "batch"]:
     """Two heads with identical projections and spectra add the same to every token (SVDA, Proposition 5).
 
-    The bound allows for rounding: ROUNDING times the largest number that the first head adds.
+    The bound allows for rounding. It is ROUNDING times the largest number that the first head adds.
     """
     difference, largest = (values.abs().amax((-2, -1)) for values in (first - second, first))
     return bound_ratio(difference, ROUNDING * largest)
@@ -292,7 +293,7 @@ def proposition_5(
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
     """Returns the largest singular value of every head's rows, from their Gram matrix."""
-    # [batch, heads, directions, directions]: there are far fewer directions than tokens. Float64 leaves the squares
-    # enough digits.
+    # [batch, heads, directions, directions], because there are far fewer directions than tokens. In float64 the squares
+    # have enough digits.
     gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
     return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

@@ -1,4 +1,4 @@
-"""Controls: the candidate against models with the same number of directions, chosen by other criteria."""
+"""Controls compare the candidate with models that keep equally many directions, chosen by other criteria."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ from attnrx.support.records import from_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.rules.controls import control_prescriptions
 
-CLAIMED = "largest"  # the control whose larger discrepancy is a claim
+CLAIMED = "largest"  # the check claims that this control has a larger discrepancy
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Controls(Check):
     """The candidate against matched controls, which prune the same number of directions by another criterion.
 
     `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"). `realize` builds a model from
-    each, with the settings of the candidate. By default there are `draws` random controls and one of each other kind,
-    prescribed from the diagnosis of the comparison. They are realized with the settings that the candidate's
-    prescription records.
+    each draw, with the candidate's settings. By default there are `draws` random controls and one control of each other
+    kind. The default controls are prescribed from the comparison's diagnosis, and realized with the settings that the
+    candidate's prescription records.
 
-    There are two findings per kind: the control's discrepancy minus the candidate's (SVDA, Eq. 46), and the candidate's
-    accuracy minus the control's, in points. Values above 0 favour the candidate. Intervals resample the images, paired,
-    and the draws if there are several. For "largest" the smaller discrepancy is a claim: it holds if the whole interval
-    is above 0, and fails if no part of it is. The details contain the rules and the token policy of the control. Maps
-    without a rule are the candidate's.
+    There are two findings per kind. The first is the control's discrepancy minus the candidate's (SVDA, Eq. 46). The
+    second is the candidate's accuracy minus the control's, in points. Values above 0 favour the candidate. Intervals
+    resample the images in pairs, and the draws if there are several. For "largest" the check claims that the
+    candidate's discrepancy is smaller. The claim holds if the whole interval is above 0, and fails if no part of it is.
+    The details contain the control's rules and token policy. Maps without a rule are the same as in the candidate.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -46,7 +46,7 @@ class Controls(Check):
     draws: int = 10
 
     def require(self, comparison: Comparison) -> None:
-        """Raises InvalidInput if the diagnosis, the splits or the settings of the candidate are not known."""
+        """Raises InvalidInput if the diagnosis, the splits or the candidate's settings are not known."""
         self._matched(comparison)
 
     def _matched(
@@ -69,7 +69,7 @@ class Controls(Check):
         return prescriptions, partial(realize_and_fit, comparison.reference, **settings)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
+        """Realizes the controls one after another to limit memory, and compares each with the candidate."""
         prescriptions, realize = self._matched(comparison)
         predictions = comparison.predictions
         candidate = tallied(predictions, "candidate", predictions)
@@ -85,13 +85,13 @@ class Controls(Check):
     def _against(
         self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
     ) -> tuple[Finding, Finding]:
-        """Compares the candidate, which is the first of the models, with the draws of one control."""
-        # [samples, models, 3]: all models share each resample of the images, so that differences are paired.
+        """Compares the candidate, which is the first model, with the draws of one control."""
+        # [samples, models, 3]. All models have the same resampled images, so the differences are paired.
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)  # [models, 3]
         distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
-        # SVDA's Eq. 46 is a ratio of two means, not a mean over images: average both sums first, then divide.
+        # SVDA's Eq. 46 is a ratio of two means, not a mean over images. So average both sums first, then divide.
         nearer = estimate(
             fmean(distances[1:]) - distances[0],
             discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),
@@ -110,7 +110,7 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns per image the two sums of SVDA, Eq. 46, against the reference in `base`, and whether it is correct."""
+    """Returns, per image, the two sums of SVDA, Eq. 46, against the reference in `base`, and 1 if it is correct."""
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 
@@ -125,7 +125,7 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
 def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
     """Describes the candidate (the first value) relative to the draws of its control.
 
-    `p` is the share of values at least as good as the candidate's. It includes the candidate itself, so p > 0.
+    `p` is the share of values that are at least as good as the candidate's. It includes the candidate, so p > 0.
     """
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)
@@ -139,7 +139,7 @@ def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
 
 
 def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the fits of a record, in the order in which they ran.
+    """Returns the recorded fits, in the order in which they ran.
 
     Raises:
         InvalidInput: A setting is unknown or not valid.

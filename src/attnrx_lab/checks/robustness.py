@@ -1,4 +1,4 @@
-"""Robustness: paired change of accuracy on corrupted images."""
+"""Robustness measures the paired change of accuracy on corrupted images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # After the normalization is inverted, rounding may put pixels this far outside [0, 1].
 ROUNDING = 1e-3
-# By default, one corruption of each kind.
+# By default, there is one corruption of each kind.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
 LABELS = "labels of the images"  # a key of `Classes`, in addition to the roles of the models
@@ -27,19 +27,19 @@ ROLES = ("reference", "candidate")
 
 Way = tuple[str, int]  # a corruption and its severity
 Classes = Mapping[str, Int[Tensor, "images"]]  # the classes that every model predicts, and the LABELS
-Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # its name in words, and the corruptions and severities to average
+Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # a name in words, and the corruptions and severities to average
 
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """The paired change of accuracy on corrupted images: for every corruption and severity, and their means.
+    """The paired change of accuracy on corrupted images, for every corruption and severity, and for their means.
 
     `corruptions` are names from CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
-    "all". Each finding also contains both accuracies. A finding for one corruption at one severity contains the
-    agreement of the models, too. There is always a mean over everything. If they differ from it, there are also means
-    over the common corruptions and for every severity. All models receive the same corrupted images, whatever the batch
-    size. Only the first `images` are used (None: all). `most_drop` limits how many points the candidate may lose over
-    all corruptions, as in the accuracy check; None only reports.
+    "all". Each finding also contains both accuracies. A finding for one corruption at one severity also contains how
+    often the models agree. There is always a mean over everything. There are also means over the common corruptions and
+    for every severity, unless they equal that mean. All models receive the same corrupted images, for any batch size.
+    The check uses only the first `images` images, or all if it is None. `most_drop` limits how many points the
+    candidate may lose over all corruptions, as in the accuracy check. With None the check makes no claim.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -73,7 +73,7 @@ class Robustness(Check):
         comparison = comparison.taking(self.images)
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
         classes = {way: _predict(way, comparison) for way in ways}
-        # The limit applies to the mean over everything, which comes last; the other means are only reported.
+        # The limit applies to the mean over everything, which comes last. The other means are only reported.
         *parts, whole = self._parts()
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
         return (
@@ -106,11 +106,11 @@ class Robustness(Check):
             "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
         }
         change, where = paired_change(before, after, seed), f" under {way[0]} of severity {way[1]}"
-        # No limit for a single corruption: the claim is about their mean.
+        # A single corruption has no limit, because the claim applies to their mean.
         return self.change_of_accuracy(where, change, None, len(before), seed=seed, details=details)
 
     def _mean(self, part: Part, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
-        """Averages image by image, so that the interval is over images."""
+        """Averages over corruptions for each image, so the interval is over images."""
         where, corruptions, severities = part
         predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
         # [corruptions, images] -> images
@@ -132,7 +132,7 @@ def _predict(way: Way, comparison: Comparison) -> Classes:
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
     decisions = comparison.require_logits(Robustness.name).decisions
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
-    # One CPU stream of random numbers for the whole pass gives the same noise for any batch size, on any device.
+    # One CPU stream of random numbers serves the whole pass. So the noise is the same for any batch size and device.
     generator = torch.Generator().manual_seed(comparison.seed)
     with evaluating(models.values()):
         for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):

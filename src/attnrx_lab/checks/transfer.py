@@ -1,4 +1,4 @@
-"""Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
+"""Transfer trains a new head on another dataset, on each model's frozen features, and measures its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
 from attnrx.vit.models import family_of, recording_calls
 
-# The batch size of the paper's other trainings. The settings that the paper does not state are PyTorch's defaults.
+# The batch size of the paper's other trainings. Settings that the paper does not state are PyTorch's defaults.
 BATCH_SIZE = 512
 
 Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the inputs of a head, and the labels
@@ -30,14 +30,14 @@ class Transfer(Check):
     Everything but the head is frozen. So the features (the inputs of the model's own head, in float32) are computed
     only once per image. Then a linear head is trained on the labels of the `training` images, without augmentation. The
     comparison's images are the test images. AdamW with a cosine schedule to zero trains both heads, on the same images
-    in the same order. If the features have equal width, both heads start from the same weights. The learning rate and
-    the epochs are the paper's.
+    in the same order. If both models have equally many features, both heads start from the same weights. The learning
+    rate and the epochs are the paper's.
 
     `training` and `classes`, the number of classes, default to the comparison's `splits`. `per_class` is the number of
-    training images per class, None for all. Each image counts by the share of the `seeds` whose head is right, so
-    intervals are only over images. The details contain the change for every seed. For a model with two heads
-    (distilled) the new head reads the inputs of both. `most_drop` limits how many points the candidate may lose; None
-    only reports.
+    training images per class, or None for all images. The score of each image is the share of `seeds` whose head is
+    right, so intervals are only over images. The details contain the change for every seed. If a model has two heads
+    (distilled), the new head takes the inputs of both. `most_drop` limits how many points the candidate may lose. With
+    None the check makes no claim.
     """
 
     training: ImageSet | None = None
@@ -60,7 +60,7 @@ class Transfer(Check):
             )
 
     def require(self, comparison: Comparison) -> None:
-        """Raises InvalidInput without training images."""
+        """Raises InvalidInput if there are no training images."""
         self._data(comparison)
 
     def _data(self, comparison: Comparison) -> tuple[ImageSet, int]:
@@ -85,12 +85,12 @@ class Transfer(Check):
                 f"Transfer(per_class={self.per_class}): {count:,} images of {classes} classes were requested, the "
                 f"training split holds {len(all_images):,}; ask for fewer."
             )
-        # `take` takes from each class in turn. The new head has the classes of the dataset. If labels were mapped to
-        # the classes of the model's head, they are mapped back.
+        # `take` selects images from each class in turn. The new head has the classes of the dataset. If labels were
+        # mapped to the classes of the model's head, they are mapped back.
         training = dataset_labels(all_images if self.per_class is None else all_images.take(count))
         before, after = (self._probed(role, training, classes, comparison) for role in ("reference", "candidate"))
         n, seed = before.shape[1], comparison.seed
-        # Average over the seeds first, because the results of several heads for one image are not independent samples.
+        # Average over the seeds first, because several heads' results for one image are not independent samples.
         change = mean_change(after.mean(0) - before.mean(0), seed)
         details = {
             "seeds": list(self.seeds),
@@ -108,7 +108,7 @@ class Transfer(Check):
     def _probed(
         self, role: str, training: ImageSet, classes: int, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
-        """Returns, for every seed and test image, 1 if the image is classified as labelled, else 0."""
+        """Returns, for every seed and test image, 1 if the predicted class is the label, otherwise 0."""
         rows, labels = _features(role, training, comparison)
         test_rows, test_labels = _features(role, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -129,13 +129,13 @@ class Transfer(Check):
     ) -> nn.Linear:
         draws, (count, width) = generator(seed), rows.shape
         head = nn.Linear(width, classes, device=rows.device, dtype=rows.dtype)
-        bound = width**-0.5  # PyTorch's initialization, but drawn on the CPU, so it is the same on every device
+        bound = width**-0.5  # as PyTorch initializes, but drawn on the CPU, so it is the same on every device
         with torch.no_grad():
             for parameter in head.parameters():
                 drawn = torch.rand(parameter.shape, generator=draws, dtype=parameter.dtype)
                 parameter.copy_(bound * (2 * drawn - 1))
         optimizer = torch.optim.AdamW(head.parameters(), self.learning_rate)
-        steps = self.epochs * -(-count // BATCH_SIZE)  # the last, smaller batch counts
+        steps = self.epochs * -(-count // BATCH_SIZE)  # includes the last, smaller batch
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(self.epochs):
             for batch in torch.randperm(count, generator=draws).to(rows.device).split(BATCH_SIZE):

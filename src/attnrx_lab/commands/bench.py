@@ -1,4 +1,4 @@
-"""attnrx bench: a table of methods at equal budgets on several tasks, with their measured latency."""
+"""attnrx bench: makes a table of methods at equal budgets on several tasks, with their measured latency."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -63,7 +63,7 @@ def _options(parser: Parser) -> None:
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
     option(timing, "--runtime", "RUNTIME", runtime, "eager")
-    # One round has no spread, so it gives no interval.
+    # One round has no spread, so it has no interval.
     rounds = Number(int, lambda kinds: kinds.whole(2, 100_000))
     option(timing, "--rounds", rounds, "rounds in which both take turns", 20)
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
@@ -75,7 +75,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
-    """Measures what the folder does not have yet, and shows the whole table; or repeats some of its rows."""
+    """Measures the rows that the folder does not contain, and shows the whole table. With --repeat, repeats rows."""
     from attnrx.nouns.target import Target
     from attnrx.support.atomic_writes import file_lock
     from attnrx_lab import comparison
@@ -96,7 +96,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
         calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
         test = chosen_images(splits, arguments)
     else:
-        # Methods compress on the CPU; the protocols move copies of the models to their device.
+        # Methods compress on the CPU. The protocols move copies of the models to their device.
         model = model.to("cpu")
         calibration = test = comparison.noise_images(model)
     shares = [Target("macs", share) for share in arguments.macs or MACS]
@@ -125,7 +125,7 @@ def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
             "--device cuda where there is one."
         )
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
-    # In another runtime the models run as files, written for the precision of these conditions.
+    # In another runtime the models run as files, whose precision these conditions determine.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     protocols = tuple(

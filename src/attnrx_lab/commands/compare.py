@@ -1,4 +1,4 @@
-"""attnrx compare: the costs and the quality of several ways of compressing a model."""
+"""attnrx compare: measures the costs and the quality of several ways of compressing a model."""
 
 from argparse import Namespace
 

@@ -21,7 +21,7 @@ def _options(parser: Parser) -> None:
 )
 def demo(arguments: Namespace, log: Log) -> Outcome:
     """Runs every step. The exit code is 1 if a claim fails."""
-    # These import torch, which `--help` does not need.
+    # These imports load torch, which `--help` does not need.
     from attnrx.show.reports import files_table
     from attnrx_lab import demo as demonstration
 

@@ -1,4 +1,4 @@
-"""The options that commands comparing methods have in common."""
+"""The common options of the commands that compare methods."""
 
 from attnrx.cli.options import Number, Parser, option
 

@@ -1,4 +1,4 @@
-"""attnrx reproduce: makes tables of a paper from the names of their recipes."""
+"""attnrx reproduce: makes a paper's tables from the names of their recipes."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SEEDS = Number(
     several=True,
 )
 
-# Each of these options changes the experiment's setting of the same name. Other settings keep the recipe's values.
+# Each of these options changes the experiment's setting with the same name. Other settings keep the recipe's values.
 KNOBS: Mapping[str, tuple[Any, str]] = {
     "epochs": (COUNT, "epochs of training or fine-tuning"),
     "precision": (("bf16", "fp32"), "of the training"),

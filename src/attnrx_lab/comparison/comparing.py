@@ -1,4 +1,4 @@
-"""Compares several methods on one model at the same shares: their costs, and their quality on the same images."""
+"""Compares the costs of several methods on one model at the same shares, and their quality on the same images."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -34,14 +34,15 @@ from attnrx_lab.comparison.methods import (
 )
 from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
-FLIPS = 9999  # random draws of a permutation test
+FLIPS = 9999  # random draws in a permutation test
 
 
 @dataclass(frozen=True)
 class ImageResults:
-    """The results of one method, image by image: the KL divergence in nats, and whether the class is right.
+    """The results of one method for every image: the KL divergence in nats, and whether the class is right.
 
-    `budget` is the requested share and the target share of the MACs. Both are None if the method's rules are fixed.
+    `budget` consists of the requested share and the target share of the MACs. Both are None if the method's rules are
+    fixed.
     """
 
     method: str
@@ -58,10 +59,10 @@ def compare_methods(
     out: Path | str | None = None,
     macs: Iterable[float] = (),
 ) -> MethodComparison:
-    """Makes and measures every method at every share. Nothing is trained beyond a method's own repair and distillation.
+    """Makes and measures every method at every share. It trains nothing except a method's own repair and distillation.
 
     `macs` are target shares of the model's MACs. For each target, every method is also measured at the largest {share}
-    that costs no more (`ModelCompressor.share_within`). A method that cannot cost so little is listed under
+    that costs no more (`ModelCompressor.share_within`). If a method cannot cost so little, it is listed under
     `unreached`. All methods are measured on the same images as the original. Changes are paired by image, and intervals
     are 95 % bootstrap intervals over the images. A method that keeps everything at its share is measured as the
     unchanged model. Every two methods at the same budget are compared image by image (`Difference`). After every trial
@@ -75,7 +76,7 @@ def compare_methods(
     require_points(shares, targets)
     require_comparable(bench.model, bench.test, methods)
     for method in methods:
-        bench.compressor(method)  # invalid methods are refused before anything is measured
+        bench.compressor(method)  # raises for invalid methods before anything is measured
     original = _Original.measured(bench)
     kind, labels = original.predictions.kind, original.predictions.labels
     notes = chance_notes(original.accuracy, labels) if isinstance(kind, Logits) else []
@@ -90,7 +91,7 @@ def compare_methods(
     }
     trials, results = MethodComparison((), original.accuracy, about), []
     for method in methods:
-        compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
+        compressor = bench.compressor(method)  # one at a time, because a baseline keeps its decompositions
         for point in points(method, compressor, original.costs, shares, targets):
             if isinstance(point, Unreached):
                 trials = replace(trials, unreached=(*trials.unreached, point))
@@ -98,7 +99,7 @@ def compare_methods(
             else:
                 trial, result = original.trial(method, compressor, *point)
                 results.append(result)
-                # Recompute all differences, because Holm's correction depends on their number.
+                # All differences are computed again, because Holm's correction depends on their number.
                 differences = paired_differences(results, bench.seed)
                 trials = replace(trials, trials=(*trials.trials, trial), differences=differences)
                 log(", ".join(f"{name} {cell}" for name, cell in zip(trials.columns, trial.cells, strict=True)))
@@ -108,7 +109,7 @@ def compare_methods(
 
 
 def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Method]) -> None:
-    """Checks what can be checked before the model is diagnosed.
+    """Checks everything that can be checked before the model is diagnosed.
 
     Raises:
         InvalidInput: There is no method, the model makes no decisions, the images have no labels, a policy does not fit
@@ -145,7 +146,7 @@ def require_meaning(method: Method) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Original:
-    """The original model on the test images. Every trial is compared with it."""
+    """The original model's results on the test images. Every trial is compared with them."""
 
     bench: MethodBench
     costs: ModelCosts
@@ -191,7 +192,7 @@ class _Original:
             seconds=seconds,
             target=target,
         )
-        # At one MACs target every method has its own share, so the budget of the comparison is only the target.
+        # At one MACs target every method has another share, so the budget of the comparison is only the target.
         budget = (requested_share if target is None else None, target)
         return trial, ImageResults(method.name, budget, divergence, correct)
 
@@ -220,7 +221,7 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
                 n=len(change),
             )
         )
-    # Divergence and accuracy are separate families of tests, so each is corrected on its own.
+    # Divergence and accuracy are separate families of tests, so each family has its own correction.
     divergence_p = holm([difference.divergence_p for difference in differences])
     accuracy_p = holm([difference.accuracy_p for difference in differences])
     return tuple(
@@ -232,15 +233,15 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
 def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
 
-    Under the null hypothesis the two methods can be swapped on any image, which flips the sign of its difference.
-    `FLIPS` random sets of swaps are drawn. The observed differences count as one more set, so p is at least
+    Under the null hypothesis you can swap the two methods on any image, which flips the sign of the difference. The
+    test draws `FLIPS` random sets of swaps. The observed differences count as one more set, so p is at least
     1 / (FLIPS + 1).
     """
     values = differences.double().cpu()
-    observed = values.sum().abs() * (1 - 1e-12)  # rounding must not make a set without swaps look smaller
+    observed = values.sum().abs() * (1 - 1e-12)  # so that rounding does not make a set without swaps look smaller
     generator = torch.Generator().manual_seed(seed)
     num_extreme = 0
-    for rows in chunks(FLIPS, len(values)):  # signs are [rows, images]
+    for rows in chunks(FLIPS, len(values)):  # the signs are [rows, images]
         signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
         num_extreme += int(((signs @ values).abs() >= observed).sum())
     return (1 + num_extreme) / (1 + FLIPS)
@@ -249,7 +250,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    # A corrected p-value is never below the corrected values of smaller ones, so rejections stop at the first failure.
+    # The corrected value of a larger p-value is never smaller. So once a test is not rejected, no later one is.
     corrected, largest = [0.0] * len(p_values), 0.0
     for position, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))

@@ -1,4 +1,4 @@
-"""The benchmark table: every method at every budget on every task. Each row has a JSON file, so a run can resume."""
+"""The benchmark table of methods at equal budgets on several tasks. Each row has a JSON file, so a run can resume."""
 
 import platform
 import re
@@ -37,7 +37,7 @@ from attnrx_lab.comparison.tasks import TASKS
 
 KIND, ROW, SCHEMA = "attnrx bench", "attnrx bench row", 1
 MEASURED, UNREACHED, REFUSED = "measured", "unreached", "refused"
-STEPS = 16  # bisection for a target speed tries multiples of 1 / STEPS of the MACs
+STEPS = 16  # the bisection for a target speed tries multiples of 1 / STEPS of the MACs
 VERSIONS = ("attnrx", "torch", "timm", "transformers", "onnxruntime", "openvino", "nncf", "torch-pruning")
 
 
@@ -63,9 +63,9 @@ RECORD = kinds.record(
 
 
 def field_methods(model: nn.Module) -> list[Method]:
-    """Returns the default methods of the table: ours, token reducers, factors, pruning, and no method at all.
+    """Returns the table's default methods: ours, token reducers, factors, pruning, and the unchanged model.
 
-    Token Transforming (arXiv 2506.05709) is not included, because its abstract does not determine its matrices.
+    Token Transforming (arXiv 2506.05709) is not included, because its abstract does not define its matrices.
     """
     depth = len(family_of(model).attention(model))
     layers = ",".join(str(layer) for layer in sorted({1 + depth * part // 4 for part in (1, 2, 3)} - {1}))
@@ -87,7 +87,7 @@ def field_methods(model: nn.Module) -> list[Method]:
 
 
 class Cell(NamedTuple):
-    """What a row measures: a method on a task, within a target if the method has a share."""
+    """One cell to measure: a method on a task, with a target if the method has a share."""
 
     task: str
     method: Method
@@ -103,7 +103,7 @@ class Cell(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The name of the row's file, different for every cell."""
+        """The name of the row's file, which is different for every cell."""
         words = " ".join((self.task, self.method.name, self.budget))
         slug = re.sub(r"\W+", "-", words, flags=re.ASCII).strip("-").lower()
         return f"{slug[:80]}-{sha256(words.encode()).hexdigest()[:8]}.json"
@@ -111,11 +111,11 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: the costs of a method at one budget, and its measures on a task.
+    """One row with the costs of a method at one budget, and its measures on a task.
 
     `state` is "measured", "unreached" (no share costs so little) or "refused" (the method does not fit the model or the
-    task). The `note` gives the reason. `conditions` are the same in all rows of a table; `about` has the versions and
-    the hardware of this row.
+    task). The `note` states the reason. `conditions` are the same in all rows of a table. `about` contains the versions
+    and the hardware of this row.
     """
 
     task: str
@@ -138,7 +138,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key within the table of a task: larger budgets first, then the better method."""
+        """The sort key within a task's table. Larger budgets come first, then better methods."""
         first = next(iter(self.measures.values()), None)
         budget = Target.parse(self.budget).limit if self.budget else inf
         return -budget, inf if first is None else -first.value
@@ -149,7 +149,7 @@ class Row:
 
     @classmethod
     def load(cls, path: Path) -> "Row":
-        """Reads a file written by `save`; raises CheckpointError if it is damaged or of another kind."""
+        """Reads a file written by `save`. Raises CheckpointError if it is damaged or of another kind."""
         record = read_record(path, ROW, SCHEMA, RECORD)
         values = {each.name: record[each.name] for each in fields(cls)}
         measures = {name: Estimate(**value) for name, value in record["measures"].items()}
@@ -161,8 +161,8 @@ class FieldBench:
     """The settings of a table: a model, calibration and test images, tasks, methods, targets and latencies.
 
     Every row is timed under the batch sizes and conditions in `rates`, in turns with the model as its library ships it.
-    Latency targets need `rates`, and apply to the first batch size and protocol. `seed` seeds the random draws of the
-    methods. All methods are calibrated on the same images.
+    Latency targets need `rates`, and apply to the first batch size and protocol. `seed` is the seed of the methods'
+    random draws. All methods are calibrated on the same images.
     """
 
     model: nn.Module
@@ -200,9 +200,9 @@ class FieldBench:
         }
 
     def run(self, folder: Path | str, log: Log = no_log) -> list[Row]:
-        """Measures every cell that the folder does not have yet, and writes the table after each.
+        """Measures every cell that the folder does not contain yet, and writes the table after each.
 
-        FOLDER/rows has a file per row. A row that was refused is tried again. Rows of other methods stay in the table.
+        FOLDER/rows contains a file per row. A refused row is tried again. Rows of other methods stay in the table.
 
         Raises:
             InvalidInput: The folder has rows from another model, other images, another seed or other timing settings,
@@ -220,14 +220,14 @@ class FieldBench:
             rows[path].save(path)
             log(": ".join((" ".join((cell.task, cell.method.name, cell.budget)), _summary(rows[path]))))
             write_table(folder, rows.values())
-        if not runs:  # an earlier run may have stopped between writing a row and writing the table
+        if not runs:  # an earlier run may have stopped after writing a row and before writing the table
             write_table(folder, rows.values())
         return list(rows.values())
 
     def repeat(self, folder: Path | str, count: int, log: Log = no_log) -> list["Repeat"]:
         """Measures `count` random rows of a table again, with the next seed, and compares the first measure of each.
 
-        FOLDER/repeats has the repeated rows. Rows that are there already are read instead of measured.
+        FOLDER/repeats contains the repeated rows. If a row is already there, it is read instead of measured.
 
         Raises:
             InvalidInput: As for `run`.
@@ -267,7 +267,7 @@ class FieldBench:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A row of a table, and the same cell measured with another seed."""
+    """A row of a table, and the same cell measured again with another seed."""
 
     stored: Row
     again: Row
@@ -289,7 +289,7 @@ class Repeat:
 
 
 class _TaskRun:
-    """Measures the rows of one task. The task's model, its diagnosis and its outputs are computed only once."""
+    """Measures the rows of one task. It computes the task's model, its diagnosis and its outputs only once."""
 
     def __init__(self, bench: FieldBench, task: str, log: Log):
         self.bench, self.task, self.log = bench, TASKS[task], log
@@ -316,7 +316,7 @@ class _TaskRun:
         return family_of(self.model).library_model(self.model)
 
     def row(self, cell: Cell) -> Row:
-        """Measures one row. If the method does not fit, the row says why."""
+        """Measures one row. If the method does not fit, the row states the reason."""
         started = time.perf_counter()
         about = {
             "hardware": device_name(str(next(self.bench.model.parameters()).device)),
@@ -334,9 +334,9 @@ class _TaskRun:
 
     def _measured(self, row: Row, cell: Cell) -> Row:
         method = cell.method
-        if self.task.name != "speed":  # untrained scores select meaningless tokens, but take the same time
+        if self.task.name != "speed":  # untrained scores select meaningless tokens, but the time is the same
             require_meaning(method)
-        if self._compressors.keys() != {method.name}:  # only one is kept, because it holds decompositions and models
+        if self._compressors.keys() != {method.name}:  # keeps only one, because it holds decompositions and models
             self._compressors = {method.name: self.methods.compressor(method)}
         compressor, before = self._compressors[method.name], family_of(self.model).costs(self.model)
         if cell.target is not None and cell.target.quantity == "latency":
@@ -363,13 +363,13 @@ class _TaskRun:
             macs=costs.macs,
             params_share=costs.params / before.params,
             macs_share=costs.macs / before.macs,
-            measures=self.task.measures(self.original, outputs, 0),  # intervals always use the same seed
+            measures=self.task.measures(self.original, outputs, 0),  # the intervals of all rows use seed 0
             speeds=speeds,
             n=len(self.bench.test),
         )
 
     def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the library's original; with `first`, only at the first batch and protocol."""
+        """Times a model in turns with the library's original. With `first`, only at the first batch and protocol."""
         rates = self.bench.rates
         if rates is None:
             return ()
@@ -394,7 +394,8 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the share with the most MACs (in STEPS) that measures `faster`, or a text of what was reached."""
+        """Returns the share with the most MACs (in STEPS) that measures `faster`, or a text that states the best speed.
+        """
         macs, best, fastest, low, high = family_of(self.model).costs(self.model).macs, None, 0.0, 0, STEPS
         while high - low > 1:
             middle = (low + high) // 2
@@ -410,7 +411,7 @@ class _TaskRun:
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """Returns one table per task: larger budgets first, and the better methods first within a budget."""
+    """Returns one table per task. Larger budgets come first, and within a budget the better methods."""
     tables = []
     for task in dict.fromkeys(row.task for row in rows):
         found = sorted((row for row in rows if row.task == task), key=lambda row: row.rank)
@@ -427,7 +428,7 @@ def _where(speed: Mapping[str, Any]) -> str:
 
 def _cells(row: Row, measures: Sequence[str], speeds: Sequence[str]) -> tuple[str, ...]:
     times = {_where(speed): Estimate(**speed["faster"]).text(2) for speed in row.speeds}
-    # Percent and points get one decimal, divergences three.
+    # Percentages and points have one decimal, and divergences have three.
     texts = {name: each.text(1 if name.endswith(("%", "points")) else 3) for name, each in row.measures.items()}
     is_measured = row.state == MEASURED
     costs = [f"{100 * share:.1f} %" if is_measured else "-" for share in (row.macs_share, row.params_share)]
@@ -453,7 +454,7 @@ def write_table(folder: Path | str, rows: Iterable[Row]) -> None:
 
 
 def about_rows(rows: Sequence[Row]) -> str:
-    """Returns how the rows were measured, in a sentence or two."""
+    """Returns one or two sentences that say how the rows were measured."""
     conditions = rows[0].conditions
     places = sorted({f"{row.about['hardware']}, torch {row.about.get('torch', '?')}" for row in rows})
     return (

@@ -1,4 +1,4 @@
-"""Methods: texts that say how to compress a model, with the share left open, and compressors that fill in any share."""
+"""Methods, which are texts that say how to compress a model but leave the share open, and compressors for any share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -61,7 +61,7 @@ SHARE = "{share}"
 class Template:
     """The rule texts by map, with {share} as the placeholder for one common share.
 
-    For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
+    An example is "qk=total_rank:{share} fc1=uniform_rank:{share}".
     """
 
     texts: Mapping[str, str]
@@ -87,7 +87,7 @@ class Template:
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed. If it applies to tokens, at least one patch must be kept."""
+    """Returns the smallest share that can be prescribed. If the share applies to tokens, one patch must be kept."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -101,24 +101,24 @@ def least_share(model: nn.Module, template: Template) -> float:
             return True
         return False
 
-    # `largest_share` finds the largest share that is too small; the next step can be prescribed.
+    # `largest_share` finds the largest share that is too small. The next step can be prescribed.
     largest = largest_share(is_too_small)
     return 1 / GRID if largest is None else largest + 1 / GRID
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the costs of the template at one share. If nothing would change, they are the model's own."""
+    """Returns the costs of the template at one share. If nothing would change, they are the model's own costs."""
     rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
-    # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses. Bisection needs a cost anyway.
+    # Near a share of 1 the rules may keep everything, and `prescribe_maps` refuses. The bisection still needs a cost.
     except NoOpPrescription:
         return family_of(model).costs(model)
     return prescribed_costs(model, prescription)
 
 
 def token_policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
-    """Returns the token policy of a template at a share; raises InvalidInput for one that does not fit the model."""
+    """Returns a template's token policy at a share. Raises InvalidInput if the policy does not fit the model."""
     tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)}).tokens
     if tokens is not None:
         family = family_of(model)
@@ -130,10 +130,10 @@ def token_policy(template: Template, share: float, model: nn.Module) -> TokenPre
 class Method:
     """One way of compressing: rules, a baseline, or a trained model.
 
-    In the text of the rules, {share} stands for the kept share. `repaired` is the number of repair steps per block on
-    the calibration images, and `distilled` the number of distillation passes over these images; both come after the
-    rules. `baseline` is one of BASELINES. `folder` is a trained model that is measured unchanged: anything that `load`
-    reads without further arguments, including names such as timm:NAME.
+    In the text of the rules, {share} is replaced by the kept share. `repaired` is the number of repair steps per block
+    on the calibration images, and `distilled` is the number of distillation passes over these images. Both run after
+    the rules. `baseline` is one of BASELINES. `folder` is a trained model that is measured unchanged. It may be
+    anything that `load` accepts without further arguments, including names such as timm:NAME.
     """
 
     name: str
@@ -158,19 +158,19 @@ class Method:
         """Parses the text of a method, which has one of three forms.
 
         `NAME=RULES [repair=STEPS] [distill=EPOCHS]` takes the RULES of `prescribe`. `NAME=baseline:BASELINE` is one of
-        BASELINES. `NAME=FOLDER` is a trained model; its name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
+        BASELINES. `NAME=FOLDER` is a trained model. A model's name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
             InvalidInput: The text has another form.
         """
-        name, _, rest = text.partition("=")  # at the first "="; the rules contain more of them
+        name, _, rest = text.partition("=")  # only at the first "=", because the rules contain more
         is_named = rest.strip().partition(":")[0] in (*LIBRARIES, "hub", "hf")
         if name.strip() and rest.strip() and (is_named or Path(rest.strip()).is_dir()):
             return cls(name.strip(), folder=rest.strip())
         before, parts = split_named(rest)
         fits = [(fit, steps) for fit, steps in parts if fit in FITS]
         rules = " ".join(filter(None, (before, *(f"{map_}={rule}" for map_, rule in parts if map_ not in FITS))))
-        steps = dict(fits)  # shorter than `fits` if a fit is given twice
+        steps = dict(fits)  # shorter than `fits` if a fit appears twice
         if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
             raise InvalidInput(
                 f"the method {text!r} is not NAME=RULES [repair=STEPS] [distill=EPOCHS], e.g. "
@@ -184,24 +184,24 @@ class Method:
 
     @property
     def has_rules(self) -> bool:
-        """Whether the method consists of rules, as opposed to a baseline or a trained model."""
+        """Whether the method consists of rules, and is not a baseline or a trained model."""
         return self.baseline is None and self.folder is None
 
     @property
     def template(self) -> Template:
-        """The rules, with the share still open."""
+        """The rules, in which the share is still open."""
         return Template.parse(self.rules)
 
     @property
     def varies(self) -> bool:
-        """Whether the method has a share. Methods without a share have one fixed cost."""
+        """Whether the method has a share. A method without a share has one fixed cost."""
         if self.baseline is not None:
             return BASELINES[self.baseline].varies
         return self.has_rules and self.template.varies
 
     @property
     def text(self) -> str:
-        """The method as `parse` reads it, without its name. For a folder, only the last part of its path."""
+        """The method in the form that `parse` reads, without its name. A folder is shortened to the end of its path."""
         fits = zip(FITS, (self.repaired, self.distilled), strict=True)
         source = self.folder and without_folders(self.folder)
         rules = self.rules if self.baseline is None else f"baseline:{self.baseline}"
@@ -225,8 +225,8 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
 def diagnosed(
     model: nn.Module, methods: Sequence[Method], calibration: ImageSet, batch_size: int, seed: int, log: Log
 ) -> Diagnosis:
-    """Diagnoses a model as far as the methods need it."""
-    # With moments for every kind of model, because rules for values, heads and MLP need them.
+    """Diagnoses a model with everything that the methods need."""
+    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
     diagnostics = suited_diagnostics(spectra, moments=True)
     if any("joint=centered" in method.rules for method in methods):
@@ -257,21 +257,21 @@ class MethodBench:
     prepare: Callable[[nn.Module], nn.Module] | None = None
 
     def compressor(self, method: Method) -> ModelCompressor:
-        """Returns the compressor of one method; baselines share their calibration statistics."""
+        """Returns the compressor of one method. Baselines share their calibration statistics."""
         if method.folder is not None:
             return TrainedModel(self.model, method.folder, self.prepare)
         return RuleCompressor(self, method) if method.baseline is None else BASELINES[method.baseline].compressor(self)
 
     @cached_property
     def working(self) -> nn.Module:
-        """The model in attnrx's own parts, which baselines read and replace."""
+        """The model built from attnrx's own parts, which baselines read and replace."""
         return working_copy(self.model)
 
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def statistics(self) -> MapStatistics:
-        """The statistics of all maps, which the baselines of factors share."""
-        # Small batches: the inputs of every map are converted to float64.
+        """The statistics of all maps, which the factoring baselines share."""
+        # The batches are small, because the inputs of every map are converted to float64.
         return MapStatistics(self.working, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
@@ -320,9 +320,9 @@ Made = Callable[[nn.Module, ImageSet, float], nn.Module]
 def baseline(function: Made) -> Made:
     """Registers your function as the method `baseline:NAME`, where NAME is the function's name. Use it as a decorator.
 
-    The function is called with the model, the calibration images and a share of the MACs. It must return a model that
-    costs at most this share, of any kind that `load` accepts. Before each call, PyTorch's random generator is seeded
-    with the comparison's seed.
+    Your function receives the model, the calibration images and a share of the MACs. It must return a model that costs
+    at most this share, of any kind that `load` accepts. Before each call, PyTorch's random generator is seeded with the
+    comparison's seed.
 
     Raises:
         InvalidInput: Another method has this name.
@@ -333,7 +333,7 @@ def baseline(function: Made) -> Made:
 
 
 class MadeByFunction(SearchedBaseline):
-    """The models that a user's function makes, each for one share of the MACs."""
+    """The models that a user's function makes. Each model is for one share of the MACs."""
 
     def __init__(self, name: str, function: Made, bench: MethodBench):
         super().__init__(bench.model, bench.calibration, bench.seed)
@@ -362,7 +362,7 @@ class TrainedModel(ModelCompressor):
     """A trained model from a folder, e.g. trained with SPOT. It is not compressed and has no share.
 
     Raises:
-        InvalidInput: It takes other images, or returns other outputs, than the model that it is compared with.
+        InvalidInput: The trained model takes other images, or returns other outputs, than the original.
         CheckpointError: The folder has no attnrx model.
     """
 
@@ -389,7 +389,7 @@ class TrainedModel(ModelCompressor):
 
 
 class RuleCompressor(ModelCompressor):
-    """A method of rules: prescribes and realizes."""
+    """A compressor for rules, which prescribes and realizes."""
 
     def __init__(self, bench: MethodBench, method: Method):
         self.bench, self.method = bench, method
@@ -399,14 +399,14 @@ class RuleCompressor(ModelCompressor):
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
-        # Costs follow from the prescription, so the search for a share makes no model.
+        # The costs follow from the prescription, so the search for a share makes no model.
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
         """Realizes the prescription, and fits the weights if requested.
 
-        At a share that keeps everything, it returns the model itself, as in `costs`. Rules without a share that change
-        nothing raise NoOpPrescription.
+        If a share keeps everything, the result is the original model, as in `costs`. If rules without a share change
+        nothing, NoOpPrescription is raised.
         """
         bench, method = self.bench, self.method
         try:
@@ -428,11 +428,11 @@ def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Yields every share to try, with the target that it was selected for. A method without a share is tried once."""
+    """Yields every share to try, with the target it was selected for. A method without a share is tried once."""
     if not method.varies:
         yield 1.0, None  # the share is not used
         return
-    # A share that is given twice is tried once; otherwise the method would be compared with itself.
+    # A repeated share is tried once, because otherwise the method would be compared with itself.
     yield from ((share, None) for share in dict.fromkeys(shares))
     for target in dict.fromkeys(targets):
         share = compressor.share_within(floor(target * before.macs))

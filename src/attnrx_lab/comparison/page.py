@@ -1,4 +1,4 @@
-"""A page of tables with filters: one self-contained HTML file."""
+"""A page with tables and filters, as one self-contained HTML file."""
 
 import base64
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ th button{all:unset;cursor:pointer;font-weight:600}
 label{margin-right:1rem}
 @media(prefers-color-scheme:dark){body{color:#d0d7de;background:#0d1117}}
 """
-# Hides the rows and tables that do not match. A click on a heading sorts by the first number in each cell.
+# The script hides rows and tables that do not match. A click on a heading sorts by the first number in each cell.
 SCRIPT = """
 const all = (selector, part = document) => [...part.querySelectorAll(selector)];
 const [task, budget, method] = ["task", "budget", "method"].map((id) => document.getElementById(id));
@@ -48,7 +48,7 @@ for (const button of all("th button")) button.addEventListener("click", () => {
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one task; the first two columns are the budget and the method."""
+    """The rows of one task. The first two columns are the budget and the method."""
 
     task: str
     columns: tuple[str, ...]

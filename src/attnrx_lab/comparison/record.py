@@ -1,4 +1,4 @@
-"""The record of a comparison: the costs of several methods on one model, and their quality on the same images."""
+"""The record of a comparison, with the costs of several methods on one model, and their quality on the same images."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -57,10 +57,10 @@ RECORD = kinds.record(
 
 @dataclass(frozen=True)
 class MethodTrial:
-    """The costs and the quality of one method at one share: shares of the original, points, and the mean divergence.
+    """The costs and the quality of one method at one share, compared with the original.
 
-    `share` is None for fixed rules. If the share was selected for a share of the MACs, `target` is the latter. `n` is
-    the number of images, and `seconds` the time it took to make the model.
+    `share` is None for fixed rules. If the share was selected for a share of the MACs, `target` is that share of the
+    MACs. `n` is the number of images, and `seconds` is the time it took to make the model.
     """
 
     method: str
@@ -109,11 +109,11 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Difference:
-    """The second method minus the first at one budget: divergence (above 0: the second is worse), accuracy in points.
+    """The second method minus the first at one budget, in divergence and in points of accuracy.
 
-    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` comes from a
-    paired sign-flip test of the mean, `accuracy_p` from McNemar's exact test. Holm's method corrects each over all
-    differences of the comparison in that measure.
+    A divergence above 0 means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
+    each for its own difference. `divergence_p` comes from a paired sign-flip test of the mean, and `accuracy_p` from
+    McNemar's exact test. For each measure, Holm's method corrects the p-values over all differences of the comparison.
     """
 
     first: str
@@ -144,8 +144,8 @@ class Difference:
 class MethodComparison:
     """All trials on one model, with the accuracy of the original in % and the measurement settings.
 
-    `differences` compares every two methods at the same budget. A method without {share} has no budget; it is compared
-    with the other methods without {share}. `unreached` are the methods that cannot cost so little.
+    `differences` compares every two methods at the same budget. A method without {share} has no budget, so it is
+    compared with the other methods without {share}. `unreached` are the methods that cannot cost so little.
     """
 
     trials: tuple[MethodTrial, ...]
@@ -156,7 +156,7 @@ class MethodComparison:
 
     @property
     def outputs(self) -> OutputKind:
-        """What the models return."""
+        """The kind of output that the models return."""
         return KINDS[self.about["outputs"]]
 
     @property
@@ -174,7 +174,7 @@ class MethodComparison:
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: the original, then one per trial and per unreached target, method by method."""
-        # Both kinds of rows are in the order in which the methods were given.
+        # Both kinds of rows have the order of the methods.
         order = [method["name"] for method in self.about["methods"]]
         original = ("the original", "-", f"{self.accuracy.value:.1f} %", "-", "-", "-", "100 %", "100 %")
         rows = sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
@@ -210,7 +210,7 @@ def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(comparison: MethodComparison) -> Iterator[Figure]:
-    """Yields the trade-off of every method: divergence and quality against the share of the MACs."""
+    """Yields two figures of the trade-off: every method's divergence and quality against the share of the MACs."""
     quality, divergence = comparison.outputs.columns
     methods = list(dict.fromkeys(trial.method for trial in comparison.trials))
     for name, label, field in (("trade-off", divergence, "divergence"), ("quality", quality, "accuracy")):
@@ -228,5 +228,5 @@ DRAWN.register(Drawing(KIND, MethodComparison, MethodComparison.load, _figures))
 
 
 def kept_text(share: float | None) -> str:
-    """Formats the kept share of a method for a table."""
+    """Formats a method's kept share for a table."""
     return "-" if share is None else f"{100 * share:.4g} %"

@@ -1,4 +1,4 @@
-"""The measured latency of several prescriptions on one model, relative to the reference implementation."""
+"""The measured latency of several methods on one model, relative to the reference implementation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,8 +44,8 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs: the speed-up if every
-    multiplication takes as long as before and nothing else takes any time.
+    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs. It would be the speed-up if every
+    multiplication took as long as before and nothing else took any time.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Speed:
 
     @property
     def speedup(self) -> tuple[float, float, float]:
-        """The speed-up: the median over rounds, and its 95 % interval."""
+        """The speed-up as the median over rounds, and its 95 % interval."""
         faster = self.latency.faster
         return faster.value, faster.low, faster.high
 
@@ -101,11 +101,11 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rates:
-    """The settings of the timing: batch sizes, protocols, and the shares, or the shares of the MACs, of every method.
+    """The settings of the timing: batch sizes, protocols, and every method's shares or shares of the MACs.
 
-    Every method is timed on every batch size under every protocol. With `runtime`, an export format, the models and the
-    reference implementation are exported and the files are timed, at the precision of the first protocol. None times
-    the models themselves.
+    Every method is timed with every batch size under every protocol. `runtime` is an export format. If it is given, the
+    models and the reference implementation are exported, and the files are timed at the precision of the first
+    protocol. With None the models are timed directly.
     """
 
     batches: tuple[int, ...]
@@ -120,29 +120,29 @@ class Rates:
 
 
 def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
-    """Returns images of noise in the input format of a model."""
+    """Returns noise images in the input format of a model."""
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
-    # In the model's normalization: `diagnose` would warn of another one, and the user could not change it.
+    # In the model's normalization, because `diagnose` would warn of another one, and the user could not change it.
     return from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
-    """Returns a bench for latency only, with noise as images.
+    """Returns a bench that measures only latency, with noise as images.
 
-    Ranks chosen by an energy or a divergence depend on the images. So does the latency of methods that choose them.
+    If a method chooses ranks by an energy or a divergence, its ranks depend on the images, and so does its latency.
     """
     noise = noise_images(model, seed, images)
-    # With moments for every kind of model, because rules for values, heads and MLP need them.
+    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images)
 
 
 def _images(bench: MethodBench, batch: int) -> Tensor:
-    """Returns the images to time: noise, because latency does not depend on the pixels.
+    """Returns the images to time, which are noise, because latency does not depend on the pixels.
 
-    Fixed noise lets token policies select the same patches every time.
+    With fixed noise, token policies select the same patches every time.
     """
     shape = family_of(bench.model).input_shape(bench.model)
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
@@ -157,13 +157,13 @@ def compare_speeds(
     results so far are saved to `out`.
 
     Raises:
-        InvalidInput: There is no share, or one is not in (0, 1].
+        InvalidInput: There is no share, or a share is not in (0, 1].
     """
     require_points(rates.shares, rates.macs)
     family = family_of(bench.model)
     before = family.costs(bench.model)
     entries: dict[str, tuple[str, float | None, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
-    # The reference has the empty name, which no method has. Its weights are fresh, because times do not depend on them.
+    # The reference has an empty name, which no method has. Its weights are random, because times do not depend on them.
     models = {"attnrx": bench.model, "": family.library_model(bench.model)}
     for method in methods:
         compressor = bench.compressor(method)
@@ -171,7 +171,7 @@ def compare_speeds(
             if isinstance(point, Unreached):
                 log(f"{point.method} {point.cells[2]}: left out")
                 continue
-            # Two targets with the same share have the same model, which is timed once.
+            # Two targets with the same share have the same model, so it is timed once.
             share, key = point[0], f"{method.name} {point[0]}"
             entries[key] = (method.name, share if method.varies else None, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
@@ -188,8 +188,8 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times models by name, in turns with the model of empty name; yields all latencies per protocol and batch."""
-    # In one run, so that other load on the machine affects all models alike.
+    """Times the named models in turns with the model of empty name. Yields all latencies per protocol and batch."""
+    # All models are timed in one run, so that other load on the machine affects them alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
@@ -198,20 +198,20 @@ def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> 
 
 @contextmanager
 def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBench) -> Iterator[dict[str, nn.Module]]:
-    """Yields the models themselves, or, with a runtime, their exported files, which exist while the context lasts.
+    """Yields the models themselves. With a runtime, yields their exported files, which exist while the context lasts.
 
-    All are exported alike, for batches of any size, and verified against the model in eager mode.
+    All models are exported in the same way, for batches of any size, and verified against the model in eager mode.
     """
     form, precision = rates.runtime, rates.protocols[0].conditions.precision
     if form is None:
         yield dict(models)
         return
-    # From the bench's model, so that `bare_subject` has an input for models of unknown families, e.g. the library's.
+    # From the bench's model, so that `bare_subject` has an input for models of unknown families, e.g. library models.
     subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
     with scratch_folder() as folder:
         yield {
-            # Files are numbered, because names of methods may contain any characters.
-            name: model  # a file already
+            # Files are numbered, because a method's name may contain any characters.
+            name: model  # already a file
             if isinstance(model, Exported)
             else write_exported(bare_subject(model, subject), folder / f"{index}{form.suffix}", form)
             for index, (name, model) in enumerate(models.items())

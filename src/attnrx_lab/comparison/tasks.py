@@ -1,4 +1,4 @@
-"""Tasks of the benchmark: what a model is used for, and how much of it a smaller model loses."""
+"""Tasks of the benchmark: what users do with a model, and how much a smaller model loses at it."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ NEIGHBOURS = 10
 
 
 class Task(ABC):
-    """How a model and a smaller model are compared on the same images."""
+    """A way to compare a model and a smaller model on the same images."""
 
     name: ClassVar[str]
 
@@ -49,7 +49,7 @@ class Task(ABC):
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
         """Returns the measures by the names of their columns, with intervals over images.
 
-        Methods are ranked by the first measure; higher is better.
+        Methods are ranked by the first measure. A higher value is better.
         """
 
 
@@ -84,7 +84,7 @@ class Classification(Task):
 class ImageRetrieval(Task):
     """The share of each image's nearest neighbours among the other images that the smaller tower still finds.
 
-    The tower of a timm classifier is the model without its last linear map.
+    For a timm classifier, the tower is the model without its last linear map.
     """
 
     name = "retrieval"
@@ -111,19 +111,19 @@ class ImageRetrieval(Task):
         base, other = original.outputs["model"], smaller.outputs["model"]
         shares = recalled((base, base), (other, other), (NEIGHBOURS,), torch.arange(len(base)))[:, 0]
         measures = {f"recall@{NEIGHBOURS}, %": mean_share(shares, seed).scaled(100.0)}
-        if base.shape == other.shape:  # vectors of another width cannot be compared
+        if base.shape == other.shape:  # vectors of different widths cannot be compared
             divergence = _pair(original, smaller).divergence("original", "smaller")
             measures["cosine distance"] = mean_estimate(divergence, seed)
         return measures
 
 
 class DenseFeatures(Task):
-    """The last features of all patches: their cosine similarity and relative squared error, averaged per image."""
+    """The last features of all patches, compared by cosine similarity and relative squared error per image."""
 
     name = "dense"
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns the features, [images, patches, features]; raises NotSupported for exported or resized models."""
+        """Returns the features, [images, patches, features]. Raises NotSupported for exported or resized models."""
         if known_family(model) is None:
             raise NotSupported("it returns no features of the original's patches.")
         device = next(model.parameters()).device
@@ -133,18 +133,18 @@ class DenseFeatures(Task):
         return Predictions({"model": features}, torch.zeros(len(features), dtype=torch.long))
 
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Compares the features; raises NotSupported for a smaller model of another width."""
+        """Compares the features. Raises NotSupported if the smaller model has another width."""
         base, other = original.outputs["model"], smaller.outputs["model"]
         if base.shape != other.shape:
             raise NotSupported(f"features of {tuple(base.shape[1:])} and {tuple(other.shape[1:])} cannot be compared.")
-        # The error of each patch is relative to its own norm; then the mean over the patches of an image.
+        # The error of each patch is relative to its own norm. The result is the mean over the patches of an image.
         errors = ((base - other).square().sum(-1) / base.square().sum(-1)).double().mean(1)
         cosines = torch.cosine_similarity(base, other, dim=-1).double().mean(1)
         return {"feature cosine": mean_estimate(cosines, seed), "feature error": mean_estimate(errors, seed)}
 
 
 class SpeedOnly(Task):
-    """Only the latency, for which noise is enough."""
+    """Only the latency, which noise images are enough to measure."""
 
     name = "speed"
 

@@ -1,10 +1,11 @@
 """Nineteen image corruptions at five severity levels, for robustness checks.
 
-They follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIFAR-C (Hendrycks and Dietterich, "Benchmarking
-Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). They are written from its definitions
-with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the water of `spatter` differ
-from it, as their docstrings say. The published files were stored as JPEG with quality 85; these images are not. So you
-can compare models with each other on these images, but not with the benchmark's numbers.
+The corruptions follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIFAR-C (Hendrycks and Dietterich,
+"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). They are implemented from
+the benchmark's definitions with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the
+water of `spatter` differ from the published code, as their docstrings say. The published files were stored as JPEG with
+quality 85, but these images are not. So you can compare models with each other on these images, but not with the
+benchmark's numbers.
 """
 
 from bisect import bisect_left
@@ -39,7 +40,7 @@ class Corruption:
         """
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
-        # LEVELS has one entry per benchmark: for sides up to 32, up to 64, and larger.
+        # LEVELS has one entry per benchmark, for sides up to 32, for sides up to 64, and for larger sides.
         level = LEVELS[self.name][bisect_left(SIDES, side)][severity - 1]
         return level if isinstance(level, tuple) else (level,)
 
@@ -54,7 +55,7 @@ class Corruption:
         methods = required_module("attnrx_lab.corruptions.methods", "lab", f"the corruption {self.name}")
         corrupted = []
         for image in images.double().cpu().numpy():
-            # Each image has its own seed, so the result does not depend on the batch size.
+            # Each image has a separate seed, so the result does not depend on the batch size.
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
             pixels = getattr(methods, self.name)(image, np.random.default_rng(seed), *levels)
             corrupted.append(torch.from_numpy(pixels).clamp(0, 1))
@@ -62,7 +63,7 @@ class Corruption:
 
 
 CORRUPTIONS: dict[str, Corruption] = {name: Corruption(name) for name in LEVELS}
-# Groups: the fifteen of the benchmark, its four validation corruptions, and both.
+# The groups: the benchmark's fifteen corruptions, its four validation corruptions, and both.
 CORRUPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "common": tuple(LEVELS)[:15],
     "extra": tuple(LEVELS)[15:],

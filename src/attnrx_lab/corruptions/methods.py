@@ -1,6 +1,7 @@
-"""The nineteen corruptions: noise, blur, weather and digital.
+"""The nineteen corruptions by noise, blur, weather and digital processing.
 
-Each takes an image in [0, 1] as [channels, height, width], the random numbers, and the numbers of a severity level.
+Each function takes an image in [0, 1] as [channels, height, width], a random generator, and the numbers of a severity
+level.
 """
 
 import io
@@ -19,13 +20,13 @@ Layer = Float[np.ndarray, "1 height width"]
 Draws = np.random.Generator
 Number = int | float
 
-ICE = (0.89, 1.02, 1.09)  # the mean colour of the benchmark's photographs, relative to their brightness
+ICE = (0.89, 1.02, 1.09)  # the mean colour of the benchmark's ice photographs, relative to their brightness
 ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # the range of their brightness, and its deviation within a photograph
-# `spatter`: the colours, the relief kernel and the largest distance come from the published code.
+# For `spatter`. The colours, the relief kernel and the largest distance come from the published code.
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
 RELIEF = np.array([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])  # light from one corner
-FARTHEST = 20  # pixels from the edge of a drop, beyond which it is flat
+FARTHEST = 20  # the distance in pixels from the edge of a drop beyond which the drop is flat
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in OpenCV
 
 
@@ -34,7 +35,7 @@ def gaussian_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def shot_noise(image: Pixels, draws: Draws, photons: Number) -> Pixels:
-    """Counts photons: a pixel of value 1 is `photons` of them on average."""
+    """Counts photons. A pixel with the value 1 receives `photons` photons on average."""
     return draws.poisson(photons * image) / photons
 
 
@@ -52,28 +53,28 @@ def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
-    """Averages over a disk of this radius, whose edge is smoothed with this standard deviation."""
-    # The published kernels: a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
+    """Averages over a disk of this radius. The edge of the disk is smoothed with this standard deviation."""
+    # The published kernels are a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
     disk = (line[:, None] ** 2 + line**2 <= radius**2).astype(float)
     kernel = ndimage.gaussian_filter(disk / disk.sum(), deviation, radius=edge, mode="mirror")
-    # OpenCV's filters use this border by default; NumPy calls it "reflect" and SciPy "mirror".
+    # OpenCV's filters use this border by default. NumPy calls it "reflect", and SciPy calls it "mirror".
     wide = torch.from_numpy(np.pad(image, ((0, 0), (reach, reach), (reach, reach)), mode="reflect"))
-    # Not ndimage.convolve, which takes seconds for a kernel of this size.
+    # ndimage.convolve would take seconds for a kernel of this size.
     return torch.nn.functional.conv2d(wide[:, None], torch.from_numpy(kernel)[None, None])[:, 0].numpy()
 
 
 def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
     """Smooths with a Gaussian, moves pixels within a distance `reach` several `times`, and smooths again.
 
-    The published code means to swap pixels but copies one over the other; so does this function.
+    The published code is meant to swap pixels, but it copies one over the other. This function copies, too.
     """
     image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255  # to bytes, as published
     (height, width), reach = image.shape[1:], int(reach)
-    # Pixels are copied one after the other, from the last to the first, so a copied value may be copied again.
+    # Pixels are copied one after the other, from the last to the first. So a copied value may be copied again.
     targets = np.arange(height - reach, reach, -1)[:, None] * width + np.arange(width - reach, reach, -1)
-    order = list(range(height * width))  # which pixel is at each place
+    order = list(range(height * width))  # the source pixel of each position
     for _ in range(int(times)):
         down, right = draws.integers(-reach, reach, (2, *targets.shape))
         sources = targets + down * width + right
@@ -103,37 +104,40 @@ def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> 
 
 def zoom_blur(image: Pixels, draws: Draws, end: Number, step: Number) -> Pixels:
     """Averages the image with copies of it, enlarged by factors from 1 to `end` in steps of `step`."""
-    factors = np.arange(1, end, step)  # may include `end` by rounding, as published
+    factors = np.arange(1, end, step)  # as published, may include `end` because of rounding
     return (image + sum(_zoomed(image, factor) for factor in factors)) / (len(factors) + 1)
 
 
 def _zoomed(image: Pixels, factor: Number) -> Pixels:
-    """Enlarges the middle of an image to the size of the image, linearly."""
+    """Enlarges the middle of an image to the size of the image, by linear interpolation."""
     crops = [math.ceil(side / factor) for side in image.shape[1:]]
     top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
     middle = image[:, top : top + crops[0], left : left + crops[1]]
     large = np.asarray(ndimage.zoom(middle, (1, factor, factor), order=1))
-    # The enlarged crop has a few pixels too many, by the rounding of its sides.
+    # The enlarged crop has a few pixels too many, because its sides were rounded up.
     top, left = ((have - side) // 2 for have, side in zip(large.shape[1:], image.shape[1:], strict=True))
     return large[:, top : top + image.shape[1], left : left + image.shape[2]]
 
 
 def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Whitens, and adds flakes: noise (mean, deviation), enlarged, thresholded and smeared (radius, deviation)."""
+    """Whitens the image and adds flakes, which are noise (mean, deviation), enlarged, thresholded and smeared.
+
+    `levels` are mean, deviation, factor, threshold, radius, length and share.
+    """
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
     flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1)) / 255  # to bytes, as published
     flakes = streaked(flakes, int(radius), length, draws.uniform(-135, -45))
     white = share * image + (1 - share) * np.maximum(image, 1.5 * _grey(image) + 0.5)
-    return white + flakes + flakes[:, ::-1, ::-1]  # and the same flakes, rotated by 180 degrees
+    return white + flakes + flakes[:, ::-1, ::-1]  # adds the flakes, and the same flakes rotated by 180 degrees
 
 
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Darkens the image by the factor `kept`, and adds a share of ice.
 
-    The benchmark adds crops of photographs (its code draws from five of its six), which are not included here. This ice
-    is generated: the ridges of a fractal landscape with the brightness, variety and roughness of the photographs. You
-    can compare models with it, but not with the benchmark's numbers.
+    The benchmark adds crops of six photographs, and its code draws from five of them. The photographs are not included
+    here. This function generates ice from the ridges of a fractal landscape, with the brightness, variety and roughness
+    of the photographs. You can compare models with it, but not with the benchmark's numbers.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
@@ -142,7 +146,7 @@ def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
 
 
 def fog(image: Pixels, draws: Draws, share: Number, decay: Number) -> Pixels:
-    """Adds a share of a fractal landscape with this decay, and rescales to the former maximum."""
+    """Adds a share of a fractal landscape with this decay, and rescales the image to its former maximum."""
     return (image + share * landscape(image, decay, draws)) * image.max() / (image.max() + share)
 
 
@@ -160,14 +164,14 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
         corners = heights[::stride, ::stride]
         below = np.roll(corners, -1, 0)
         centres = (corners + below + np.roll(corners + below, -1, 1)) / 4 + drawn[0]
-        # Each point is the mean of four neighbours, the corners of a square or a diamond. The torus has no border.
+        # Each point is the mean of four neighbours, at the corners of a square or a diamond. A torus has no border.
         beside = (corners + np.roll(corners, -1, 1) + centres + np.roll(centres, 1, 0)) / 4 + drawn[1]
         under = (corners + below + centres + np.roll(centres, 1, 1)) / 4 + drawn[2]
         heights[half::stride, half::stride] = centres
         heights[::stride, half::stride] = beside
         heights[half::stride, ::stride] = under
         # The published code draws within +-a and multiplies by a again, so the decay is squared here. Its first a is
-        # 100; the rescaling below makes 1 equivalent.
+        # 100. Here a starts at 1, which is equivalent because of the rescaling below.
         stride, amplitude = half, amplitude / decay**2
     flat = (heights - heights.min()) / np.ptp(heights)
     return flat[None, : image.shape[1], : image.shape[2]]
@@ -177,13 +181,13 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Adds drops of water or mud where smoothed noise (mean, deviation) is above a threshold.
 
     The last two levels are the amount (of water) or the smoothing (of mud), and 0 for water or 1 for mud. The benchmark
-    finds the edges of drops with Canny's detector. Here edges are where the noise crosses the threshold.
+    finds the edges of drops with Canny's detector. In this function, edges are where the noise crosses the threshold.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
     if kind:
         mud = gaussian_blur((liquid > threshold).astype(float), draws, much)
-        mud = np.where(mud < 0.8, 0, mud)  # as published: thin mud is transparent
+        mud = np.where(mud < 0.8, 0, mud)  # as published, thin mud is transparent
         return (1 - mud) * image + mud * _colour(MUD, image)
     liquid = np.where(liquid < threshold, 0, liquid).clip(0, 1)
     water = liquid * _relief(liquid[0] > 0)
@@ -194,7 +198,7 @@ def _relief(drops: np.ndarray) -> Layer:
     """Lights drops, [height, width], from one side. The equalized distance to the edge serves as their height map."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
-    # Histogram equalization as in OpenCV: the darkest level becomes 0.
+    # Histogram equalization as in OpenCV, where the darkest level becomes 0.
     levels = ndimage.uniform_filter(distance, 3, mode="mirror").astype(np.uint8)
     below = np.bincount(levels.ravel()).cumsum()
     first = below[levels.min()]
@@ -217,7 +221,7 @@ def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
 
 
 def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixels:
-    """Multiplies the saturation of every pixel and adds to it; hue and value stay. Grey pixels count as red.
+    """Multiplies the saturation of every pixel and adds to it. Hue and value stay, and grey pixels count as red.
 
     Raises:
         InvalidInput: The image has no colour.
@@ -238,8 +242,8 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
 def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
     """Applies a random affine map to the image, then moves each pixel by a smooth random field.
 
-    `factor` scales the moves of the pixels, `deviation` is the standard deviation of the smoothing, and `distance` the
-    largest affine shift.
+    `factor` scales the displacements of the pixels. `deviation` is the standard deviation of the smoothing, and
+    `distance` is the largest affine shift.
     """
     height, width = image.shape[1:]
     reach = min(height, width) // 3
@@ -248,7 +252,7 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
     # The affine map from the moved points back to the points says where each pixel of the result comes from.
     back = np.linalg.solve(np.c_[moved, np.ones(3)], points)
     rows = np.indices((height, width))
-    # Borders as published: OpenCV's BORDER_REFLECT_101 is SciPy's "mirror", and the second step uses SciPy's "reflect".
+    # Borders are as published. OpenCV's BORDER_REFLECT_101 is SciPy's "mirror". The second step uses SciPy's "reflect".
     image = sampled(image, np.tensordot(back[:2].T, rows, 1) + back[2][:, None, None], "mirror")
     moves = draws.uniform(-1, 1, rows.shape)
     moves = factor * ndimage.gaussian_filter(moves, (0, deviation, deviation), mode="reflect", truncate=3)
@@ -256,7 +260,7 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
 
 
 def sampled(image: Pixels, places: Float[np.ndarray, "2 height width"], border: str) -> Pixels:
-    """Reads an image at `places` between its pixels, linearly; beyond its border the image is mirrored."""
+    """Interpolates an image linearly at `places` between its pixels. Beyond its border the image is mirrored."""
     return np.stack([ndimage.map_coordinates(plane, places, order=1, mode=border) for plane in image])
 
 
@@ -285,7 +289,7 @@ def _pixels(picture: Image.Image) -> Pixels:
 
 
 def _colour(colour: tuple[float, float, float], image: Pixels) -> Float[np.ndarray, "channels 1 1"]:
-    """Returns the colour if the image has three channels, else the colour's brightness."""
+    """Returns the colour if the image has three channels, otherwise the colour's brightness."""
     own = np.array(colour)[:, None, None]
     return own if len(image) == 3 else _grey(own)
 

@@ -1,4 +1,4 @@
-"""The severity levels 1 to 5 of every corruption: as in CIFAR-C, in Tiny-ImageNet-C and in ImageNet-C, one line each.
+"""The severity levels 1 to 5 of every corruption. The three lines are CIFAR-C's, Tiny-ImageNet-C's and ImageNet-C's.
 
 The functions of `methods` document the numbers of one level.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 Level = tuple[int | float, ...]
 Five = tuple[Level | int | float, ...]
 
-SIDES = (32, 64)  # the largest image sides for which the first and the second line are used
+SIDES = (32, 64)  # the first line applies to image sides up to 32, and the second line to sides up to 64
 
 # fmt: off
 LEVELS: Mapping[str, tuple[Five, Five, Five]] = {

@@ -1,4 +1,4 @@
-"""Compressed forms by name: the shapes that a compression gives, without computing any weights."""
+"""Computes the shapes of compressed forms from their names, without computing any weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ class Compression:
     """How every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in blocks, one block per head, whose maps are mixed). `vo` is the value dimension of each head. `mlp`
-    is the rank of both maps of the MLP, each stored as two factors. None means unchanged.
+    (R directions in blocks, with one block per head, and every head mixes the maps of the blocks). `vo` is the value
+    dimension of each head. `mlp` is the rank of both maps of the MLP, each stored as two factors. None means unchanged.
 
     A compressed pathway keeps no useless bias. The query bias is stored at the compressed width. The key bias is
     dropped, because it adds a constant to every row of scores. The value bias is folded into the output bias. A rank
@@ -37,7 +37,7 @@ class Compression:
         """Returns the shape of a layer's attention after compression.
 
         Raises:
-            InvalidInput: The layer is compressed already, or has no such rank.
+            InvalidInput: The layer is already compressed, or the rank is out of range.
             NotSupported: `qk` is to be compressed, but the scores are not plain dot products.
             UnknownName: `qk` has an unknown form.
         """
@@ -57,7 +57,7 @@ class Compression:
         """Returns the ranks of both maps of every layer's MLP, or None if they are unchanged.
 
         Raises:
-            InvalidInput: A layer has no such rank.
+            InvalidInput: The rank is out of range for a layer.
         """
         if self.mlp is None:
             return None
@@ -75,7 +75,7 @@ def _is_full(spec: AttentionSpec) -> bool:
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     heads, directions = len(spec.heads), sum(spec.ranks)
-    # Shared directions: with one per direction of every head, they already contain all heads' own.
+    # The heads share directions. If there is one for every direction of every head, they contain all heads' directions.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)
     # A rank that keeps all of the heads' own directions changes nothing.
     if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
@@ -83,7 +83,7 @@ def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     smaller = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
     if form == "truncatt":
         return replace(smaller, ranks=(rank,) * heads)
-    # The directions are spread over the blocks as evenly as possible; the costs depend only on their total number.
+    # The blocks have numbers of directions that are as equal as possible. The costs depend only on the total.
     size, remainder = divmod(rank, heads)
     blocks = tuple(size + (block < remainder) for block in range(heads))
     return smaller.with_shared_directions(rank, blocks if form == "irratt" else None)

@@ -1,8 +1,8 @@
-"""Counts operations as IrrAtt and SPOT do, so that their numbers are reproduced.
+"""Counts operations like IrrAtt and SPOT, so that their numbers are reproduced.
 
 The rules are inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. They count the matrix products of patch
-embedding, layers and classifier, and a LayerNorm in the way of common FLOP counters. A fused multiply-add is one FLOP.
-The strengths of directions count as parameters only. `ModelCosts.macs` counts as SVDA (A.6) does.
+embedding, layers and classifier, and a LayerNorm as common FLOP counters do. A fused multiply-add is one FLOP. The
+strengths of directions count only as parameters. `ModelCosts.macs` counts like SVDA (A.6).
 """
 
 import math
@@ -30,7 +30,7 @@ POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a model as IrrAtt counts it: its parts, and the attention MACs of every layer, for one image."""
+    """A model's cost as IrrAtt counts it, by parts, and the attention MACs of every layer, for one image."""
 
     parts: Mapping[str, PartCosts]
     attention_macs: tuple[int, ...]
@@ -45,12 +45,12 @@ class Price:
 
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
-        """The attention MACs of a layer: one number if all layers agree, else one per layer."""
+        """The attention MACs of a layer. The value is one number if all layers agree, otherwise one per layer."""
         macs = list(self.attention_macs)
         return macs[0] if len(set(macs)) == 1 else macs
 
     def percent_of(self, original: "Price") -> dict[str, float]:
-        """Returns parameters, MACs and attention MACs in percent of the original's: the compression ratios (CR)."""
+        """Returns the compression ratios (CR), as percentages of the original's parameters, MACs and attention MACs."""
         attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),
@@ -60,11 +60,11 @@ class Price:
 
 
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
-    """Returns the cost as IrrAtt counts it; the parts add up to the whole.
+    """Returns the cost as IrrAtt counts it. The parts add up to the whole.
 
     `outer_norms` is the number of features that the norms outside the layers normalize for one image
-    (`outer_norm_features`); None stands for one norm on all tokens. `predictor_norms` is the same number for the
-    predictors (`predictor_norm_features`).
+    (`outer_norm_features`). None means one norm on all tokens. `predictor_norms` is the same number for the predictors
+    (`predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
@@ -94,7 +94,7 @@ def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
     layout = shape.layout
     tokens = policy.tokens(layout, policy.layers[-1])
     stages = zip(policy.layers, policy.counts(layout.patches), strict=True)
-    with torch.device("meta"):  # no memory, no random numbers
+    with torch.device("meta"):  # takes no memory and draws no random numbers
         predictor = policy.reducer.predictor(shape)
     norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
     # A stage that prunes nothing runs no predictor.
@@ -103,8 +103,9 @@ def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
 
 
 def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
-    """Returns how many features a model normalizes for one image, outside its layers and inside its MLPs; None for
-    attnrx's own models, which have one norm on all tokens.
+    """Returns how many features a model normalizes for one image, outside its layers and inside its MLPs.
+
+    Returns None for attnrx's own models, which have one norm on all tokens.
     """
     family: Any = family_of(model)
     if not isinstance(family, AdoptedFamily):
@@ -120,13 +121,13 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
         for name in parts.mlp
         for part in block.get_submodule(name).modules()
     )
-    queries = getattr(getattr(source, "attn_pool", None), "query", None)  # of open_clip's AttentionalPooler
+    queries = getattr(getattr(source, "attn_pool", None), "query", None)  # in open_clip's AttentionalPooler
     for name, module in source.named_modules():
         shape = getattr(module, "normalized_shape", None)
         if shape is None or module in inside:
             continue
-        # Norms of pooled tokens run once per image, norms of the patch embedding have no prefix tokens, and the last
-        # norm runs after tokens were pruned.
+        # Norms of pooled tokens run once per image. Norms of the patch embedding have no prefix tokens. The last norm
+        # runs after tokens were pruned.
         if queries is not None and name in ("attn_pool.ln_q", "attn_pool.ln_k", "ln_post"):
             count = tokens[-1] if name == "attn_pool.ln_k" else len(queries)
         elif name == "fc_norm" or name.startswith("attn_pool.") or name.endswith(POOLED_NORMS):
@@ -142,11 +143,11 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
 
 
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
-    """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
+    """Returns the costs of one direction: its query and key rows and biases, its strengths, and its part of the scores.
 
-    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs. If the original norms are
-    kept, the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in
-    every head. A direction in a block has them only once, in the map of the block.
+    In SVDA one direction has 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs. If the original norms
+    are kept, the projections stay, and removing a direction saves only its strength and scores. A shared direction has
+    a strength and scores in every head. A direction in a block has them only once, in the map of the block.
     """
     # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
@@ -159,10 +160,10 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
-    """Returns the shares of parameters and MACs that are saved if `share` of every layer's directions is removed.
+    """Returns the shares of parameters and MACs that you save by removing `share` of every layer's directions.
 
-    No head becomes empty. These are the savings of SVDA's Tables 1 and 2. They are linear in the number of directions,
-    so `share` may be a mean over models.
+    No head may become empty. The results are the savings in SVDA's Tables 1 and 2. The savings are linear in the number
+    of directions, so `share` may be a mean over models.
     """
     removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
     params = sum(number * direction.params for number, direction in removed)

@@ -1,7 +1,7 @@
-"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
+"""The block-term decomposition BTD-(L, L, 1), in which every term belongs to a block, and a block has one mix.
 
-Blocks are fitted one at a time (`deflate`: Algorithms 2 and 3 of IrrAtt). Their ranks come from the fusion matrix,
-after training with or without the constraints of Eq. 7.
+`deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The fusion matrix determines their ranks, after
+training with or without the constraints of Eq. 7.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx_lab.decompositions.canonical import Canonical, Factors, cpd_epc
 from attnrx_lab.decompositions.factored import FactoredTensor
 
-SWEEPS = 5  # sweeps of IrrAtt's Algorithm 3, and of its Algorithm 2 for each block
-TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
+SWEEPS = 5  # the sweeps of IrrAtt's Algorithm 3, and of its Algorithm 2 for each block
+TINY = torch.finfo(torch.float32).tiny  # a length below it counts as zero
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class BlockTerms:
     """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (IrrAtt, Eq. 6).
 
     There is one block per slice. If `mix` is the identity, every slice consists of exactly the terms that it owns. The
-    terms are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each
+    terms are sorted by block. A block may have no terms. `errors` are the relative errors at the start and after each
     sweep.
     """
 
@@ -38,15 +38,15 @@ class BlockTerms:
 
     @property
     def canonical(self) -> Canonical:
-        """The same tensor as a canonical decomposition, in which all terms of a block share their mix."""
+        """The same tensor as a canonical decomposition, in which all terms of a block have the same mix."""
         return Canonical(self.left, self.right, self.mix[:, self.owner], self.errors)
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The slice that owns each term of a canonical decomposition, read from its mix. The paper takes ranks from it.
+    """The owner of every term of a canonical decomposition, which is a slice. The paper derives ranks from the owners.
 
-    `owner` is the slice with the largest absolute value in the term's column of the mix, the first one on ties.
+    `owner` is the slice with the largest absolute value in the term's column of the mix, or the first such slice.
     `off_block` is the share of each column's energy outside its owner. It is zero everywhere if the mix is
     block-diagonal.
     """
@@ -57,9 +57,9 @@ class Fusion:
 
 
 def fusion_ranks(terms: Canonical) -> Fusion:
-    """Returns the owners and the ranks of the blocks from the mix (IrrAtt, Algorithm 1, Section 3.1).
+    """Returns the terms' owners and the blocks' ranks, from the mix (IrrAtt, Algorithm 1, Section 3.1).
 
-    A column of zeros is owned by the first slice and has no energy outside it.
+    If a column is zero, the first slice owns it, and its energy outside the first slice is zero.
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
@@ -68,18 +68,18 @@ def fusion_ranks(terms: Canonical) -> Fusion:
     return Fusion(
         owner=owner,
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
-        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),  # the owner's entry is normalized to 1
+        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),  # the owner's entry was normalized to 1
     )
 
 
 def initial_blocks(terms: Canonical) -> BlockTerms:
-    """Returns the initial blocks of a canonical decomposition: Algorithm 1 of IrrAtt after its first line.
+    """Returns the initial blocks for a canonical decomposition (Algorithm 1 of IrrAtt without its first line).
 
-    The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
-    the identity.
+    It moves the largest value of each column of the mix to `left`, sorts the columns by owner, and sets the mix to the
+    identity.
     """
-    # If the mix is the identity, a slice has only the terms of its own block. What these terms added to other slices is
-    # lost here. It comes back with the mix that `deflate` fits.
+    # With the identity as mix, a slice has only the terms of its own block. The terms' contributions to other slices
+    # are lost here. The mix that `deflate` fits restores them.
     owner = fusion_ranks(terms).owner
     order = owner.argsort(stable=True)
     left = terms.left * terms.mix.gather(0, owner[None])
@@ -90,19 +90,19 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: int = 0) -> BlockTerms:
     """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, then Algorithms 1 to 3 of IrrAtt.
 
-    The fit starts from random terms, because water-filled terms would impose their owners on it.
+    The fit starts from random terms, because water-filled terms already have owners and the fit would keep them.
     """
     return deflate(tensor, initial_blocks(cpd_epc(tensor, rank, start="random", sweeps=sweeps, finish=True, seed=seed)))
 
 
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
-    """Fits each block in turn to the residual of the others (IrrAtt, Algorithms 2 and 3 as published).
+    """Fits each block in turn to the residual of the other blocks (IrrAtt, Algorithms 2 and 3 as published).
 
     Each time, the mix of a block starts from the leading eigenvector of the residual. So a block can move to another
     slice, and the error can rise.
 
-    The slices are never formed. A step is the truncated SVD of their sum, weighted by the block's mix, so only this one
-    rows x columns matrix is formed.
+    The slices are never formed. A step is the truncated SVD of their sum, weighted by the block's mix. So it forms only
+    this one rows x columns matrix.
     """
     blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
     for _ in range(SWEEPS):
@@ -116,8 +116,8 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
     """Refits one block to the residual X', which is X minus the other blocks (IrrAtt, Algorithm 2).
 
-    It alternates between the truncated SVD of the slices of X', summed with the weights of the mix, and the best
-    rank-one fit of their products.
+    The slices of X' are summed with the weights of the mix. The function alternates between the truncated SVD of this
+    sum and the best rank-one fit of the products.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())
@@ -131,7 +131,7 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
         products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
         products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
         directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
-        # The first singular pair is the best rank-one fit: a direction of the mix, and a factor of every term.
+        # The first singular pair is the best rank-one fit. It has a direction of the mix, and a factor for every term.
         mix, scale = directions[:, 0], strength[0] * coefficients[0]
     columns = torch.where(in_block)[0]
     return replace(
@@ -143,28 +143,28 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
 
 
 def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
-    """Returns the leading eigenvector of X'_(3) X'_(3)^T, from the inner products <X_g, X_h> of the slices of X."""
-    # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he): inner products of factors, not of slices.
+    """Returns the leading eigenvector of X'_(3) X'_(3)^T, computed from the inner products of the slices of X."""
+    # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he), which needs only products of factors.
     slices, inner, _ = tensor.left.shape
     stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
     products = (stacked_left @ stacked_left.T) * (stacked_right @ stacked_right.T)
     slice_gram = products.view(slices, inner, slices, inner).sum((1, 3))
     left, right, mix = others
     cross = tensor.mix_products(tensor.project_left(left), tensor.project_right(right)) @ mix.T
-    # (X - T)(X - T)^T, where T are the other blocks, expanded into its four terms.
+    # (X - T)(X - T)^T expanded into its four terms, where T are the other blocks.
     gram = slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
     return torch.linalg.eigh(gram).eigenvectors[:, -1]
 
 
 def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
-    """Returns X' x_3 mix^T, which is the sum of the residual's slices, weighted by `mix`."""
+    """Returns X' x_3 mix^T, which is the sum of the residual's slices weighted by `mix`."""
     left, right, other_mix = others
     weighted = (tensor.left * mix[:, None, None]).flatten(0, 1)
     return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Returns the nearest mix with nonnegative columns of unit length; use it after each training step.
+    """Returns the nearest mix with nonnegative columns of unit length. Apply it after each training step.
 
     For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal exactly when each column has one owner. A column without a
     positive value becomes one-hot at its largest value.
@@ -175,12 +175,12 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 
 
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
-    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
+    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1). Add it to a training loss.
 
-    It is zero if and only if each column has at most one nonzero value, and at most rank * (slices - 1). The length of
-    the columns has no effect.
+    The penalty is zero if and only if each column has at most one nonzero value. It is at most rank * (slices - 1), and
+    does not depend on the length of the columns.
     """
-    # Columns of zeros are left out: 0 / 0 would make the gradient NaN.
+    # Columns of zeros are left out, because 0 / 0 would make the gradient NaN.
     square = mix.square().sum(0)
     nonzero = square > 0
     return (mix.abs().sum(0)[nonzero].square() / square[nonzero] - 1).sum()

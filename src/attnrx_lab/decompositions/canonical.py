@@ -1,7 +1,7 @@
-"""The canonical polyadic decomposition: a sum of rank-one terms shared by all slices.
+"""The canonical polyadic decomposition, which is a sum of rank-one terms that all slices share.
 
-`als` computes it by alternating least squares. `cpd_epc` adds the error-preserving correction, which reduces
-cancellation between terms at the same error.
+`als` computes it by alternating least squares. `cpd_epc` adds the error-preserving correction. With the correction,
+terms cancel each other less, and the error stays the same.
 """
 
 import math
@@ -14,23 +14,22 @@ from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
 
-# Water-filling can start at a saddle point: if heads are equal, no sweep moves a term to another head. A random start
-# can end in a worse minimum. "best" runs both and keeps the result with the smaller error.
+# A start from water-filling can be a saddle point. If heads are equal, no sweep moves a term to another head. A random
+# start can end in a worse minimum. "best" runs both and keeps the result with the smaller error.
 STARTS = ("best", "water_filling", "random")
 # Below this relative error, rounding makes the fast error formula too inaccurate to compare sweeps.
 _NEARLY_EXACT = 1e-4
 
-# Left, right and mix, of shapes [rows, rank], [columns, rank] and [slices, rank].
+# Left, right and mix, with the shapes [rows, rank], [columns, rank] and [slices, rank].
 Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices _"]]
 
 
 @dataclass(frozen=True)
 class Canonical:
-    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (IrrAtt, Eq. 3: S^Q, S^K and the fusion matrix S^H), in
-    float64.
+    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T, in float64.
 
-    `errors` are the relative errors at the start and after each sweep. Raises InvalidInput for factors that are empty
-    or not finite.
+    `left`, `right` and `mix` are S^Q, S^K and the fusion matrix S^H of IrrAtt, Eq. 3. `errors` are the relative errors
+    at the start and after each sweep. Raises InvalidInput for factors that are empty or not finite.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -56,7 +55,7 @@ class Canonical:
         return self.left.norm(dim=0) * self.right.norm(dim=0) * self.mix.norm(dim=0)
 
     def balanced(self) -> "Canonical":
-        """Returns the same tensor, scaled for least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
+        """Returns the same tensor with minimal sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
         sizes = [factor.shape[0] for factor in self.factors]
         # |a| = sqrt(I) t, |b| = sqrt(J) t, |c| = sqrt(K) t with one t per term: lambda = sqrt(I J K) t^3.
         scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
@@ -66,15 +65,15 @@ class Canonical:
         return replace(self, left=left, right=right, mix=mix)
 
     def dense(self) -> Float[Tensor, "rows columns slices"]:
-        """Returns the dense tensor; for tests only."""
+        """Returns the dense tensor. Only tests use it."""
         return torch.einsum("ir,jr,hr->ijh", *self.factors)
 
 
 def least_sensitivity(terms: Canonical) -> float:
     """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
 
-    Suppose every entry of the factors has an independent error. The sensitivity is the expected squared change of the
-    tensor divided by the variance of these errors, in the limit of zero variance. It equals
+    Suppose that all entries of the factors have independent errors of equal variance. The sensitivity is the expected
+    squared change of the tensor divided by this variance, in the limit of zero variance. It equals
     sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
     """
     size = math.prod(factor.shape[0] for factor in terms.factors)
@@ -82,12 +81,12 @@ def least_sensitivity(terms: Canonical) -> float:
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Returns the `rank` strongest singular triples of all slices, each owned by its slice.
+    """Returns the `rank` strongest singular triples of all slices. Each is owned by its slice.
 
-    This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
-    Terms are sorted by descending strength; on ties the earlier slice comes first.
+    The result is the best approximation with one owner per term. Its squared error is the energy of the triples that
+    are left out. Terms are sorted by descending strength. If two are equal, the earlier slice comes first.
     """
-    # With one owner per term the squared error is a sum over slices. The Eckart-Young theorem applies to each slice.
+    # With one owner per term the squared error is a sum over slices, and the Eckart-Young theorem applies to each.
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
     selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
@@ -106,13 +105,13 @@ def als(
     tolerance: float = 1e-8,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never increases.
+    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS). The error never increases.
 
-    `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
-    returns the result with the smaller error. `seed` seeds the random terms. The iteration stops after `sweeps`, or
-    when a sweep lowers the relative error by less than a share `tolerance` of it. The returned columns of left and
-    right have unit length, and mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for
-    another start.
+    `start` is one of STARTS, or a decomposition with this rank. "best" runs from water-filling and from random terms
+    and returns the result with the smaller error. `seed` seeds the random terms. The iteration stops after `sweeps`
+    sweeps, or when a sweep lowers the relative error by less than its share `tolerance`. The returned columns of left
+    and right have unit length, and mix contains the strength. Raises InvalidInput for a rank out of range, and
+    UnknownName for another start.
     """
     if start == "best":
         runs = (
@@ -120,7 +119,7 @@ def als(
             for single in ("water_filling", "random")
         )
         return min(runs, key=lambda terms: terms.errors[-1])
-    # A sweep costs only four products of rows x (slices * inner) x rank, because each projection serves two modes.
+    # A sweep needs only four products of rows x (slices * inner) x rank, because each projection serves two modes.
     best = starting_terms(tensor, rank, start, seed).factors
     errors = [tensor.relative_error(*best)]
     right, mix = unit_columns(best[1])[0], best[2]
@@ -152,13 +151,13 @@ def _sweep(
     normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
     products = tensor.mix_products(left_projection, projection)
     mix = solve_normal(normal, products)
-    # The squared error is |Y|^2 - 2 <C, G> + <C Gamma, C>, which needs no other pass over the tensor.
+    # The squared error is |Y|^2 - 2 <C, G> + <C Gamma, C>, so it needs no other pass over the tensor.
     square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
     return left, right, mix, projection, square
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
-    """Returns the requested start; a decomposition is returned as it is.
+    """Returns the terms to start from. If `start` is a decomposition, it is returned unchanged.
 
     Raises:
         InvalidInput: The rank is 0, or larger than the rank at which every slice is exact.
@@ -181,31 +180,32 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
-    """Returns the relative error for a squared residual. If rounding dominates the residual, it is recomputed."""
+    """Returns the relative error for a squared residual. If rounding dominates the residual, computes it again."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
 
 
-# The smallest relative error that can serve as a bound: its square must exceed the rounding of || Y ||^2.
+# The smallest relative error that can serve as a bound, because its square must exceed the rounding of || Y ||^2.
 SMALLEST_BOUND = 1e-6
 _MARGIN = 64 * torch.finfo(torch.float64).eps
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL_SHARE = 1e-14
-_STEPS = 60  # each halves an interval: enough for all digits of float64
-_TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by less than this share
+_STEPS = 60  # each step halves an interval, so 60 are enough for all digits of float64
+_TOLERANCE = 1e-6  # a correction stops if a sweep lowers the sensitivity by less than this share
 
 
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
-    """Lowers the sensitivity while the relative error stays at or below the start's.
+    """Lowers the sensitivity while the relative error stays at or below its value at the start.
 
-    The objective is the sensitivity of the balanced terms. An update is accepted only if it does not raise the
-    objective and stays within the bound. The result is balanced. The iteration stops after `sweeps`, or when a sweep
-    gains too little. An error below SMALLEST_BOUND may rise to that value.
+    The objective is the sensitivity of the balanced terms. The function accepts an update only if the objective does
+    not rise and the error stays within the bound. The result is balanced. The iteration stops after `sweeps`, or when a
+    sweep gains too little. An error below SMALLEST_BOUND may rise to that value.
     """
-    # The error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349). Its objective is the norms of
-    # the terms; here it is the sensitivity. The update of each factor has a closed form with one unknown number
-    # (`bounded_update`). The published solver reaches the same minimum by quadratic programs with Kronecker structure.
+    # This is the error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349), with the sensitivity
+    # instead of the norms of the terms as objective. The update of each factor has a closed form with one unknown
+    # number (`bounded_update`). The published solver finds the same minimum by quadratic programs with Kronecker
+    # structure.
     terms = start.balanced()
     errors, objective = [tensor.relative_error(*terms.factors)], least_sensitivity(terms)
     limit = max(errors[0], SMALLEST_BOUND)
@@ -213,7 +213,7 @@ def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canon
     for _ in range(sweeps):
         update, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
         terms = update.balanced()
-        # `balanced` rescales the columns, so rescale the projection, too, instead of computing it again.
+        # `balanced` rescales the columns. Rescale the projection, too, because that is cheaper than computing it again.
         length = update.right.norm(dim=0)
         projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
         errors.append(error_of(tensor, terms.factors, square))
@@ -232,12 +232,11 @@ def cpd_epc(
     finish: bool = False,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1): least squares, correction, least
-    squares.
+    """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1).
 
-    `start`, `sweeps` and `seed` are as in `als`. The error is at most the error of the first least squares, or
-    SMALLEST_BOUND. With `finish` a last correction follows: at the final error, its terms are the least sensitive to
-    rounding and the easiest to train.
+    CPD-EPC runs least squares, the correction, and least squares again. `start`, `sweeps` and `seed` are as in `als`.
+    The error is at most the error of the first least squares, or SMALLEST_BOUND. With `finish` another correction
+    follows. At the final error, its terms are the least sensitive to rounding and the easiest to train.
     """
     terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))
     terms = als(tensor, rank, start=terms, sweeps=sweeps)
@@ -248,7 +247,7 @@ def _corrected(
     tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float
 ) -> tuple[Canonical, Tensor, float]:
     left, right, mix = terms.factors
-    # The margin allows for rounding of the squared error, which grows if terms cancel.
+    # The margin allows for the rounding of the squared error, which grows if terms cancel.
     bound = bound - _MARGIN * (tensor.square + float(terms.strength.square().sum()))
     squares = tensor.square, bound
     left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares)
@@ -262,11 +261,11 @@ def _corrected(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
-    """Returns the updated factor, or the old one if the update raises the objective, and the squared error."""
+    """Returns the updated factor, or the old one if the update would raise the objective, with the squared error."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
-    # Near the bound, rounding decides whether `old` is feasible. If it is not, the new factor may be larger.
+    # Near the bound, rounding decides whether `old` is feasible. If it is infeasible, the new factor may be larger.
     if float((weights * (new.square() - old.square())).sum()) >= 0:
         new = old
     return new, square + float((new * (new @ normal - 2 * products)).sum())
@@ -288,12 +287,12 @@ def bounded_update(
 
     The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is X = products
     (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are squared
-    quantities. If no X satisfies the bound, returns the least-squares X. If X = 0 satisfies it, returns zero. The root
-    is approached from the feasible side.
+    quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies it, the
+    function returns zero. The search for eta stays on the feasible side.
     """
-    # In the variables X diag(weights)^(1/2) the objective is a plain norm. There normal = Q diag(e) Q^T. With
+    # In the variables X diag(weights)^(1/2) the objective is a plain norm. In them, normal = Q diag(e) Q^T. With
     # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
-    # depends on Z only through g_r = |Z_r|^2. As eta rises, the error grows and the objective falls, so the minimum is
+    # depends on Z only through g_r = |Z_r|^2. As eta rises, the error grows and the objective falls. So the minimum is
     # at the largest feasible eta.
     scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # a column without weight belongs to a term of zeros
     values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
@@ -309,17 +308,17 @@ def bounded_update(
 
 
 def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
-    """Returns the largest eta found with phi(eta) <= slack, by bisection of its logarithm.
+    """Returns the largest eta found with phi(eta) <= slack, by bisection of the logarithm of eta.
 
-    phi(eta) = sum g eta^2 / (e (e + eta)^2) is how much the error exceeds the least-squares error. It increases with
-    eta, from 0 at eta = 0.
+    phi(eta) = sum g eta^2 / (e (e + eta)^2) is the error minus the least-squares error. It increases with eta, from 0
+    at eta = 0.
     """
 
     def phi(eta: float) -> float:
         return float((energy / values * (eta / (values + eta)) ** 2).sum())
 
-    # (e + eta)^2 >= e^2 gives a point below the root, and factors of 4 find a point above it. The bisection uses
-    # geometric means, because eta can have any order of magnitude.
+    # Because (e + eta)^2 >= e^2, the first value of `low` is below the root. Factors of 4 find a point above it. The
+    # bisection uses geometric means, because eta can have any order of magnitude.
     low = (slack / float((energy / values**3).sum())) ** 0.5
     for _ in range(_STEPS):
         if phi(4 * low) > slack:
@@ -329,4 +328,4 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
     for _ in range(_STEPS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if phi(middle) <= slack else (low, middle)
-    return low  # the feasible side: the bound is never exceeded
+    return low  # `low` is on the feasible side, so the error never exceeds the bound

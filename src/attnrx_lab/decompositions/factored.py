@@ -1,4 +1,4 @@
-"""A third-order tensor stored as products of thin factors per slice, with the operations of the decompositions."""
+"""A third-order tensor stored as products of thin factors per slice, with the operations that decompositions need."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,18 +8,18 @@ import torch
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 
-# Below this relative error, the difference of large squares loses too many digits by cancellation.
+# Below this relative error, the difference between large squares loses too many digits by cancellation.
 _RESOLVED = 1e-3
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-13
 
-# The factors of all slices, multiplied with the factors of the terms.
+# The factors of all slices, multiplied by the factors of the terms.
 Projection = Float[Tensor, "slices inner rank"]
 
 
 @dataclass(frozen=True)
 class FactoredTensor:
-    """Slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
+    """A tensor with the slices Y_h = left_h^T right_h, of shape rows x columns. The slices are never formed.
 
     All operations use float64, without gradients. Slices may have different ranks, because zero rows in `left` and
     `right` contribute nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
@@ -36,13 +36,13 @@ class FactoredTensor:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, columns and slices: the sizes I, J, K of the three modes."""
+        """The numbers of rows, columns and slices, which are the sizes I, J, K of the three modes."""
         return self.left.shape[2], self.right.shape[2], self.left.shape[0]
 
     @cached_property
     def square(self) -> float:
         """The sum of squares of all entries."""
-        # |L^T R|^2 = <L L^T, R R^T>, from Gram matrices of size inner x inner.
+        # |L^T R|^2 = <L L^T, R R^T>, computed from Gram matrices of size inner x inner.
         return float(((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum())
 
     @property
@@ -79,17 +79,17 @@ class FactoredTensor:
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Returns || Y - [[A, B, C]] || / || Y ||, accurate for small errors, too.
+        """Returns || Y - [[A, B, C]] || / || Y ||. It is accurate for small errors, too.
 
         If both tensors are zero, the result is 0. If only Y is zero, it is infinite.
         """
-        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, each from small Gram matrices.
+        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, and each term is computed from small Gram matrices.
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
         inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
         square = self.square - 2 * inner + terms
         if square < _RESOLVED**2 * max(self.square, terms):
-            # By QR, so that no digits cancel: a slice of the residual is one product of [rows, inner + rank] and
-            # [inner + rank, columns]. Its norm equals the norm of the product of their two R factors.
+            # QR avoids the cancellation of digits. A slice of the residual is one product of [rows, inner + rank] and
+            # [inner + rank, columns]. The product of their two R factors has the same norm.
             rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
             columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
             small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
@@ -101,7 +101,8 @@ class FactoredTensor:
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the SVD of every slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
 
-        There are min(inner, rows, columns) triples per slice, in descending order, from two thin QRs and one small SVD.
+        There are min(inner, rows, columns) triples per slice, in descending order. The function computes two thin QRs
+        and one small SVD.
         """
         basis_left, small_left = torch.linalg.qr(self.left.mT)
         basis_right, small_right = torch.linalg.qr(self.right.mT)
@@ -109,12 +110,12 @@ class FactoredTensor:
         return basis_left @ left, strength, basis_right @ right.mT
 
     def dense(self) -> Float[Tensor, "rows columns slices"]:
-        """Returns the dense tensor; for tests only."""
+        """Returns the dense tensor. Only tests use it."""
         return torch.einsum("hdi,hdj->ijh", self.left, self.right)
 
 
 def as_matrix(values: Tensor, name: str) -> Tensor:
-    """Returns values of any shape in contiguous float64 without gradient.
+    """Returns values of any shape as a contiguous float64 tensor without gradient.
 
     Raises:
         InvalidInput: The values are empty or not finite.
@@ -126,17 +127,17 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 
 
 def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
-    """Returns `products` times the inverse of the positive semidefinite matrix `normal`: a least-squares step.
+    """Returns `products` times the inverse of the positive semidefinite matrix `normal`, which is a least-squares step.
 
     It uses Cholesky if that is numerically safe, otherwise the pseudoinverse by eigenvalues. Nothing is added to the
-    diagonal, so the step is the exact minimum. The diagonal should be near one: rescale the columns first.
+    diagonal, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near one.
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()
-    # The ratio of squared pivots is a lower bound of the condition number. Cholesky itself fails only at pivots <= 0.
+    # The ratio of squared pivots is a lower bound of the condition number. Cholesky fails only at pivots <= 0.
     if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
         return torch.cholesky_solve(products.T, lower).T
-    # Collinear terms make the system singular. The pseudoinverse gives the solution with the smallest norm.
+    # Collinear terms make the system singular. The pseudoinverse finds the solution with the smallest norm.
     values, vectors = torch.linalg.eigh(normal)
     significant = values > _NULL * values[-1].clamp_min(0)
     return (products @ vectors[:, significant] / values[significant]) @ vectors[:, significant].T

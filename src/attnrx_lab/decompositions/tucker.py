@@ -1,7 +1,7 @@
 """The Tucker decomposition, and the general block-term decomposition, which is a sum of Tucker terms.
 
-IrrAtt's Appendix A.2 defines both and uses neither. CP SlimAtt is a Tucker decomposition whose core is diagonal in
-every slice. BTD-(L, L, 1) is a sum of terms, each with a diagonal core and one mix.
+IrrAtt's Appendix A.2 defines both decompositions, but the paper does not use them. CP SlimAtt is a Tucker decomposition
+whose core is diagonal in every slice. BTD-(L, L, 1) is a sum of terms, and each term has a diagonal core and one mix.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from attnrx_lab.decompositions.factored import FactoredTensor
 
 @dataclass(frozen=True)
 class Tucker:
-    """Y = core x_1 left x_2 right x_3 mix (IrrAtt, Appendix A.2.2); the columns of the three factors are orthonormal.
+    """Y = core x_1 left x_2 right x_3 mix (IrrAtt, Appendix A.2.2). The columns of the three factors are orthonormal.
 
-    If `hosvd` made it, the slices of the core are mutually orthogonal in every mode, and their norms descend.
+    If the result comes from `hosvd`, the slices of the core are mutually orthogonal in every mode, and their norms
+    descend.
     """
 
     core: Float[Tensor, "left_rank right_rank mix_rank"]
@@ -32,16 +33,16 @@ class Tucker:
         return torch.einsum("ijk,hk->hij", self.core, self.mix)
 
     def dense(self) -> Float[Tensor, "rows columns slices"]:
-        """Returns the dense tensor; for tests only."""
+        """Returns the dense tensor. Only tests use it."""
         return torch.einsum("ijk,ai,bj,hk->abh", self.core, self.left, self.right, self.mix)
 
 
 def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
     """Returns the truncated higher-order SVD (De Lathauwer, De Moor and Vandewalle, 2000).
 
-    The factor of each mode has the leading left singular vectors of that mode's unfolding. The core is the tensor
-    multiplied with all transposed factors. The squared error is at most the sum of the energies that the three
-    unfoldings lose. So it is at most three times the least possible squared error.
+    The factor of each mode consists of the leading left singular vectors of the mode's unfolding. The core is the
+    tensor multiplied by all transposed factors. The squared error is at most the sum of the energies that the three
+    unfoldings lose. So it is at most three times the smallest possible squared error.
 
     Raises:
         InvalidInput: A rank is below 1 or above the size of its mode.
@@ -50,8 +51,8 @@ def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
         raise InvalidInput(f"Tucker ranks {ranks} of a tensor {tensor.shape}: give 1 to the size of every mode.")
     left, right = (_unfolded(tensor, mode)[:, :rank] for mode, rank in enumerate(ranks[:2]))
     cores = tensor.project_left(left).mT @ tensor.project_right(right)  # of every slice
-    # The third unfolding has a row for every slice. Both sides get a common orthonormal basis by QR, so its singular
-    # vectors follow from small slices; the full slices of rows x columns numbers are never formed.
+    # The third unfolding has a row for every slice. QR computes a common orthonormal basis for each side. So small
+    # slices determine the singular vectors, and the full slices of rows x columns numbers are never formed.
     basis_left, basis_right = (torch.linalg.qr(side.flatten(0, 1).mT).Q for side in (tensor.left, tensor.right))
     slices = tensor.project_left(basis_left).mT @ tensor.project_right(basis_right)
     mix = torch.linalg.svd(slices.flatten(1), full_matrices=False).U[:, : ranks[2]]
@@ -59,15 +60,15 @@ def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
 
 
 def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"]:
-    """Returns the left singular vectors of the unfolding of the first or the second mode, the strongest first.
+    """Returns the left singular vectors of the first or second mode's unfolding, starting with the strongest.
 
-    If the unfolding has fewer of them than the size of the mode, a basis of the remaining space follows.
+    If there are fewer vectors than the size of the mode, a basis of the remaining space follows them.
     """
     own, other = (tensor.left, tensor.right) if mode == 0 else (tensor.right, tensor.left)
     # Y_h = own_h^T other_h. With other_h^T = Q R, own_h^T R^T has the left singular vectors of Y_h, but fewer columns.
     triangles = torch.linalg.qr(other.mT, mode="r").R
     thin = (own.mT @ triangles.mT).transpose(0, 1).flatten(1)
-    # QR reduces the wide matrix to at most as many columns as rows; a full SVD of the wide matrix would also compute
+    # QR reduces the wide matrix to at most as many columns as rows. A full SVD of the wide matrix would also compute
     # its large right side.
     return torch.linalg.svd(torch.linalg.qr(thin.mT, mode="r").R.mT, full_matrices=True).U
 
@@ -75,11 +76,11 @@ def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"
 def tucker_terms(
     tensor: FactoredTensor, count: int, ranks: tuple[int, int, int], sweeps: int = 5
 ) -> tuple[Tucker, ...]:
-    """Returns `count` Tucker terms of these ranks: the general block-term decomposition (IrrAtt, Appendix A.2.3).
+    """Returns the general block-term decomposition into `count` Tucker terms of these ranks (IrrAtt, Appendix A.2.3).
 
     Each term in turn becomes the `hosvd` of the tensor minus the other terms. A truncated HOSVD is not the best
-    approximation, so the error can rise, and the sweep with the least error is returned. One term is the Tucker
-    decomposition.
+    approximation, so the error can rise. The function returns the terms of the sweep with the smallest error. With
+    `count=1` it returns the Tucker decomposition.
 
     Raises:
         InvalidInput: There is no term, or a rank is below 1 or above the size of its mode.
@@ -99,7 +100,7 @@ def tucker_terms(
 
 
 def _residual(tensor: FactoredTensor, terms: Sequence[Tucker]) -> FactoredTensor:
-    """Returns the tensor minus the terms, in factored form. Each term adds its columns to both sides of every slice."""
+    """Returns the tensor minus the terms, in factored form. Each term adds rows to both factors of every slice."""
     left, right = [tensor.left], [tensor.right]
     for term in terms:
         left.append(term.left.mT.expand(len(term.mix), -1, -1))

@@ -1,4 +1,4 @@
-"""The tables and figures of the papers: runs from training to numbers, compared with the printed numbers."""
+"""The papers' tables and figures, made by runs from training to numbers, and compared with the printed numbers."""
 
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.plan import RecipePlan

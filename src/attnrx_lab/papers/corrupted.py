@@ -33,10 +33,10 @@ SEVERITY = 3  # of five (SPOT, Section 7.1)
 
 @dataclass(frozen=True)
 class CorruptedExperiment(DerivedExperiment):
-    """One model of the SPOT experiment on corrupted test images; nothing is trained on them.
+    """One model of the SPOT experiment on corrupted test images. Nothing is trained on these images.
 
     `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. Without
-    it the test images are corrupted here, following the same definitions.
+    it the experiment corrupts the test images, following the same definitions.
     """
 
     kind: ClassVar[str] = "spot-corrupted"
@@ -50,10 +50,10 @@ class CorruptedExperiment(DerivedExperiment):
         return () if self.corrupted else (here,)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Makes the model of the clean run, and measures it on every corruption.
+        """Makes the clean run's model, and measures it on every corruption.
 
         Raises:
-            DataError: The folder lacks a corruption. This is checked before anything is trained.
+            DataError: The folder lacks a corruption. The method checks it before anything is trained.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
         splits = self.splits()
@@ -99,7 +99,7 @@ class CorruptedExperiment(DerivedExperiment):
 
 
 def corruption_folders(root: Path) -> dict[str, Path]:
-    """Returns the folder of every corruption in ImageNet-C. Its archives may group them in folders by kind.
+    """Returns the folder of every corruption in ImageNet-C. The archives may group these folders by kind.
 
     Raises:
         DataError: One of the folders is missing.

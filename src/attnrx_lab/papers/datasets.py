@@ -1,4 +1,4 @@
-"""The datasets of a paper (SPOT, Table 6): the numbers of training images, test images and classes."""
+"""The datasets of a paper (SPOT, Table 6), with the numbers of training images, test images and classes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -13,9 +13,10 @@ from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
 
 @dataclass(frozen=True)
 class DatasetCounts(Experiment):
-    """One dataset as `load_data` divides it; nothing is trained. `dataset` says where to find it, if not by its name.
+    """One dataset as `load_data` divides it. Nothing is trained.
 
-    Images held out for validation count as training images, because the paper has no validation images.
+    `dataset` says where to find the images if the subject's name does not. Images held out for validation count as
+    training images, because the paper has no validation images.
     """
 
     kind: ClassVar[str] = "datasets"
@@ -33,13 +34,13 @@ class DatasetCounts(Experiment):
     def splits(self) -> Splits:
         if self.tiny:
             return generated_splits(self.subject, 3, TINY_CLASSES, TINY_SIDE)
-        return load_data(self.dataset or self.subject, image_size=TINY_SIDE)  # small, because images are only counted
+        return load_data(self.dataset or self.subject, image_size=TINY_SIDE)  # small, because it only counts images
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         splits = self.splits()
         self.claim(folder)
         others = {split.fingerprint: len(split) for split in (splits.train, splits.validation)}
-        others.pop(splits.test.fingerprint, None)  # if the validation images are the test images
+        others.pop(splits.test.fingerprint, None)  # the validation images may be the test images
         counts = {"train": sum(others.values()), "test": len(splits.test), "classes": len(splits.class_names)}
         return {
             "data": {"name": splits.name, "images": len(splits.test), "notes": list(splits.notes)},

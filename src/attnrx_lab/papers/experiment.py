@@ -1,4 +1,4 @@
-"""Experiments: resumable runs that measure candidates. Tables are made from the numbers of finished runs."""
+"""Experiments, which are resumable runs that measure candidates. Tables use the numbers of finished runs."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -23,13 +23,13 @@ from attnrx_lab.papers.processes import agreed, is_first, shared_lock
 
 SCHEMA = 1  # of settings.json and result.json
 
-# The knobs of experiments that load a pre-trained model, and of experiments that load data by name.
+# The knobs of experiments that load a pre-trained model, and the knobs of experiments that load data by name.
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
 PLACES = ("dataset", "transfer")  # knobs that say where images are
 HARMLESS = ("accumulate",)  # knobs that change only rounding, so they make neither another run nor a deviation
 
-# value, low and high (both None without an interval), and `samples`, the values of groups of images, if any.
+# value, low and high (both None without an interval), and optionally `samples`, the values of groups of images.
 Measure = dict[str, Any]
 
 MeasureKey = tuple[str, str, str]
@@ -49,7 +49,7 @@ class Run:
 
 
 class Experiment(ABC):
-    """One run of a protocol, as a frozen dataclass of its settings. Subclasses only implement the measuring.
+    """One run of a protocol, as a frozen dataclass of its settings. Subclasses implement only the measuring.
 
     `kind` names the folder of the runs. `knobs` are the settings that a user may change. `chosen` are the knobs whose
     values no paper states.
@@ -82,16 +82,16 @@ class Experiment(ABC):
 
     @abstractmethod
     def as_tiny(self) -> "Experiment":
-        """The same run on generated images or weights, in a second or two."""
+        """Returns the same run on generated images or weights, which takes a second or two."""
 
     def trainings(self) -> tuple[Training, ...]:
-        """Returns the trainings of the run, from shapes only, without loading anything. A tiny run lists none."""
+        """Returns the trainings of the run, from shapes only, without loading anything. A tiny run has none."""
         return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
         """Returns the names of the stages that measure these numbers, or of all stages.
 
-        By default there are none: the run is measured as a whole.
+        By default there are no stages, and the run is measured as a whole.
         """
         return frozenset()
 
@@ -99,31 +99,31 @@ class Experiment(ABC):
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
-        `data` has the `name` of the data, the number of test `images`, and `notes` for readers. Only the requested
-        stages are measured; stages that are already in the folder are read back. Once model and data are loaded, it
-        claims the folder.
+        `data` contains the `name` of the data, the number of test `images`, and `notes` for readers. Only the requested
+        stages are measured. Stages that are already in the folder are read from it. After model and data are loaded,
+        the method claims the folder.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
-        """Makes the run, continues it, or reads it back. A folder that holds another run is refused.
+        """Makes the run, continues it, or loads its result. Refuses a folder that contains another run.
 
-        With `keys` it measures only the stages that hold these numbers. The result contains the stages of all calls, so
-        several tables share one run. The processes of one launch make the run together (`processes`).
+        With `keys` it measures only the stages that contain these numbers. The result contains the stages of all calls,
+        so several tables share one run. The processes of one launch make the run together (`processes`).
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with shared_lock(folder):  # another launch waits here, then reads the result of the first
+        with shared_lock(folder):  # another launch waits here, and then reads the first launch's result
             self.require(folder)
             stored = agreed(frozenset(read_json(result).get("stages", ())) if result.exists() else None)
-            # A run without stages is complete once it has a result.
+            # A run without stages is complete if it has a result.
             if stored is None or not stages <= stored:
-                # Include the stored stages, whose evidence is read back, so that the result has all stages.
+                # Includes the stored stages, whose evidence is read from files, so that the result has all stages.
                 stages |= stored or frozenset()
                 numbers = self.measured(folder, log, stages)
                 if is_first():
                     write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
                 log(f"{self.name}: done, {result}")
-            agreed(None)  # wait until the result is written
+            agreed(None)  # waits until the result is written
         return Run(folder, read_json(result), self)
 
     def seeded(self, seed: int) -> "Experiment":
@@ -133,7 +133,7 @@ class Experiment(ABC):
         """Returns the same run with some settings changed.
 
         Raises:
-            InvalidInput: The experiment has no such setting, or `weights` are given but it loads none.
+            InvalidInput: The experiment has no such setting, or it gets `weights` but loads none.
         """
         unknown_knobs = [name for name in changes if name not in self.knobs]
         if unknown_knobs:
@@ -152,14 +152,14 @@ class Experiment(ABC):
         return changed
 
     def deviations(self, protocol: "Experiment") -> list[str]:
-        """Returns the differences from the protocol, for readers of the table."""
+        """Returns the differences from the protocol for the readers of the table."""
         if self.tiny:
             what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
             return [f"{self.scenario}: {what}"]
         texts = []
         for name in self.knobs:
             value, default = getattr(self, name), getattr(protocol, name)
-            # Reading the published images from another place is not a deviation.
+            # Loading the published images from another place is not a deviation.
             published = default or protocol.scenario
             if name in HARMLESS or value == default or (name in PLACES and catalogue_name(value) == published):
                 continue
@@ -171,10 +171,10 @@ class Experiment(ABC):
         return [f"{self.scenario}: {text}" for text in texts]
 
     def require(self, folder: Path) -> None:
-        """Checks that the folder is empty or holds this run.
+        """Checks that the folder is empty or contains this run.
 
         Raises:
-            CheckpointError: The folder holds a different run.
+            CheckpointError: The folder contains a different run.
         """
         path = folder / "settings.json"
         if not path.exists():
@@ -199,7 +199,7 @@ class Experiment(ABC):
             write_json(folder / "settings.json", self._header())
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings to write to files, without folders of this machine."""
+        """Returns the settings to write to files, without this machine's folders."""
         return {name: value for name, value in without_folders(to_dict(self)).items() if name not in HARMLESS}
 
     def _header(self) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class Experiment(ABC):
 
 
 def evaluation_device() -> torch.device:
-    """Returns the device for the test images: CUDA if there is one, else the CPU."""
+    """Returns the device for the test images, which is CUDA if available, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Comparison:
-    """Returns a comparison of the model with itself on the fastest device; use `replace` to set other candidates."""
+    """Returns a comparison of the model with itself on the fastest device. Use `replace` to set other candidates."""
     device = evaluation_device()
     # The caller's model stays on the CPU, where candidates are made from it.
     reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
@@ -226,7 +226,7 @@ def first_images(images: ImageSet, count: int | None) -> ImageSet:
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Reads existing evidence, or computes and saves it. All processes of a launch compute it; the first saves it."""
+    """Loads existing evidence, or computes and saves it. All processes of a launch compute it, the first saves it."""
     if not agreed(path.exists()):
         evidence = make()
         if is_first():
@@ -242,7 +242,7 @@ def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment
 
 
 def measures(evidence: Evidence) -> dict[str, Measure]:
-    """Returns every number that a table may use, by name; other findings are skipped."""
+    """Returns every number that a table may use, by name. Other findings are skipped."""
     named = ((_measure_name(finding), finding) for finding in evidence.findings)
     return {name: measure_of(finding) for name, finding in named if name is not None}
 
@@ -253,7 +253,7 @@ def measure_of(finding: Finding) -> Measure:
 
 
 def plain_measures(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
-    """Returns exact numbers, which have no interval."""
+    """Returns exact numbers, without intervals."""
     return {name: {"value": float(value), "low": None, "high": None} for name, value in numbers.items()}
 
 
@@ -271,7 +271,7 @@ def _measure_name(finding: Finding) -> str | None:
         case "fidelity" if details["other"] == "candidate":  # the masked model has its own evidence as a candidate
             return f"{details['quantity']}_to_{'original' if details['base'] == 'reference' else 'masked'}"
         case "costs":
-            # The reductions in the SVDA paper's tables. No table has the other findings of this check.
+            # The SVDA paper's tables have these reductions. No table has the other findings of this check.
             return {"parameters": "params_down", "MACs": "macs_down"}.get(details["quantity"])
         case "controls":
             better = "nearer" if details["quantity"] == "discrepancy" else "more_accurate"

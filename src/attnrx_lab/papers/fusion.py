@@ -1,4 +1,4 @@
-"""The fusion experiment (IrrAtt, Figures 2 and 3): which heads use which of a layer's shared directions."""
+"""The fusion experiment (IrrAtt, Figures 2 and 3), which shows how a layer's heads use shared directions."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -22,18 +22,18 @@ from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures
 from attnrx_lab.papers.irratt import METRIC
 from attnrx_lab.rules.shared import JointForm
 
-DRAWN = 10_000  # random columns, which give the chance level a standard error below half a point
+DRAWN = 10_000  # random columns, so that the chance level has a standard error below half a point
 
 Mix = Float[Tensor, "heads rank"]
 
 
 @dataclass(frozen=True)
 class FusionExperiment(Experiment):
-    """Decomposes the scores of a pre-trained model, layer by layer, into directions that all heads share (CPD-EPC).
+    """Decomposes a pre-trained model's scores, layer by layer, into directions that all heads share (CPD-EPC).
 
     `shares` are the shares of a layer's directions to keep. Only the weights are used. The start is random, drawn from
-    the seed, because a start from the heads' own directions would give each direction one owner beforehand. If the
-    heads already share directions, the model is read unchanged.
+    the seed. A start from the heads' own directions would assign one owner to each direction in advance. If the heads
+    already share directions, the model is not decomposed.
     """
 
     kind: ClassVar[str] = "irratt-fusion"
@@ -99,30 +99,31 @@ class FusionExperiment(Experiment):
             mix, error = spectrum.strength.double(), {}  # nothing was decomposed
         else:
             rank = max(1, round(share * int(spectrum.used.sum())))
-            # Every layer starts from its own random terms.
+            # Every layer starts from different random terms.
             terms = cpd_epc(tensor, rank, start="random", sweeps=self.sweeps, seed=self.seed + layer)
             mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
         return mix, fusion_ranks(water_filled(tensor, mix.shape[1])).ranks, error
 
 
 def _owners(mix: Mix) -> Fusion:
-    # Owners depend only on the fusion matrix; the other two factors only need the same rank.
+    # Owners depend only on the fusion matrix. The other two factors only need the same rank.
     empty = torch.zeros(1, mix.shape[1], dtype=torch.float64)
     return fusion_ranks(Canonical(empty, empty, mix))
 
 
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
-    """Returns how close a fusion matrix is to block-diagonal once its columns are sorted by owner.
+    """Returns how close a fusion matrix is to block-diagonal after its columns are sorted by owner.
 
-    `as_fitted` is the share of the energy inside the blocks, in %. `rescaled` is the mean share over columns, which
-    does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for columns drawn from a
-    normal distribution, which have no blocks. `least` and `most` are the sizes of the smallest and the largest block.
+    `as_fitted` is the share of the energy inside the blocks, in %. `rescaled` is the mean of this share over the
+    columns, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
+    columns drawn from a normal distribution, which have no blocks. `least` and `most` are the sizes of the smallest and
+    the largest block.
 
     Raises:
         InvalidInput: The fusion matrix is zero.
     """
     fusion = _owners(mix)
-    # The owner is the largest of several entries, so its share exceeds 1 / heads even in columns without structure.
+    # The owner has the largest of several entries, so its share exceeds 1 / heads even in columns without structure.
     chance_mix = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     energy = mix.double().square()
     if not bool(energy.sum() > 0):

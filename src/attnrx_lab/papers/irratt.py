@@ -1,4 +1,4 @@
-"""The IrrAtt experiment: a pre-trained model and several ways of compressing it, with costs and quality."""
+"""The IrrAtt experiment, which compresses a pre-trained model in several ways and measures costs and quality."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion
 from attnrx_lab.papers.plan import BACKWARD, Training, training_images
 from attnrx_lab.papers.spot import ORIGINALS, outline_for
 
-# timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
+# timm's decay for the running mean of a DeiT's weights, because the paper does not state its decay.
 EMA = 0.99996
 
 METRIC = "augmented"  # the scores are decomposed with their biases
@@ -59,8 +59,8 @@ EQ_7 = (
     "rows; both let every direction have one head, and its length moves into the query"
 )
 
-# The rule text of each form of Compression. {rank} counts the directions of each head for truncatt, and of all heads
-# together for the others.
+# The rule text of each form of Compression. {rank} is the number of directions of each head for truncatt, and of all
+# heads together for the others.
 RULES: Mapping[str, str] = {
     "truncatt": f"uniform_rank:{{rank}},metric={METRIC}",
     "cp": f"shared_rank:{{rank}},form=epc,joint={METRIC},seed={{seed}}",
@@ -70,11 +70,11 @@ RULES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class IrrattMethod:
-    """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
+    """One line of the table: the form of queries and keys, and shares of the full ranks, which apply to any model.
 
-    `qk` is "full" or a form of `Compression`, and `rank` the share of its directions. `vo` is the share of the value
-    dimensions, and `mlp` the rank of both maps of the MLP as a share of the width. None means unchanged. `by_training`
-    marks a method that trains a CP with constraints, which divide its directions among the heads (IrrAtt, Eq. 7).
+    `qk` is "full" or a form of `Compression`, and `rank` is the share of its directions. `vo` is the share of the value
+    dimensions. `mlp` is the rank of both maps of the MLP, as a share of the width. None means unchanged. With
+    `by_training` the method trains a CP with constraints, which divide its directions among the heads (IrrAtt, Eq. 7).
     Without training, only the costs of such a method are computed.
     """
 
@@ -100,7 +100,7 @@ class IrrattMethod:
         )
 
     def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors) -> Prescription:
-        """Prescribes the method for a model whose layers all have one shape."""
+        """Prescribes the method for a model whose layers all have the same shape."""
         ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None
@@ -114,7 +114,7 @@ class IrrattMethod:
 
 
 def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
-    """Returns the costs of a method's model, computed from its ranks; needs only shapes."""
+    """Returns the costs of a method's model, computed from its ranks. Only the shapes are needed."""
     family = family_of(outline)
     specs = family.specs(outline)
     compression = method.compression(specs[0])
@@ -123,14 +123,14 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Returns the compression ratios in the paper's convention, in percent of the original; needs only shapes."""
+    """Returns the compression ratios in the paper's convention, in percent of the original, from shapes only."""
     after = method_costs(outline, method)
-    norms = outer_norm_features(outline, after)  # the same for both, which have the same number of tokens
+    norms = outer_norm_features(outline, after)  # the same for both, because they have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    """Returns the same ratios of the realized model."""
+    """Returns the same ratios for the realized model."""
     costs = [family_of(each).costs(each) for each in (candidate, model)]
     norms = outer_norm_features(model, costs[1])
     return priced(costs[0], norms).percent_of(priced(costs[1], norms))
@@ -145,11 +145,11 @@ class IrrattExperiment(sources.DatasetExperiment):
     """One pre-trained model. Each method makes a smaller model from it, which is fine-tuned for `epochs` and measured.
 
     As in the paper, scores, values and MLP are factored by their weights. The seed draws the start for the scores. With
-    `factors="data"`, values and MLP keep what matters most on the first `calibration_images` training images; the seed
-    divides these from the validation images. By default nothing is fine-tuned: if the data has few of a model's
-    classes, every method would gain by forgetting the other classes. A constrained CP is trained for `epochs` before
-    its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always those of the named model, even
-    if a `tiny` one is measured.
+    `factors="data"`, values and MLP keep what matters most on the first `calibration_images` training images. The seed
+    separates these images from the validation images. By default nothing is fine-tuned. If the data has few of a
+    model's classes, every method would gain by forgetting the other classes. A constrained CP is trained for `epochs`
+    before its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always those of the named
+    model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -174,11 +174,11 @@ class IrrattExperiment(sources.DatasetExperiment):
         return (EQ_7,) if any(method.by_training for method in self.methods) else ()
 
     def as_tiny(self) -> "IrrattExperiment":
-        """The same methods on a tiny model, in seconds, without fine-tuning."""
+        """Returns the same methods on a tiny model, which take seconds, without fine-tuning."""
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self, folder: Path, log: Log) -> nn.Module:
-        """Loads the original. If it is not pre-trained, it is trained once, in a folder that all runs share."""
+        """Loads the original. If it is not pre-trained, trains it once, in a folder that all runs share."""
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
@@ -207,7 +207,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             min_learning_rate=1e-6,
             warmup_learning_rate=1e-6,
             weight_decay=0.0,
-            # The paper warms up for five of sixty epochs; a shorter training warms up for less.
+            # The paper warms up for five of sixty epochs. A shorter training warms up for less.
             warmup_epochs=min(5.0, self.epochs / 10),
             gradient_clip=self.gradient_clip,
             ema=self.ema,
@@ -244,7 +244,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return frozenset(rule for rule, _, _ in keys)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Computes the costs of the requested methods, and measures those that can be made."""
+        """Computes the costs of the requested methods, and measures the methods that can be made."""
         model = self.original(folder, log)
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)
@@ -262,7 +262,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             if self.epochs and method.changes:  # the original is never trained
                 trained = train(candidate, splits, self.training(), folder / "train" / method.name, log=log)
                 candidate = load(trained.folder)
-            # The predictions of the original itself are cached under the reference.
+            # The predictions of the original are cached under the reference.
             placed = candidate.to(comparison.device) if method.changes else comparison.reference
             about = {"method": to_dict(method), "realized": realized_price(model, candidate)}
             compared = replace(comparison, candidate=placed)
@@ -272,7 +272,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         if self.factors == "data":
             notes.append(f"values and MLP keep what matters most on n = {len(calibration)} calibration images")
         for method in (method for method in self.methods if method.name in stages):
-            # Costs are of the paper's shapes, even in a tiny run, and for methods that cannot be made without training.
+            # Costs are for the paper's shapes, even in a tiny run, and even if a method needs training to be made.
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if self.epochs or not method.by_training:
                 log(f"{self.name}: {method.name}")
@@ -297,12 +297,12 @@ class IrrattExperiment(sources.DatasetExperiment):
         folder: Path,
     ) -> nn.Module:
         """Trains a CP until every direction has one head (IrrAtt, Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
-        # IrrAtt, Section 3.3: training on the task with non-negative fusion weights and at most one head per direction.
+        # IrrAtt, Section 3.3: train on the task with non-negative fusion weights and at most one head per direction.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed, self.factors)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()))
         with nonnegative_fusion(joint):
             run = train(joint, splits, settings, folder / "train" / f"{method.name}-constraints")
         trained = load(run.folder)
-        # Diagnose the trained model, because its fusion weights decide which head owns a direction.
+        # Diagnoses the trained model, because its fusion weights decide which head owns a direction.
         owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
         return realize(trained, prescribe(owned, "qk=fusion_owner"))

@@ -1,4 +1,4 @@
-"""The tables and figures of the IrrAtt paper: protocols, rows and columns."""
+"""The tables and figures of the IrrAtt paper, with protocols, rows and columns."""
 
 from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.fusion import FusionExperiment
@@ -8,7 +8,7 @@ from attnrx_lab.papers.spot import ORIGINALS
 
 PAPER = "Vision Transformer with Irregular Attention"
 
-# The paper prints ranks for heads of 64 directions. DeiT-S has 6 such heads, DeiT-B 12.
+# The paper prints ranks for heads of 64 directions. DeiT-S has 6 such heads, and DeiT-B has 12.
 HEAD, SMALL, BASE = 64, 6 * 64, 12 * 64
 VO = 32 / HEAD
 SMALL_MLP, BASE_MLP = 152 / SMALL, 304 / BASE
@@ -33,8 +33,8 @@ BASE_METHODS = (
     IrrattMethod("irratt-168-mlp", "irratt", 168 / BASE, VO, BASE_MLP),
 )
 
-# The paper's fine-tuned models (each row took the paper 1.5 to 2 days on an A100), and a pre-trained ViT-Tiny on ten
-# classes of ImageNet. The latter is not fine-tuned and takes minutes on a CPU.
+# The paper's fine-tuned models, and a pre-trained ViT-Tiny on ten ImageNet classes. Each row took the paper 1.5 to 2
+# days on an A100. ViT-Tiny is not fine-tuned and takes minutes on a CPU.
 MODELS = {size: f"timm:{size}_patch16_224" for size in ("deit_small", "deit_base", "vit_tiny")}
 DEIT_SMALL, DEIT_BASE = (
     IrrattExperiment(name, MODELS[name], "imagenet-1k", methods, epochs=60, batch_size=batch, held_out=0.0)
@@ -49,7 +49,7 @@ VIT_TINY = IrrattExperiment(
     test_column="ilsvrc_val",
     factors="data",
 )
-# The same on a small model that is trained here. It takes minutes on one CPU core per seed.
+# The same methods on a small model that is trained here. They take minutes per seed on one CPU core.
 CLUTTER = IrrattExperiment(
     "cluttered_digits",
     None,
@@ -62,7 +62,7 @@ CLUTTER = IrrattExperiment(
     ema=None,
     factors="data",
 )
-SEEDS = (0,)  # the paper states none
+SEEDS = (0,)  # the paper states no seeds
 
 COST_COLUMNS = (
     Column("mhsa", "MHSA FLOPs CR", "paper", "mhsa_percent", "%", decimals=1, exact=True),
@@ -71,7 +71,7 @@ COST_COLUMNS = (
 )
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
-# Columns that the paper does not have: the distance of a model from the original, and its realized costs.
+# Columns that the paper does not have: a model's distance from the original, and its realized costs.
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),
     Column("divergence", "KL to original (nats)", "measured", "divergence_to_original", decimals=3),
@@ -82,14 +82,14 @@ TITLES = {"full": "original", "truncatt": "TruncAtt", "cp": "CP", "irratt": "Irr
 
 
 def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tuple[Row, ...]:
-    """Returns a row for every method of an experiment. `directions` is the number of directions of a layer."""
+    """Returns a row for every method of an experiment. `directions` is the number of a layer's directions."""
     return tuple(
         Row(f"{title}, {label(method, directions)}", experiment.scenario, method.name) for method in experiment.methods
     )
 
 
 def label(method: IrrattMethod, directions: int) -> str:
-    """Returns the name of a method with its ranks, e.g. `IrrAtt 192, VO 32, MLP 152`, in heads of 64 directions."""
+    """Returns a method's name with its ranks for heads of 64 directions, e.g. `IrrAtt 192, VO 32, MLP 152`."""
     whole = HEAD if method.qk == "truncatt" else directions
     scores = TITLES[method.qk] if method.qk == "full" else f"{TITLES[method.qk]} {round(method.rank * whole)}"
     parts = [scores + " †" * method.by_training]
@@ -98,8 +98,8 @@ def label(method: IrrattMethod, directions: int) -> str:
     return ", ".join(parts)
 
 
-# IrrAtt, Figures 2 and 3: the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168; ViT-Tiny at both
-# shares. Each model takes minutes on a CPU core. For a fine-tuned model give --model
+# IrrAtt, Figures 2 and 3, show the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168. ViT-Tiny has
+# both shares. Each model takes minutes on a CPU core. For a fine-tuned model, pass --model
 # runs/irratt/.../train/cp-168-mlp.
 FIGURE_2, FIGURE_3 = 96 / SMALL, 168 / BASE
 FUSIONS = {
@@ -122,8 +122,8 @@ BLOCK_COLUMNS = (
 )
 
 RECIPES = {
-    # Costs are exact, except in one cell: the attention of DeiT-B with CP 168 is printed as 49.7 %. The convention that
-    # reproduces all other cells gives 49.614 % there.
+    # Costs are exact, except in one cell. The attention of DeiT-B with CP 168 is printed as 49.7 %, but the convention
+    # that reproduces all other cells computes 49.614 %.
     "table1": Recipe(
         "TruncAtt, CP SlimAtt and IrrAtt",
         (
@@ -142,7 +142,7 @@ RECIPES = {
         "and the warm-up for DeiT-B)",
         seeds=SEEDS,
     ),
-    # VTP, WDPruning and UVC are not measured; their numbers are quoted from the paper.
+    # VTP, WDPruning and UVC are not measured. Their numbers are quoted from the paper.
     "table2": Recipe(
         "IrrAtt and channel pruning, DeiT-B",
         (

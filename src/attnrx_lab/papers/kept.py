@@ -1,4 +1,4 @@
-"""The kept patches of SPOT (Figures 3 and 6): test images, with the patches that remain after every stage."""
+"""Draws the patches that SPOT keeps in test images after every stage (Figures 3 and 6)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from attnrx_lab.papers.spot import DerivedExperiment, SpotExperiment, outline_fo
 
 @dataclass(frozen=True)
 class KeptPatchesExperiment(DerivedExperiment):
-    """One model of the SPOT experiment: the patches that it keeps in `shown` test images of different classes.
+    """One model of the SPOT experiment, with the patches that it keeps in `shown` test images of different classes.
 
-    The run's folder gets the pictures as SVG and PDF, and the numbers behind them as CSV.
+    The run's folder contains the pictures as SVG and PDF, and their numbers as CSV.
     """
 
     kind: ClassVar[str] = "spot-kept"
@@ -33,7 +33,7 @@ class KeptPatchesExperiment(DerivedExperiment):
         """Makes the model, and draws its patches.
 
         Raises:
-            NotSupported: Matplotlib is not installed. This is checked before anything is trained.
+            NotSupported: Matplotlib is not installed. The method checks it before anything is trained.
         """
         required_module("matplotlib", "figures", "a figure")
         splits = self.splits()
@@ -46,7 +46,7 @@ class KeptPatchesExperiment(DerivedExperiment):
             files = figures(samples, folder)
             log(f"{self.name}: {', '.join(map(str, files))}")
         price = plain_measures(token_price(outline_for(self.model, self.subject), self.method))
-        shares = samples.left.double().mean((0, 2)).tolist()  # of every stage, over the images
+        shares = samples.left.double().mean((0, 2)).tolist()  # for every stage, over the images
         left = {f"left_{stage}": 100 * share for stage, share in enumerate(shares, 1)}
         picture = f"the picture is {self.place.as_posix()}/kept-patches.svg, and .pdf; the numbers are in .csv"
         return {

@@ -1,4 +1,4 @@
-"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and each shared direction belongs to one head."""
+"""IrrAtt's training constraint (Eq. 7), by which strengths are nonnegative and one head owns each shared direction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,27 +18,27 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """Penalizes shared directions that several heads use: the constraint S S^T = I (IrrAtt, Eq. 7) as a penalty.
+    """Penalizes shared directions that several heads use, by the constraint S S^T = I as a penalty (IrrAtt, Eq. 7).
 
     The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. It is 0 if and only if one head uses
-    the direction, and heads - 1 if all use it alike. The loss is the mean over the directions of all layers. Its weight
-    grows linearly over the run, from 0 to its full value, so that heads first learn what they need. With
-    `nonnegative_fusion` the other half of the constraint, S >= 0, holds as well. Afterwards the rule `fusion_owner`
-    cuts the model into irregular heads.
+    the direction, and heads - 1 if all heads use it equally. The loss is the mean over the directions of all layers.
+    Its weight grows linearly over the run, from 0 to its full value, so that heads first learn what they need. With
+    `nonnegative_fusion` the other half of the constraint, S >= 0, also holds. Afterwards the rule `fusion_owner`
+    divides the model into irregular heads.
     """
 
     weight: float = 1.0
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         fusions = [form.strength for form in _shared_forms(context.model)]
-        # A mean over all directions, not over layers, because layers may share different numbers of directions.
+        # The mean is over all directions, not over layers, because layers may share different numbers of directions.
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
 
 
 @contextmanager
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
-    """Projects the fusion of a model onto the constraint set after every optimizer step inside the context.
+    """Projects a model's fusion onto the constraint set after every optimizer step inside the context.
 
     This is projected gradient descent. A reparametrization (e.g. by squares) would also keep the fusion nonnegative,
     but values at zero would have no gradient.
@@ -57,7 +57,7 @@ def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def project_fusion_(model: nn.Module) -> None:
-    """Projects every fusion matrix onto the constraint set: nonnegative, columns of length one (IrrAtt, Eq. 7).
+    """Projects every fusion matrix onto matrices with nonnegative columns of length one (IrrAtt, Eq. 7).
 
     Raises:
         NotSupported: No heads of the model share directions.
@@ -68,14 +68,14 @@ def project_fusion_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def normalize_fusion_(model: nn.Module) -> None:
-    """Moves sign and length of every fusion column into the query, so that the projection changes the fusion less.
+    """Moves every fusion column's sign and length into the query, so that the projection changes the fusion less.
 
     Raises:
         NotSupported: No heads of the model share directions.
     """
     for form in _shared_forms(model):
         fusion = form.strength
-        # Take the sign of the largest value, because the projection sets values of the other sign to zero.
+        # The sign is the largest value's, because the projection sets values of the other sign to zero.
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
         factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
         form.query.weight.mul_(factor[:, None])

@@ -1,7 +1,7 @@
-"""What a recipe will do, before anything runs: its trainings, their operations, and the time on one H100.
+"""The plan of a recipe, before anything runs: its trainings, their operations, and the time on one H100.
 
-It needs only shapes and published numbers of images, no data and no weights. Folders are read only to see which runs
-are done.
+A plan needs only shapes and published numbers of images, but no data and no weights. Folders are read only to see which
+runs are done.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from attnrx_lab.cluttered_digits import CLUTTERED, canvases
 if TYPE_CHECKING:
     from attnrx_lab.papers.experiment import Experiment
 
-# The number of training images of the published datasets, by their names in the catalogue.
+# The number of training images in the published datasets, by their names in the catalogue.
 TRAINING_IMAGES = {
     "imagenet-1k": 1_281_167,
     "fashion_mnist": 60_000,
@@ -27,25 +27,25 @@ TRAINING_IMAGES = {
     "eurosat": 21_600,
     "imagenette": 9_469,
 }
-# Operations per second of an H100 (SXM) without sparsity, from its data sheet. Plans assume that SHARE of them is used.
+# An H100's (SXM) operations per second without sparsity, from its data sheet. Plans assume that SHARE of them is used.
 PEAK = {"bf16": 989e12, "fp32": 67e12}
 SHARE = 0.3
-# The shortest step in seconds, because launching its kernels takes this long: six trainings of svda/table1 at once took
-# 46 ms a step each on an H200 (`benchmarks/svda_settings.py --jobs 6 --limit 365`, 45 epochs, 2026-11-29).
+# The shortest step in seconds, because launching its kernels takes this long. When six trainings of svda/table1 ran at
+# once, each step took 46 ms on an H200 (`benchmarks/svda_settings.py --jobs 6 --limit 365`, 45 epochs, 2026-11-29).
 LEAST_STEP = 0.008
 ASSUMED = (
     f"the time assumes {SHARE:.0%} of an H100's {PEAK['bf16'] / 1e12:.0f} TFLOP/s in bfloat16 "
     f"({PEAK['fp32'] / 1e12:.0f} in float32), at least {1000 * LEAST_STEP:g} ms a step, and data that are never waited "
     "for; measuring is not counted"
 )
-BACKWARD = 3  # a step costs three forward passes: one forward, and twice as much backward
+BACKWARD = 3  # a step costs three forward passes, because the backward pass costs two
 
 
 @dataclass(frozen=True)
 class Training:
     """One training. `macs` counts one image in a step, including the backward pass and teachers.
 
-    `images` is the number of images in an epoch, or None if only the data can tell.
+    `images` is the number of images in an epoch, or None if it is not known without the data.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Training:
 
     @property
     def operations(self) -> float | None:
-        """Floating-point operations, two per MAC."""
+        """Floating-point operations, with two per MAC."""
         return None if self.images is None else 2.0 * self.macs * self.epochs * self.images
 
     @property
@@ -74,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a recipe with its trainings. It is `done` if the folder has its result."""
+    """One run of a recipe with its trainings. It is `done` if the folder contains its result."""
 
     name: str
     place: str
@@ -84,7 +84,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """The runs of one or several recipes, and what differs from the papers' protocols."""
+    """The runs of one or several recipes, and their deviations from the papers' protocols."""
 
     recipes: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
@@ -92,7 +92,7 @@ class RecipePlan:
 
     @property
     def trainings(self) -> tuple[Training, ...]:
-        """The trainings that are still to be made. A training that several runs share is listed once."""
+        """The trainings that are not done yet. A training that several runs share is listed once."""
         return tuple(dict.fromkeys(each for run in self.runs if not run.done for each in run.trainings))
 
     @property
@@ -143,14 +143,14 @@ class RecipePlan:
 
 def training_images(dataset: str, held_out: float) -> int | None:
     """Returns the published number of training images minus the held-out images, or None if it is not known."""
-    if dataset == CLUTTERED:  # it has its own validation images, so none are held out
+    if dataset == CLUTTERED:  # it has validation images, so no images are held out
         return len(canvases("train").labels)
     images = TRAINING_IMAGES.get(catalogue_name(dataset) or "")
     return None if images is None else images - round(held_out * images)
 
 
 def fewer(images: int | None, most: int | None) -> int | None:
-    """Returns how many images are used if there are `images` and at most `most` are used; None means unknown or all."""
+    """Returns the number of images used, at most `most`. `images=None` means unknown, and `most=None` means all."""
     return images if most is None else min(most, most if images is None else images)
 
 

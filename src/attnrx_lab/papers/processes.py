@@ -1,6 +1,6 @@
 """The processes of one launch (`torchrun`, `accelerate launch`), which make every run of a recipe together.
 
-All of them train, because training exchanges gradients, and all measure. The first process holds the locks, decides
+All processes train, because training exchanges gradients, and all measure. The first process holds the locks, decides
 what is still to be made, and writes. The others follow its decisions, so that all take part in the same trainings.
 """
 
@@ -17,19 +17,19 @@ from attnrx.training.trainer import connect_processes
 
 T = TypeVar("T")
 
-# A process may have to wait until another launch has finished its training and releases the folder.
+# A process may have to wait until another launch finishes its training and releases the folder.
 PATIENCE = timedelta(days=30)
 
 
 @contextmanager
 def shared_lock(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder for all processes of this launch. Other launches wait for it."""
+    """Holds a folder's lock for all processes of this launch. Other launches wait for it."""
     if is_first():
         with file_lock(folder, -1):
             agreed(None)
             yield
     else:
-        agreed(None)  # wait until the first process has the lock
+        agreed(None)  # waits until the first process has the lock
         yield
 
 
@@ -41,11 +41,11 @@ def agreed(decision: T) -> T:
 
 
 def is_first() -> bool:
-    """Whether this process writes: it is the only one, or the first of its launch."""
+    """Whether this process writes, because it is the only process or the first of its launch."""
     return not _several() or connect_processes().is_main_process
 
 
 def _several() -> bool:
-    """Whether a launcher started several processes; the first call connects them."""
-    # Connect here, not in the trainer, because the processes also decide together before a training.
+    """Whether a launcher started several processes. The first call connects them."""
+    # They connect here, not in the trainer, because the processes also decide together before a training.
     return int(os.environ.get("WORLD_SIZE") or 1) > 1 and connect_processes(timeout=PATIENCE).num_processes > 1

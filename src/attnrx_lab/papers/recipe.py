@@ -1,4 +1,4 @@
-"""Recipes: a table of a paper as plain data, with its runs and the printed numbers."""
+"""Recipes: a paper's table as plain data, with its runs and the printed numbers."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _PRINTED = re.compile(
 class Row:
     """One line of a table: the results of one rule in one scenario. Without a rule it has only the printed numbers.
 
-    `line` is the part of the label that this row has in common with rows of other scenarios.
+    `line` is the part of the label that this row shares with rows of other scenarios.
     """
 
     label: str
@@ -32,11 +32,11 @@ class Row:
 class Column:
     """One quantity of one realization, times `factor`, because not all papers count a loss as negative.
 
-    `decimals=None` writes three significant digits. An `exact` quantity follows from the paper's shapes, so it does not
-    depend on training, data or seeds. `null` is the value for a candidate that equals its reference. An interval that
-    includes `null` cannot confirm any other number. `against` is the `line` of another row of the scenario. With it the
-    column shows the difference from that row, paired by seed and by groups of images; the quantity needs samples for
-    these groups.
+    With `decimals=None`, numbers have three significant digits. An `exact` quantity follows from the paper's shapes, so
+    it does not depend on training, data or seeds. `null` is the value for a candidate that equals its reference. If an
+    interval includes `null`, it cannot confirm any other number. `against` is the `line` of another row of the
+    scenario. The column then shows the difference from that row, paired by seed and by groups of images. For this the
+    quantity needs samples for these groups.
     """
 
     key: str
@@ -62,9 +62,9 @@ class Expected:
 
     @classmethod
     def of(cls, printed: Any) -> "Expected":
-        """Parses the text in the paper, e.g. `+1.37 pp`.
+        """Parses the paper's text, e.g. `+1.37 pp`.
 
-        The range is half a unit of the last digit to either side. `<0.01` is the range from 0 to 0.01.
+        The range extends half a unit of the last digit to either side. `<0.01` is the range from 0 to 0.01.
 
         Raises:
             InvalidInput: The text is not a printed number.
@@ -75,7 +75,7 @@ class Expected:
                 f"{printed!r} is not a printed number: give the text of the paper, e.g. '23.34%', '+1.37 pp' or "
                 "'<0.01'. Its last digit is the tolerance."
             )
-        # Half a unit of the last printed digit allows for rounding, and for nothing else.
+        # Half a unit of the last printed digit allows only for rounding.
         paper, half = float(match["number"].replace(",", "")), 0.5 * 10.0 ** -len(match["decimals"] or "")
         if match["sign"] == "<":  # an upper bound of a quantity that is never negative
             return cls(printed, paper, 0.0, paper)
@@ -84,11 +84,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table of a paper: its rows, its columns, and the protocol of the runs it is made from.
+    """A paper's table: its rows, its columns, and the protocol of its runs.
 
-    A scenario may have several runs; a row is filled from the runs that measured its rule. `table` is the table's
+    A scenario may have several runs. A row is filled from the runs that measured its rule. `table` is the table's
     number in the paper, `not_stated` lists the choices that the paper does not state, and `seeds` are the default
-    seeds. With `states_seeds` these are the paper's own seeds; otherwise the paper's numbers are treated as one run.
+    seeds. With `states_seeds` these are the paper's own seeds. Otherwise the paper's numbers are treated as one run.
     `load_recipe` adds the `name`, the `paper`, and the `expected` numbers by row label and column key.
     """
 
@@ -106,7 +106,7 @@ class Recipe:
 
     @property
     def paper_runs(self) -> int:
-        """The number of runs behind each of the paper's numbers; 1 if the paper does not state its seeds."""
+        """The number of runs behind each of the paper's numbers, or 1 if the paper does not state its seeds."""
         return len(self.seeds) if self.states_seeds else 1
 
     def keys(self, scenario: str) -> frozenset[MeasureKey]:

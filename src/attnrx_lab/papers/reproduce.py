@@ -49,31 +49,31 @@ def reproduce(
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
-    """Makes the tables of recipes and trains what they need. A table lists every difference from the paper.
+    """Makes the tables of recipes and trains the models that they need. A table lists every difference from the paper.
 
-    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share them, and they continue after an
-    interruption. Each recipe measures the numbers of its own table. Several calls may work in one folder: a call waits
-    for runs that another call is making. The processes of one launch (`torchrun`, `accelerate launch`) make each run
-    together. A table is saved as NAME.json and NAME.md in the folder.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share them, and interrupted runs continue. Each
+    recipe measures the numbers of its own table. Several calls may work in one folder, and a call waits for runs that
+    another call is making. The processes of one launch (`torchrun`, `accelerate launch`) make each run together. A
+    table is saved as NAME.json and NAME.md in the folder.
 
     Args:
         names: One or several recipes, e.g. "svda/table1".
         only: One or several scenarios (datasets, for the tables of SVDA), which run in this order. At least one of the
             recipes must have each of them.
-        seeds: Replaces the recipes' seeds.
-        tiny: Trains small models for few steps, to try the code.
+        seeds: Seeds that replace the recipes' seeds.
+        tiny: Whether to train small models for few steps, to try the code.
         folder: The folder of runs and tables.
-        log: Is called with progress messages.
-        **knobs: Settings of the protocols; each experiment lists its own. None means unchanged.
+        log: A function that is called with progress messages.
+        **knobs: Settings of the protocols. Each experiment lists its own. None means unchanged.
 
     Returns:
         The tables in the order of the names, without tables that have none of the scenarios.
 
     Raises:
-        UnknownName: There is no such recipe, or none has such a scenario.
+        UnknownName: There is no such recipe, or no recipe has such a scenario.
         InvalidInput: An experiment has no such setting.
-        CheckpointError: The folder of a run holds another run.
-        TrainingInterrupted: Ctrl-C stopped a training; call again with the same arguments to continue.
+        CheckpointError: The folder of a run contains another run.
+        TrainingInterrupted: Ctrl-C stopped a training. To continue, call again with the same arguments.
     """
     recipes, requested = _requested(names, only)
     changes, tables = {knob: value for knob, value in knobs.items() if value is not None}, []
@@ -97,12 +97,12 @@ def plan_recipes(
     folder: str | Path = "runs",
     **knobs: Any,
 ) -> RecipePlan:
-    """Returns what `reproduce` would do with these arguments: its trainings, their operations, the time on one H100.
+    """Returns the plan of `reproduce` for these arguments: its trainings, their operations, the time on one H100.
 
-    Nothing is loaded, trained or written.
+    The function does not load, train or write anything.
 
     Raises:
-        UnknownName: There is no such recipe, or none has such a scenario.
+        UnknownName: There is no such recipe, or no recipe has such a scenario.
         InvalidInput: An experiment has no such setting.
     """
     recipes, requested = _requested(names, only)
@@ -121,11 +121,11 @@ def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> 
     """Returns the recipes and the requested scenarios, by default all of them.
 
     Raises:
-        UnknownName: There is no such recipe, or none has such a scenario.
+        UnknownName: There is no such recipe, or no recipe has such a scenario.
     """
     names = (names,) if isinstance(names, str) else names
     recipes = [load_recipe(name) for name in names]
-    # A scenario may have several runs in a recipe, and may be in several recipes.
+    # A scenario may have several runs in a recipe, and several recipes may have it.
     scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
     requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
     for scenario in requested:

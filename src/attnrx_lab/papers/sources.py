@@ -1,4 +1,4 @@
-"""What experiments load from their settings: the shapes of a model, data, and tiny replacements for both."""
+"""The inputs of experiments, loaded from their settings: model shapes, data, and tiny replacements for both."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
@@ -15,13 +15,13 @@ from attnrx_lab.papers.experiment import Experiment, first_images
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 HELD_OUT = 0.1  # the share of training images to validate on, if a dataset has no validation images
-WATCHED = 10_000  # training images on which a training reports accuracy, if none are held out
+WATCHED = 10_000  # training images on which a training reports accuracy, if no images are held out
 SIZES = {"train": 96, "validation": 32, "test": 64}
 
 
-@lru_cache(maxsize=8)  # creating an outline costs more than a tiny run, and many runs need the same one
+@lru_cache(maxsize=8)  # creating an outline takes longer than a tiny run, and many runs need the same one
 def outline_of(model: str) -> nn.Module:
-    """Returns the shapes of a model without its weights if its name determines them; otherwise loads it."""
+    """Returns a model's shapes without its weights if its name determines them. Otherwise loads the model."""
     library, colon, _ = model.partition(":")
     # The shapes of a saved folder or a Hugging Face checkpoint are in its files.
     if not colon or library == "hf" or Path(model).exists():
@@ -49,11 +49,11 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 class DatasetExperiment(Experiment):
     """An experiment with one original and one dataset.
 
-    `subject` is the name of the original; `model` and `weights` are the arguments of `load`. Without a model the
+    `subject` is the name of the original. `model` and `weights` are the arguments of `load`. Without a model the
     original is one of `spot.ORIGINALS`, which is trained first. `dataset`, `label_column` and `test_column` are the
     arguments of `load_data`. `held_out` is the share of training images to validate on, if the dataset has no
-    validation images. With 0 all are trained on, as in the papers, and the accuracy during training is measured on some
-    of them. `tiny` uses a tiny model and generated images.
+    validation images. With 0 all images are trained on, as in the papers, and the accuracy during training is measured
+    on some of them. `tiny` uses a tiny model and generated images.
     """
 
     subject: str
@@ -73,7 +73,7 @@ class DatasetExperiment(Experiment):
         return load(self.model, weights=self.weights).eval()
 
     def data_for(self, model: nn.Module, seed: int = 0) -> Splits:
-        """Loads the data at the size of a model."""
+        """Loads the data at a model's image size."""
         _, size, _ = family_of(model).input_shape(model)
         columns = Columns(label_column=self.label_column, test_column=self.test_column)
         splits = load_data(self.dataset, image_size=size, seed=seed, validation_share=self.held_out, columns=columns)
@@ -89,7 +89,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
         labels = torch.arange(count) % classes
-        generator = torch.Generator().manual_seed(number)  # each split has its own noise
+        generator = torch.Generator().manual_seed(number)  # different noise in each split
         # The noise is below 128, so adding the square's 127 does not overflow uint8.
         pixels = torch.randint(0, 128, (count, channels, side, side), generator=generator, dtype=torch.uint8)
         for picture, label in zip(pixels, labels.tolist(), strict=True):
@@ -109,7 +109,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
 
 
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
-    """Marks the patches of the bright square in the images of `generated_splits`; a side has `patches` patches."""
+    """Returns a mask of the bright square's patches in the images of `generated_splits`, with `patches` per side."""
     half = patches // 2
     masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
     for number, mask in enumerate(masks):

@@ -1,4 +1,4 @@
-"""The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
+"""The SPOT experiment, which fine-tunes one model with one token policy by the paper's losses, and measures it."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -44,15 +44,15 @@ from attnrx_lab.tokens import KeepRatio, Random
 DEVIATION = 0.02  # the default standard deviation of initial weights in attnrx models
 BATCH = 64  # images per batch, for measuring
 
-QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (SPOT, Section 6.2.1)
+QUARTERS = (1, 2, 3)  # of the depth, and a stage follows each (SPOT, Section 6.2.1)
 
 
 @dataclass(frozen=True)
 class TokenMethod:
     """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
-    As in the paper, a stage runs before the first layer after each quarter of the depth: layers 4, 7, 10 of 12, or 5,
-    9, 13 of 16. A method that is not `trained` is measured without fine-tuning.
+    As in the paper, a stage runs before the first layer after each quarter of the depth. These are layers 4, 7, 10 of
+    12, or 5, 9, 13 of 16. A method that is not `trained` is measured without fine-tuning.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TokenMethod:
 
     @property
     def learned(self) -> bool:
-        policy = self.policy(4)  # any depth will do, because only the reducer matters
+        policy = self.policy(4)  # with any depth, because only the reducer matters
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
-        """Returns the policy for a model of this depth; random patches are drawn from the seed."""
+        """Returns the policy for a model of this depth. Random patches are drawn from the seed."""
         if self.reducer is None:
             return None
         # Written as text, so that reducers and options are the same as on the command line.
@@ -76,7 +76,7 @@ class TokenMethod:
         return replace(policy, reducer=replace(reducer, seed=seed)) if isinstance(reducer, Random) else policy
 
     def attach_(self, model: nn.Module, seed: int) -> None:
-        """Attaches the policy to the model, in place; new predictors are drawn from the seed."""
+        """Attaches the policy to the model, in place. New predictors are drawn from the seed."""
         attach_policy_(model, self.policy(len(family_of(model).attention(model)), seed), seed)
 
 
@@ -92,18 +92,18 @@ def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> N
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Returns the costs for one image in the paper's convention, in closed form; needs only shapes.
+    """Returns the costs for one image in the paper's convention, in closed form, from shapes only.
 
     `gmacs`, which the paper prints as GFLOPS, counts every matrix product, including the classifier's. `gmacs_change`
     is its change, computed as in the paper from numbers rounded to one decimal. `predictors` is the cost of the
-    predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the MACs, `patches_N` the
-    number of patches after stage N, and `tokens` the mean number of tokens over the layers.
+    predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the MACs. `patches_N` is
+    the number of patches after stage N, and `tokens` is the mean number of tokens over the layers.
     """
     family = family_of(outline)
     layout, depth = family.token_layout(outline), len(family.attention(outline))
     policy = method.policy(depth)
     before, after = family.costs(outline), family.costs(outline, tokens=policy)
-    # `ModelCosts.macs` leaves the classifier out, as the SVDA paper does.
+    # `ModelCosts.macs` omits the classifier, as the SVDA paper does.
     whole, remaining = (costs.macs + costs.classifier_macs for costs in (before, after))
     counts = (layout.patches,) * len(QUARTERS) if policy is None else policy.counts(layout.patches)
     tokens = (layout.tokens,) * depth if policy is None else policy.tokens(layout, depth)
@@ -121,7 +121,7 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SmallOriginal:
-    """An original that is not pre-trained: a small model with a class token and its training, done once for all rows.
+    """A small original with a class token, which is not pre-trained but trained once for all rows.
 
     It is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch embedding. Its
     matrices start with a standard deviation of 1 / sqrt(inputs). The usual 0.02 is meant for wide models, and a narrow
@@ -158,8 +158,8 @@ class SmallOriginal:
         )
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
-        """Returns the trained model. It is trained in the folder if it is not there yet."""
-        with shared_lock(place):  # runs of several methods and seeds may need it at the same time
+        """Returns the trained model. If the folder does not contain it, trains it there."""
+        with shared_lock(place):  # several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
         return load(trained.folder).eval()
@@ -174,10 +174,10 @@ class SmallOriginal:
 
 @dataclass(frozen=True)
 class PlainOriginal(SmallOriginal):
-    """A plain timm ViT for grey images: every token starts with only the pixels of its own patch.
+    """A plain timm ViT for grey images, in which every token starts with only the pixels of its own patch.
 
     So a model that prunes the patches of an object cannot find the object in neighbouring patches. With a convolutional
-    stem it could.
+    stem the model could find it.
     """
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
@@ -197,12 +197,12 @@ ORIGINALS: Mapping[str, SmallOriginal] = {
     "cifar10_small": SMALL,
     "cluttered_digits": PlainOriginal(40, width=32, depth=4, heads=2, epochs=8, batch_size=64, learning_rate=2e-3),
 }
-# For tiny runs: four layers, which is enough for three stages, on images of sixteen patches.
+# For tiny runs, with four layers, which are enough for three stages, and with sixteen patches.
 TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1)
 
 
 def outline_for(model: str | None, subject: str) -> nn.Module:
-    """Returns the shapes of a named model, or the shapes of the subject's small original if `model` is None."""
+    """Returns the shapes of a named model, or of the subject's small original if `model` is None."""
     if model is not None:
         return sources.outline_of(model)
     with torch.device("meta"):
@@ -222,11 +222,11 @@ def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "imag
 
 @dataclass(frozen=True)
 class FineTuning:
-    """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine schedule.
+    """The fine-tuning of a model with pruned tokens, by SPOT's Eq. 15 with the paper's weights, AdamW and a cosine.
 
-    With `task` the labels are used, too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT. Predictors
-    learn at `predictor_factor` times the learning rate. By default labels are not smoothed and gradients not clipped,
-    because the paper states neither. `images` limits the number of training images; None uses all.
+    With `task` the labels are used, too. `similarity` is the weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT.
+    Predictors learn at `predictor_factor` times the learning rate. By default labels are not smoothed and gradients are
+    not clipped, because the paper states neither. `images` limits the number of training images. None uses all.
     """
 
     learning_rate: float = 1e-3
@@ -244,12 +244,12 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class SpotExperiment(sources.DatasetExperiment):
-    """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
+    """One original, one method and one seed, from new predictors to the measurements. Trained methods are fine-tuned.
 
     A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
     of the images and the masks in training. The images are the same for all seeds. Everything is measured on the first
     `test_images`, paired with the original. If the patches of the objects are known, the share that remains is
-    measured, too. The costs are always those of the named model, even if a `tiny` one is measured.
+    measured, too. The costs are always those of the named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "spot"
@@ -274,14 +274,14 @@ class SpotExperiment(sources.DatasetExperiment):
         return Path(kind, subject, self.method.name, seed)
 
     def as_tiny(self) -> Self:
-        """The same method on a tiny model, in a second or two."""
+        """Returns the same method on a tiny model, which takes a second or two."""
         tuning = replace(self.tuning, precision="fp32", images=None)
         smaller = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
         return replace(self, tiny=True, tuning=tuning, **smaller)
 
     @property
     def made(self) -> SmallOriginal | None:
-        """The original that is trained here, if it is not pre-trained."""
+        """The original that this experiment trains, if it is not pre-trained."""
         if self.tiny:
             return TINY
         return ORIGINALS[self.subject] if self.model is None else None
@@ -309,7 +309,7 @@ class SpotExperiment(sources.DatasetExperiment):
             name = f"{self.subject}, the original of all rows"
             trainings.append(Training(name, made.epochs, images, made.batch_size, BACKWARD * whole, "fp32"))
         if self.method.trained:
-            # In training, learned reducers mask tokens and keep all shapes; other reducers remove the tokens.
+            # In training, learned reducers mask tokens and keep all shapes. Other reducers remove the tokens.
             student = whole + 1e9 * price["predictors"] if self.method.learned else 1e9 * price["gmacs"]
             own = (fewer(images, self.tuning.images), self.batch_size, BACKWARD * student + whole)  # and the teacher
             trainings.append(Training(self.name, self.epochs, *own, self.tuning.precision))
@@ -317,7 +317,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
     def training(self, teacher: str) -> TrainingConfig:
         """Returns the fine-tuning with the original as teacher. SPOT's Eqs. 12 and 14 apply only to sampled masks."""
-        # A teacher that was trained here is a folder, which has its own weights.
+        # If the teacher was trained here, it is a folder that contains its weights.
         tuning, weights = self.tuning, None if self.made else self.weights
         losses: list[Loss] = [Task(tuning.label_smoothing)] if tuning.task else []
         losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
@@ -366,7 +366,7 @@ class SpotExperiment(sources.DatasetExperiment):
     def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
         """Returns the original, and its source as a teacher for losses.
 
-        If necessary it is trained once, on `splits`. If these are None, they are loaded first.
+        If necessary, the original is trained once, on `splits`. If these are None, they are loaded first.
 
         Raises:
             InvalidInput: The original has no weights.
@@ -404,14 +404,14 @@ class SpotExperiment(sources.DatasetExperiment):
                 digits = torch.arange(len(objects))
             else:
                 objects, digits = object_patches("test"), canvases("test").digits
-            # Images of one digit are alike, so an interval over images would be too narrow. Group the images by digit.
+            # Images of one digit are alike, so an interval over images would be too narrow. So group images by digit.
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
             findings = [accuracy_by_group(correct, digits[index])]
             findings += [object_finding(candidate, adapted.test, objects, "object_patches", stage) for stage in STAGES]
         return replace(evidence, findings=(*evidence.findings, *findings))
 
     def _notes(self) -> list[str]:
-        """Returns notes on the protocol, for readers of the numbers."""
+        """Returns notes on the protocol for the readers of the numbers."""
         notes = []
         if self.method.trained and not self.tuning.task:
             notes.append("fine-tuned by the answers of the original alone, without labels")
@@ -426,7 +426,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """An experiment on the model of a SPOT run. That run is made or read first; its model is not trained further.
+    """An experiment on the model of a SPOT run. That run is made or loaded first, and its model is not trained further.
 
     `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """
@@ -450,7 +450,7 @@ class DerivedExperiment(SpotExperiment):
         return self.clean.trainings() if self.tuned is None else ()
 
     def models(self, folder: Path, log: Log, splits: Splits | None = None) -> tuple[nn.Module, nn.Module]:
-        """Returns the original and the model of the run. Pass the run's `splits` if they are loaded already.
+        """Returns the original and the run's model. Pass the run's `splits` if they are already loaded.
 
         Raises:
             InvalidInput: The `tuned` model prunes no tokens, or the original has no weights.

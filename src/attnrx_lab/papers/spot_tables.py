@@ -1,4 +1,4 @@
-"""The tables and figures of the SPOT paper: methods, protocols, rows and columns."""
+"""The tables and figures of the SPOT paper, with methods, protocols, rows and columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ RANDOM = TokenMethod("random", "random")
 CLASS_ATTENTION = TokenMethod("class-attention", "class_attention")
 EVIT = TokenMethod("evit", "evit")
 DYNAMICVIT = TokenMethod("dynamicvit", "dynamicvit")
-HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # the rule of A-ViT, untrained
+HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # A-ViT's rule, untrained
 ATTENTION_AVERAGE = TokenMethod("attention-average", "attention_average")
 ZERO_TPRUNE = TokenMethod("zero-tprune", "zero_tprune", trained=False)
 NO_MEAN = TokenMethod("spot-no-mean", "spot(mean=false)")
@@ -41,7 +41,7 @@ def projected(features: int) -> TokenMethod:
 
 
 def projections(width: int) -> tuple[Line, ...]:
-    """Returns the lines of SPOT's Figure 5 for a model of this width, with their controls."""
+    """Returns the lines of SPOT's Figure 5 for a model of this width, and their controls."""
     return (
         ("as many token features as the width", SPOT),
         *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
@@ -58,19 +58,20 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
 
 
 def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
-    """Returns the lines for each subject, by default ABLATED. On the testbed, methods prune at its own ratio."""
+    """Returns the lines for each subject, by default ABLATED. On the testbed, methods prune at the testbed's ratio."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
 
-# The originals are the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of ImageNet, distilled only from
-# the logits of the original, and small models for a CPU. The paper trains 80 epochs on eight GPUs for each line. On one
-# CPU core, CIFAR-10 takes 16 minutes for the original, which all recipes share, and 1.5 minutes per line and seed.
-# Digits among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter: the digit covers 4 of 100 patches,
-# and 12 patches remain. On one CPU core it takes 3 minutes for the original, and 8 to 30 seconds per line and seed.
+# There are three kinds of originals: the paper's four models on ImageNet, a pre-trained ViT-Tiny on ten ImageNet
+# classes, and small models for a CPU. ViT-Tiny is distilled only from the original's logits. The paper trains 80 epochs
+# on eight GPUs for each line. On one CPU core, CIFAR-10 takes 16 minutes for the original, which all recipes share, and
+# 1.5 minutes per line and seed. Digits among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter. The
+# digit covers 4 of 100 patches, and 12 patches remain. On one CPU core the testbed takes 3 minutes for the original,
+# and 8 to 30 seconds per line and seed.
 TESTBED, TESTBED_RATIO = "cluttered_digits", 0.5
 DEIT_TINY, DEIT_SMALL, VIT_TINY = (f"timm:{size}_patch16_224" for size in ("deit_tiny", "deit_small", "vit_tiny"))
-# For models that the paper does not have: its losses, few steps on a CPU, smoothed labels and clipped gradients.
+# For models that the paper does not have, with its losses, few steps on a CPU, smoothed labels and clipped gradients.
 OWN_TUNING = FineTuning(precision="fp32", label_smoothing=0.1, gradient_clip=1.0)
 IMAGENETTE: dict[str, Any] = {"label_column": "imagenet1k_label", "test_column": "ilsvrc_val"}
 SUBJECTS: Mapping[str, SpotExperiment] = {
@@ -129,8 +130,8 @@ TITLES = {
     "cifar10_small": "CIFAR-10",
     TESTBED: "digits among clutter",
 }
-PRETRAINED = ("deit_tiny", "deit_small", "lvvit_tiny", "lvvit_small")  # the paper's
-# The original on which the paper varies SPOT, and the originals that a CPU can measure.
+PRETRAINED = ("deit_tiny", "deit_small", "lvvit_tiny", "lvvit_small")  # the paper's models
+# The original for which the paper varies SPOT, and the originals that a CPU can measure.
 ABLATED = ("deit_small", "vit_tiny", "cifar10_small", TESTBED)
 
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
@@ -140,7 +141,7 @@ GFLOPS_CHANGE = Column("gmacs_change", "Δ GFLOPS", "paper", "gmacs_change", dec
 CORRUPTED = Column("corrupted", "Top-1, corrupted", "measured", "corrupted_accuracy", "%")
 CORRUPTED_CHANGE = Column("corrupted_change", "Δ top-1, corrupted", "measured", "corrupted_change", "pp")
 PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3, exact=True)
-# Columns that the paper does not have: the distance of a model from the original, and the remaining tokens and MACs.
+# Columns that the paper does not have: a model's distance from the original, and the remaining tokens and MACs.
 OWN_COSTS = (
     Column("percent", "MACs", "paper", "percent", "%", decimals=1),
     *(Column(f"patches_{n}", f"patches, stage {n}", "paper", f"patches_{n}", decimals=0) for n in (1, 2, 3)),
@@ -154,7 +155,7 @@ OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
     for line in ("random", "DynamicViT")
 )
-# Table 3 prints how much a soft method changes if it uses SPOT's scores instead of its own.
+# Table 3 of SPOT prints how much a soft method changes if it uses SPOT's scores instead of its own.
 OVER_SOFT = tuple(
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", decimals=1, against=line)
     for line in ("SPViT", "dTPS")
@@ -192,9 +193,9 @@ CONTROLS: tuple[Line, ...] = (
     ("class attention", CLASS_ATTENTION),
 )
 
-# SPOT, Table 1. Keep ratios are 0.7. If the paper prints another budget, they come nearest to the printed GFLOPS.
+# SPOT, Table 1. Keep ratios are 0.7. If the paper prints another budget, they are the nearest to the printed GFLOPS.
 HALTING = "the halting rule of A-ViT, untrained"
-# attnrx does not have the training of these methods, so only their printed numbers are shown.
+# attnrx cannot train these methods, so the table shows only their printed numbers.
 PRINTED: Mapping[str, Line] = {name: (name, None) for name in ("A-ViT", "IA-RED2", "RL4EViT", "METR")}
 FIRST: tuple[Line, ...] = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT))
 LAST: tuple[Line, ...] = (
@@ -214,7 +215,7 @@ DATASETS = {
     "dtd": "DTD",
     "eurosat": "EuroSAT",
 }
-# SPOT, Table 4: the number of classes of each target.
+# The number of classes of each target in SPOT, Table 4.
 TARGETS = {"cifar100": 100, "food101": 101, "dtd": 47, "eurosat": 10}
 
 # SPOT, Figures 4 and 5.
@@ -265,7 +266,7 @@ COMPARED: tuple[Line, ...] = (
         TokenMethod("spot-standardized-projected-0", "spot(standardized=true,projected=0)"),
     ),
 )
-# SPOT, Figure 7: the variants of Section 4.3 at several keep ratios.
+# SPOT, Figure 7, times the variants of Section 4.3 at several keep ratios.
 TIMED: tuple[tuple[str, TokenMethod], ...] = (
     ("original", ORIGINAL),
     *(
@@ -289,7 +290,7 @@ NOT_STATED = "what spot/table1 lists"
 
 
 def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
-    """Draws the patches that SPOT keeps in test images. The table says how many they are."""
+    """Draws the patches that SPOT keeps in test images. The table states how many patches remain."""
     methods = lines_by_subject((("SPOT", SPOT),), subjects)
     lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
     left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))
@@ -308,7 +309,7 @@ RECIPES = {
     # GFLOPS follow in closed form, with these exceptions. LV-ViT-T at a keep ratio of 0.7 costs 2.3 (printed: 2.0, the
     # cost at 0.5). LV-ViT-S costs 4.7 (printed: 4.5, the cost without predictors). DynamicViT on DeiT-S costs 3.0
     # (printed: 2.9, the cost without predictors). EViT costs 2.9 on DeiT-S (printed: 3.0) and 4.6 on LV-ViT-S (printed:
-    # 4.7), because as published it prunes inside a layer. All trained lines use the same losses. LV-ViT needs its
+    # 4.7), because the published EViT prunes inside a layer. All trained lines use the same losses. LV-ViT needs its
     # published weights (--weights), one model at a time.
     "table1": spot_recipe(
         "SPOT and other reducers",
@@ -335,8 +336,8 @@ RECIPES = {
         f"{NOT_STATED}, and which of the first two lines is without the mean",
         lines_by_subject((*MOMENTS, *CONTROLS)),
     ),
-    # Soft methods with their own scores, and with SPOT's scores without mean and variance over the layers. SPViT is
-    # printed at 2.9 for DeiT-S.
+    # Soft methods with their own scores, and with SPOT's scores without mean and variance over the layers. The paper
+    # prints 2.9 for SPViT on DeiT-S.
     "table3": spot_recipe(
         "Soft methods with SPOT's scores",
         "3",
@@ -346,7 +347,7 @@ RECIPES = {
         ),
         (*COLUMNS, *OVER_SOFT),
     ),
-    # The trained models come from SPOT's Table 1; GFLOPS are printed once per model.
+    # The trained models come from SPOT's Table 1. GFLOPS are printed once per model.
     "table4": Recipe(
         "SPOT transferred to other datasets",
         tuple(
@@ -405,14 +406,14 @@ RECIPES = {
         ),
     ),
     # By the paper's description (18 features) the predictor with head-averaged attention costs 0.1075. With 12 features
-    # it costs the printed 0.106, but the paper does not state which six features would be left out.
+    # it costs the printed 0.106, but the paper does not state which six features are omitted.
     "table8": spot_recipe(
         "SPOT with coarser information",
         "8",
         f"{NOT_STATED}, and which features the mean over the heads leaves out",
         lines_by_subject((("SPOT", SPOT), *COARSER, *CONTROLS)),
     ),
-    # Takes ten minutes of one CPU core per seed, after the original.
+    # Takes ten minutes per seed on one CPU core, after the original is trained.
     "testbed": spot_recipe(
         "Token reducers where tokens matter",
         "none; digits among clutter are not in it",
@@ -429,7 +430,7 @@ RECIPES = {
         dict.fromkeys(SUBJECTS, OVER_RATIOS),
         (ACCURACY, CHANGE, GFLOPS, *OWN_COLUMNS),
     ),
-    # Takes minutes on a GPU; on a CPU use a smaller --batch-size.
+    # Takes minutes on a GPU. On a CPU use a smaller --batch-size.
     "figure7": Recipe(
         "Throughput of SPOT's variants",
         tuple(

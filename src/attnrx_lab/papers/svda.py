@@ -39,13 +39,13 @@ from attnrx_lab.papers.sources import HELD_OUT, generated_splits
 from attnrx_lab.rules import TopRank, control_prescriptions
 from attnrx_lab.vision_transformer import SCENARIOS, named_config
 
-KINDS = ("mask", "renormalized", "exact", "refit")  # `realized`
+KINDS = ("mask", "renormalized", "exact", "refit")  # the kinds of `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 
-# The retention ratios, and a stronger cut: the share of directions that every head keeps, whatever the strengths.
+# The retention ratios, and the share of directions that every head keeps in a stronger cut, whatever their strengths.
 RHOS, RANK_SHARE = (0.85, 0.90, 0.95), 0.5
 
-# The rules of the rows by name, as functions of the number of directions in a head.
+# The rules of the rows by name. Each is a function of the number of directions in a head.
 RULES: dict[str, Callable[[int], Rule]] = {
     **{f"rho-{rho:.2f}": lambda directions, rho=rho: EnergyRetention(rho) for rho in RHOS},
     f"share-{RANK_SHARE:.2f}": lambda directions: TopRank(round(RANK_SHARE * directions)),
@@ -54,23 +54,23 @@ RULES: dict[str, Callable[[int], Rule]] = {
 CONTROLS = "controls-"  # the prefix of the evidence about controls, before the kind
 RATIO = "discrepancy_over_renormalized"  # refit's discrepancy divided by renormalized's
 
-# The model of a tiny run: one layer of two heads with 32 directions each, on images of four tokens.
+# A tiny run's model has one layer of two heads with 32 directions each, and images of four tokens.
 TINY_MODEL = {"image_size": 8, "patch_size": 4, "width": 64, "depth": 1, "heads": 2, "mlp_ratio": 1.0}
 TINY_CLASSES = 4
 
-DIAGNOSED = 512  # images for the diagnosis; few, because the rules of this experiment use only the strengths
+DIAGNOSED = 512  # images for the diagnosis, and not more, because this experiment's rules use only the strengths
 
 
 @dataclass(frozen=True)
 class SvdaExperiment(Experiment):
-    """One dataset, one seed: the training, the prescriptions, and the numbers of images.
+    """One dataset and one seed: the training, the prescriptions, and the numbers of images.
 
     Epochs, batch size and seeds are SVDA's for 32x32 images (Table 4). Training settings that the paper does not state
-    are `TrainingConfig`'s defaults. `draws` and the numbers of images are chosen here. `strength_init` and
-    `strength_learning_rate` are the start value of the strengths and the factor on their learning rate. `train_images`
-    limits the training images, `test_images` the validation and the test images, and `control_images` the test images
-    for the controls; None means the whole split. `dataset` says where the images are, if `load_data` does not find them
-    by the subject's name. They are resized and normalized like the subject's images.
+    are `TrainingConfig`'s defaults. `draws` and the numbers of images are our choices. `strength_init` is the start
+    value of the strengths, and `strength_learning_rate` is the factor on their learning rate. `train_images` limits the
+    training images, `test_images` the validation and the test images, and `control_images` the test images for the
+    controls. None means the whole split. `dataset` says where the images are, if `load_data` does not find them by the
+    subject's name. They are resized and normalized like the subject's images.
     """
 
     kind: ClassVar[str] = "svda"
@@ -126,7 +126,7 @@ class SvdaExperiment(Experiment):
         return splits
 
     def images(self) -> Splits:
-        """Returns the images of this run: the whole dataset, or as many images as the settings allow."""
+        """Returns the images of this run, which are the whole dataset or as many images as the settings allow."""
         splits = self.splits()
         return replace(
             splits,
@@ -142,7 +142,7 @@ class SvdaExperiment(Experiment):
         return build_model(f"svda:{self.subject}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Returns the training: SVDA's Table 4, and this package's defaults for what it does not state."""
+        """Returns the training, which is SVDA's Table 4, with this package's defaults for everything else."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -151,8 +151,8 @@ class SvdaExperiment(Experiment):
             strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
-            # An interruption may lose this many steps: minutes on a CPU, seconds on a GPU. On a GPU a checkpoint takes
-            # as long as about fifty steps.
+            # An interruption may lose this many steps, which is minutes on a CPU and seconds on a GPU. On a GPU a
+            # checkpoint takes as long as about fifty steps.
             checkpoint_every=2000 if torch.cuda.is_available() else 100,
         )
 
@@ -180,10 +180,10 @@ class SvdaExperiment(Experiment):
         self.claim(folder)
         log(f"{self.name}: training in {folder / 'train'}")
         trained = train(self.model(splits), splits, self.training(), folder / "train", log=log)
-        model = load(trained.folder)  # as saved: on the CPU, and not compiled
+        model = load(trained.folder)  # on the CPU and not compiled, as it was saved
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
-        # Candidates are made from the comparison's model, so that the fit of strengths runs on its device.
+        # Candidates are made from the comparison's model, so that the fit of strengths runs on the model's device.
         calibration = first_images(splits.train, self.calibration_images)
         bench = _Bench(self, comparison.reference, diagnosis, calibration, comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
@@ -203,20 +203,20 @@ class SvdaExperiment(Experiment):
 
 
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:
-    """Returns the pieces of evidence that hold one quantity of a realization."""
+    """Returns the pieces of evidence that contain one quantity of a realization."""
     if quantity == RATIO:
         return kind, "renormalized"  # the numerator and the denominator of the ratio
     return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # findings of the check `controls` have "_than_"
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription by `kind`. "exact" is the usual compression; the others are as in `realize`."""
+    """Realizes a prescription by `kind`. "exact" is the usual compression, and the others are as in `realize`."""
     return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 
 @dataclass(frozen=True, eq=False)
 class _Bench:
-    """A trained model, and the data to measure its candidates. The comparison caches the model's predictions."""
+    """A trained model and the data to measure its candidates. The comparison caches the model's predictions."""
 
     experiment: SvdaExperiment
     model: nn.Module
@@ -234,7 +234,7 @@ class _Bench:
         except NoOpPrescription as error:
             log(f"{self.experiment.name}: {error}")
             return {}
-        # The removed share is the same for every realization. It is stored with each, because a column reads only one.
+        # The removed share is the same for every realization. It is stored with each, because a column has only one.
         removed = plain_measures({"removed": 100 * prescription.removed_share})
         numbers: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
         for part, make in self._parts(prescription):
@@ -248,8 +248,8 @@ class _Bench:
         return numbers
 
     def _parts(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
-        """Returns the pieces of evidence about one prescription by name, each with the function that computes it."""
-        # Every realization is compared with the masked model. It is made at its first use, and cached.
+        """Yields the pieces of evidence about one prescription by name, each with the function that computes it."""
+        # Every realization is compared with the masked model, which is made when it is first needed, and then cached.
         masked = cache(partial(self._realized, prescription, "mask"))
         for kind in KINDS:
             yield kind, partial(self._measured, prescription, kind, masked)

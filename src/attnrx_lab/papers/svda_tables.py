@@ -1,12 +1,12 @@
-"""The tables of the SVDA paper: the protocol of each dataset, rows and columns."""
+"""The tables of the SVDA paper, with the protocol of each dataset, rows and columns."""
 
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.svda import SvdaExperiment
 
 PAPER = "Prescriptive SVD-Inspired Attention via Spectral Energy Retention"
 
-# Table 4 of SVDA. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s. That makes about 4 hours for 80 epochs, followed
-# by an hour of measuring. `--epochs 4 --control-images 2000` suits a CPU.
+# Table 4 of SVDA. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s. So 80 epochs take about 4 hours, and measuring
+# takes another hour. On a CPU, use `--epochs 4 --control-images 2000`.
 PROTOCOL: dict[str, SvdaExperiment] = {
     "fashion_mnist": SvdaExperiment("fashion_mnist", epochs=80, batch_size=256),
     "cifar10": SvdaExperiment("cifar10", epochs=80, batch_size=256),
@@ -15,7 +15,7 @@ PROTOCOL: dict[str, SvdaExperiment] = {
 }
 ALL, CIFAR10 = tuple(PROTOCOL.values()), (PROTOCOL["cifar10"],)
 
-# SVDA, Tables 1 and 6: every dataset at rho = 0.90. Tables 2 and 8: CIFAR-10 over rho.
+# SVDA, Tables 1 and 6 have every dataset at rho = 0.90. Tables 2 and 8 have CIFAR-10 over rho.
 TITLES = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "food101": "Food-101"}
 DATASET_ROWS = tuple(Row(title, dataset, "rho-0.90") for dataset, title in TITLES.items())
 RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85", "0.90", "0.95"))
@@ -29,11 +29,11 @@ def over_kinds(key: str, title: str, quantity: str, unit: str = "", kinds: tuple
     )
 
 
-# A column that the paper does not have: the distance of each model from the original.
+# The paper does not have this column, which is the distance of each model from the original.
 TO_ORIGINAL = ("{}_to_original", "{} vs original, Rel. L2", "discrepancy_to_original")
 
-# The paper counts what is lost, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked
-# model with the compressed one (here: renormalized).
+# The paper states losses, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked model
+# with the compressed one (`renormalized` in this package).
 PAPER_COLUMNS = (
     Column("removed", "Dir. pruned", "renormalized", "removed", "%"),
     Column("accuracy_lost", "Acc. change (lost)", "renormalized", "accuracy_change", "pp", factor=-1.0),
@@ -105,8 +105,8 @@ RECIPES = {
         not_stated="what svda/table1 lists, and the number of draws of the random control",
         states_seeds=True,
     ),
-    # After few epochs the strengths are near 1, and refit is nearer to the original than the mask. Once the strengths
-    # have spread, the mask is the nearest (benchmarks/realizations.py).
+    # After few epochs the strengths are near 1, and refit is nearer to the original than the mask. After the strengths
+    # have spread, the mask is nearest (benchmarks/realizations.py).
     "realizations": Recipe(
         "SVDA, every realization against the original",
         tuple(

@@ -1,4 +1,4 @@
-"""Tables over several seeds: mean, standard deviation and t interval, next to the printed number."""
+"""Tables over several seeds: mean, standard deviation and t interval, beside the printed number."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ class Cell:
     """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
     With one seed, the interval is the measurement's own, over test images. `expected` is the paper's number, and
-    `verdict` one of VERDICTS; both are None if the paper has no number. If the paper's runs are further draws of ours,
-    their mean lies in the 95 % interval `predicted` (None with one seed). `images` is the number of test images, or
-    None if the number follows from shapes only.
+    `verdict` is one of VERDICTS. Both are None if the paper has no number. If the paper's runs are further draws of
+    ours, their mean lies in the 95 % interval `predicted` (None with one seed). `images` is the number of test images,
+    or None if the number follows only from shapes.
     """
 
     row: str
@@ -65,8 +65,8 @@ class Cell:
 class ReproducedTable:
     """A reproduced table of a paper. `rows` are the labels of the rows that were run.
 
-    `deviations` lists everything that was not done as the paper states. `notes` says how data were read and runs made.
-    `samples` has the seeds and the number of test images of every scenario.
+    `deviations` lists everything that differs from the paper's statements. `notes` says how data were loaded and runs
+    were made. `samples` contains the seeds and the number of test images of every scenario.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class ReproducedTable:
 
     @property
     def verdicts(self) -> dict[str, int]:
-        """How many of the paper's numbers have each verdict."""
+        """The number of the paper's numbers that have each verdict."""
         verdicts = [cell.verdict for cell in self.cells]
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
@@ -92,7 +92,7 @@ class ReproducedTable:
         return f"Paper: {self.recipe.paper.rstrip('.')}. Table: {self.recipe.table.rstrip('.')}."
 
     def cell(self, row: str, column: str) -> Cell | None:
-        """Returns one cell by the label of its row and the key of its column."""
+        """Returns one cell by its row's label and its column's key."""
         return next((cell for cell in self.cells if (cell.row, cell.column) == (row, column)), None)
 
     def to_records(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class ReproducedTable:
     def to_markdown(self) -> str:
         """Returns the table as Markdown: our mean with its interval, then the paper's number in parentheses.
 
-        Every number that does not agree is marked with its verdict (`MARKS`).
+        Every number that does not agree has its verdict as a mark (`MARKS`).
         """
         columns = self.recipe.columns
         rows = [[row, *(Marked(self._text(row, column)) for column in columns)] for row in self.rows]
@@ -154,18 +154,18 @@ def make_table(
 ) -> ReproducedTable:
     """Fills a recipe's table from finished runs. Rows of scenarios without runs are skipped.
 
-    `deviations` lists by scenario what was not run as the paper states. The rows of such a scenario are not compared
+    `deviations` lists, by scenario, what was not run as the paper states. The rows of such a scenario are not compared
     with the paper. Only exact quantities are still compared, if the runs have the `same_shapes` as the paper. The table
     lists the deviations together with the `differences` of the experiments, which are the same in every run.
     """
     deviations = deviations or {}
     differences = [f"{run.experiment.scenario}: {each}" for run in runs for each in run.experiment.differences]
-    # `only` may select some scenarios; the table then has only their rows.
+    # If `only` selects some scenarios, the table has only their rows.
     rows = [row for row in recipe.rows if any(run.experiment.scenario == row.scenario for run in runs)]
     cells = []
     for row in rows:
         for column in recipe.columns:
-            # A closed form of the shapes does not depend on data, seeds or training.
+            # If a number is a closed form of the shapes, it does not depend on data, seeds or training.
             at_protocol = same_shapes if column.exact else not deviations.get(row.scenario)
             values, interval = _differences(runs, row, column, rows) if column.against else _measured(runs, row, column)
             if values:
@@ -202,7 +202,7 @@ def _sample_text(scenario: str, sample: Mapping[str, Any]) -> str:
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
-    """Returns the value for every seed, and their t interval; for one seed the measurement's interval, if any."""
+    """Returns the value for every seed, and their t interval. With one seed, returns the measurement's interval."""
     measures = [measure for _, measure in _measures(runs, row, column)]
     values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:
@@ -248,8 +248,8 @@ def _cell(
     """Averages the seeds, and predicts the 95 % interval for the paper's mean if its seeds were drawn like ours."""
     mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None
     low, high = (None, None) if interval is None else (interval.low, interval.high)
-    # The mean of m further seeds has the variance s^2 (1/n + 1/m) about the mean of n seeds. So its interval is the t
-    # interval, sqrt(1 + n/m) times as wide.
+    # The mean of m further seeds has the variance s^2 (1/n + 1/m) about the mean of n seeds. So its interval is
+    # sqrt(1 + n/m) times as wide as the t interval.
     wider = (1 + len(values) / recipe.paper_runs) ** 0.5
     predicted = None
     if interval is not None and not column.exact and len(values) > 1:
@@ -266,12 +266,12 @@ def _cell(
 def _verdict(expected: Expected, predicted: tuple[float, float], null: float) -> str:
     """Returns how a number compares with the paper's.
 
-    It is off if no value that rounds to the printed number lies in the predicted interval. It is undecided if this
-    interval also includes the null value but the printed number does not, because noise is no agreement. One seed has
-    no interval: its value either rounds to the printed number, or `_cell` leaves it undecided.
+    A number is off if no value that rounds to the printed number lies in the predicted interval. It is undecided if
+    the interval includes the null value but the range of the printed number does not, because noise is not agreement.
+    One seed has no interval. Its value either rounds to the printed number, or `_cell` leaves it undecided.
     """
     low, high = predicted
-    # Off: the predicted interval does not overlap the range of values that round to the printed number.
+    # A number is off if the predicted interval does not overlap the range of values that round to the printed number.
     if not (low <= expected.high + ROUNDING and expected.low - ROUNDING <= high):
         return OFF
     if low <= null <= high and not expected.low <= null <= expected.high:
@@ -284,15 +284,15 @@ def _number(value: float, column: Column, unit: str = "") -> str:
 
 
 def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
-    """Returns the mean over runs and groups of images with its t interval; both are treated as random samples.
+    """Returns the mean over runs and groups of images with its t interval. Both are treated as random samples.
 
     The variance of the mean times the number of values is MS(runs) + max(MS(groups) - MS(residual), 0), where MS is a
     mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3). His analysis is for
-    several readers who read the same cases; here the runs are the readers. With one run the interval is only over the
+    several readers who read the same cases. Here the runs are the readers. With one run the interval is only over the
     groups.
     """
     values = values.double()
-    # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
+    # A two-way analysis of variance without replication has runs, groups, and their interaction (the residual).
     runs, groups = values.shape
     mean = values.mean()
     of_runs, of_groups = values.mean(1), values.mean(0)

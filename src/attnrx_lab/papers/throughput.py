@@ -1,4 +1,4 @@
-"""The throughput experiment (SPOT, Figure 7): one architecture's images per second with several token reducers."""
+"""The throughput experiment (SPOT, Figure 7), which measures images per second with several token reducers."""
 
 import copy
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""The transfer experiment (SPOT, Table 4): new classification heads on frozen models, on other datasets."""
+"""The transfer experiment (SPOT, Table 4), which trains new heads on frozen models for other datasets."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ from attnrx_lab.papers.spot import BATCH, ORIGINAL, TINY, DerivedExperiment, Spo
 
 @dataclass(frozen=True)
 class TransferExperiment(DerivedExperiment):
-    """The original and one model of the SPOT experiment on another dataset, the `target`: each gets a new head, and
-    everything else is frozen (SPOT, Section 6.2.2).
+    """The original and one model of the SPOT experiment on another dataset, the `target` (SPOT, Section 6.2.2).
 
-    `transfer` is the target's folder, if the target is not found by its name. The target's validation images are
-    trained on, because the paper has none. `classes` is the published number of classes. The run that makes the model
-    trains for `epochs`, the heads for `head_epochs`. With `tuned` the images of that run are not needed.
+    Each model gets a new head, and everything else is frozen. `transfer` is the target's folder, if the target is not
+    found by its name. The target's validation images are trained on, because the paper has none. `classes` is the
+    published number of classes. The run that makes the model trains for `epochs`, and the heads train for
+    `head_epochs`. With `tuned` the images of that run are not needed.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -48,14 +48,14 @@ class TransferExperiment(DerivedExperiment):
 
     @property
     def scenario(self) -> str:
-        """The name of the run in the rows of a table: the target."""
+        """The name of the run in the rows of a table, which is the target."""
         return self.target
 
     def as_tiny(self) -> Self:
         return replace(super().as_tiny(), head_epochs=2)
 
     def transferred(self) -> Splits:
-        """Loads the images of the target at the size of the model, or generates them; all but the test images are for
+        """Loads the target's images at the size of the model, or generates them. All but the test images are for
         training.
 
         Raises:
@@ -84,7 +84,7 @@ class TransferExperiment(DerivedExperiment):
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Trains the head of each model on its features of the target, and measures both."""
-        splits = self.transferred()  # load them first, so that nothing is trained if they are missing
+        splits = self.transferred()  # loaded first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
         self.claim(folder)
@@ -114,7 +114,7 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns the training and the validation images as one set, or only the former if there are no others."""
+    """Returns the training and the validation images as one set, or only the training images if there are no others."""
     first, second = splits.train, splits.validation
     assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):

@@ -1,6 +1,6 @@
 """Rules of the laboratory: SVDA's rules, directions that heads share (IrrAtt), controls, and rarely needed rules.
 
-An entry point of the group `attnrx.parts` imports this package when a text names a rule or a loss, or when a model is
+An entry point of the group `attnrx.parts` imports this package if a text names a rule or a loss, or if a model is
 diagnosed.
 """
 
@@ -58,5 +58,5 @@ for _kind in (
 ):
     RULES.register(_kind)
 
-DIAGNOSTICS.register(Redundancy)  # `remove_heads` reads its similarities
+DIAGNOSTICS.register(Redundancy)  # `remove_heads` uses its similarities
 DIAGNOSTICS.register(Indicators)

@@ -1,4 +1,4 @@
-"""Matched controls: prescriptions that keep the same number of directions of every map, selected differently."""
+"""Matched controls, prescriptions that keep the same number of directions in every map, but select other directions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,24 +27,24 @@ def control_prescriptions(
     """Returns controls by kind: `draws` random controls, and one control of each other kind.
 
     A control selects new directions for every map that has a rule in the prescription. It keeps the same number of
-    directions in each head and map; "uniform" keeps the same number in each layer and map. Therefore every layer has
+    directions in each head and map, and "uniform" keeps the same number in each layer and map. So every layer has
     exactly the same MACs and parameters. The token policy stays the same. If maps other than the heads have a rule, the
-    removed heads stay the same, too; otherwise the same number of other heads is removed.
+    removed heads stay the same, too. Otherwise the control removes the same number of other heads.
 
-    If the prescription has no rule, the control prunes tokens. It keeps the same number of patches at every stage,
-    chosen at random, and the fused token if the policy adds one. Every layer then costs the same. The policy's
-    predictors, which random selection does not need, are not counted.
+    If the prescription has no rule, the control prunes tokens. At every stage it keeps the same number of patches,
+    chosen at random. If the policy adds a fused token, so does the control. Every layer then costs the same. The costs
+    do not include the policy's predictors, which random selection does not need.
 
-    By default all `kinds` are made that exist. "largest" and "uniform" do not exist for tokens, for directions that all
-    heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" is also left out
-    if it equals the prescription, as it does if only fc1 and fc2 have rules.
+    By default, `kinds` are all kinds that exist. "largest" and "uniform" do not exist for tokens, for directions that
+    all heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" is also
+    omitted if it equals the prescription, as it does if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.
         prescription: The prescription to match.
-        kinds: The kinds of controls; by default all that exist.
+        kinds: The kinds of controls, by default all that exist.
         draws: The number of random controls.
-        seed: Seeds the random controls.
+        seed: The seed of the random controls.
 
     Returns:
         The controls by kind.
@@ -65,11 +65,11 @@ def control_prescriptions(
     for kind in requested_kinds:
         try:
             controls = tuple(_of_kind(kind, diagnosis, prescription, draws, seed))
-        except NotSupported:  # a default kind that does not exist is omitted; a random control always exists
+        except NotSupported:  # a default kind that does not exist is omitted, but a random control always exists
             if kinds is not None or kind == "random":
                 raise
             continue
-        # Leave out a control that equals the prescription: it would be compared with itself.
+        # Omit a control that equals the prescription, because it would be compared with itself.
         if kinds is not None or kind != "uniform" or not _same(controls[0], prescription):
             controls_by_kind[kind] = controls
     return controls_by_kind
@@ -83,7 +83,7 @@ def _of_kind(
         yield from _of_tokens(kind, prescription, draws, seed)
         return
     for draw in range(draws if kind == "random" else 1):
-        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # the other maps depend on which heads stay
+        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # the other maps depend on the kept heads
         control_of: dict[str, Callable[[Rule], Rule]] = {
             "random": partial(RandomMatched, seed=seed + draw),
             "largest": LargestMatched,
@@ -102,7 +102,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
     reducer = tokens.policy.reducer
     for draw in range(draws):
         scores = Random(seed + draw)
-        # Only the scores are random. Fusing pruned patches is part of the policy and its costs, so it stays.
+        # Only the scores are random. Fusing pruned patches is part of the policy and its costs, so it does not change.
         policy = replace(
             tokens.policy, reducer=replace(reducer, scores=scores) if isinstance(reducer, Soft) else scores
         )

@@ -1,4 +1,4 @@
-"""Measures the divergence of the attention at every rank of every head, and allocates ranks to minimize it."""
+"""Measures how attention diverges at every rank of every head, and allocates ranks that minimize the divergence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DivergenceRank(TotalRank):
-    """Keeps the same number of directions as `total_rank`, but gives heads the ranks that minimize the divergence.
+    """Keeps the same number of directions as `total_rank`, but allocates the ranks that minimize the divergence.
 
-    A dynamic program allocates the total, based on the readings of `measure_divergence` in the metric of the rule.
+    A dynamic program allocates the total. It uses the readings of `measure_divergence` in the rule's metric.
     """
 
     def allocated(
         self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
     ) -> Sequence[Sequence[int]]:
-        # The divergence is measured per head and rank in the metric of the rewritten directions.
+        # The divergence was measured per head and rank, in the metric of the rewritten directions.
         name = f"divergence_{diagnosis.about.get('metric', OWN)}"
         losses = [
             diagnosis.layers[index].reading(name).double()[heads] for index, heads in zip(layers, has_rows, strict=True)
@@ -58,7 +58,7 @@ def measure_divergence(
 
     Args:
         model: The model.
-        diagnosis: Its diagnosis.
+        diagnosis: The model's diagnosis.
         images: Images, normalized for the model.
         metric: The metric of the directions (`rules.METRICS`).
         batch_size: Images per forward pass.
@@ -68,7 +68,7 @@ def measure_divergence(
 
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
-        DataError: There are no images, or they do not fit the model.
+        DataError: There are no images, or the images do not fit the model.
 
     Examples:
         >>> from attnrx_lab.rules import measure_divergence
@@ -103,9 +103,9 @@ def measure_divergence(
 
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Returns the divergence at every rank on one batch, adding one direction after another to the scores."""
-    # The step from rank r to r + 1 adds one outer product to a head's scores. That takes directions + 1 softmaxes, but
-    # no matrix product per rank.
+    """Returns the divergence at every rank for one batch, adding one direction after another to the scores."""
+    # The step from rank r to r + 1 adds one outer product to a head's scores. The loop takes directions + 1 softmaxes,
+    # but no matrix product per rank.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
     left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
     strength = layer.spectrum.strength.to(observation.query.device, dtype)
@@ -114,7 +114,7 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
     query = query * strength.T[:, None, :, None] * observation.scale
     key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
     attention = observation.attention.to(dtype)
-    # KL(a || b) = sum a log a - sum a log b; the first term does not depend on the rank. [heads]
+    # KL(a || b) = sum a log a - sum a log b. The first term does not depend on the rank. [heads]
     negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
     scores = torch.zeros_like(attention)
     divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
@@ -128,15 +128,15 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
     """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
 
-    This is a multiple-choice knapsack problem. Dynamic programming over the rank spent so far solves it exactly. The
-    losses need not be monotone, but must be additive, such as nats of KL divergence. `loss` has one column per rank,
-    from 0 to the number of directions. Of several optimal allocations, the one with larger ranks in the first units is
-    returned.
+    This is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units solves it
+    exactly. The losses need not be monotone, but must be additive, such as KL divergence in nats. `loss` has one column
+    per rank, from 0 to the number of directions. If several allocations are optimal, the function returns the one with
+    larger ranks in the first units.
 
     `multiple`, `minimum` and the errors are as in `water_fill`.
 
     Raises:
-        InvalidInput: The multiple, the minimum or the total is not possible with these directions.
+        InvalidInput: The multiple, the minimum or the total is not possible with this number of directions.
     """
     units, largest = loss.shape[0], loss.shape[1] - 1
     require_directions(largest, multiple, minimum)
@@ -150,14 +150,14 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
     """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
     # best[b] is the smallest loss of the units so far with b steps in total. Each unit replaces it by the minimum of
-    # best[b - t] + loss[t] over its steps t. The choices are stored, and read backwards from best[budget].
+    # best[b - t] + loss[t] over its steps t. The choices are stored, and then followed backwards from best[budget].
     widest = loss.shape[1] - 1
     best = np.full(budget + 1, np.inf)
     best[0] = 0.0
     best_steps = []
     for unit_loss in loss:
-        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the first
-        # of equal values; torch's may return any of them.
+        # Column t of row b is the smallest loss if this unit takes t steps and the units before it take b - t. Among
+        # equal values, numpy's argmin returns the first, but torch's may return any.
         padded = np.concatenate([np.full(widest, np.inf), best])
         sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + unit_loss
         best_steps.append(sums.argmin(1))

@@ -1,4 +1,4 @@
-"""Controls for a rule: the same number of directions in every head or layer, selected by another criterion."""
+"""Controls for a rule, which keep the same number of directions in every head or layer by another criterion."""
 
 import hashlib
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class RandomMatched(Rule):
     A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
     if `rule` changes them.
 
-    If all heads share their directions, the choice of `rule` is permuted. So the total number of directions, and the
-    number that each head uses, stay the same. If `rule` creates shared directions, the control shares the same number
-    of the heads' own directions, drawn at random, in the same form.
+    If all heads share their directions, the control permutes the choice of `rule`. So the total number of directions,
+    and the number that each head uses, stay the same. If `rule` creates shared directions, the control draws the same
+    number of directions from the heads at random, and shares them in the same form.
     """
 
     rule: Rule
@@ -34,7 +34,7 @@ class RandomMatched(Rule):
         if matched.is_shared:
             return self._shared(spectrum, matched, layer)
         if spectrum.shared:
-            # One permutation for all heads, so the layer and every head keep their numbers of directions.
+            # All heads have the same permutation, so the layer and every head keep the same number of directions.
             order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
             return keep_only(spectrum, matched.keep[:, order], notes)
         scores = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
@@ -43,11 +43,11 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws the number of directions that `matched` shares, from all heads. Only its own head uses a direction."""
+        """Draws as many directions as `matched` shares, from all heads. Only the head of a direction uses it."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
-        # A basis row selects one row of the stacked heads. If there are fewer than `rank` rows, the last stay zero.
+        # A basis row selects one row of the stacked heads. If there are fewer than `rank` rows, the last rows are zero.
         rows = torch.zeros(1, rank, heads * directions, dtype=torch.float64)
         rows[0, torch.arange(len(sample)), sample] = 1.0
         strength = torch.zeros(heads, rank, dtype=torch.float64)
@@ -55,7 +55,7 @@ class RandomMatched(Rule):
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
         if matched.basis is None or matched.basis.blocks is None:
             return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
-        # In blocks the strengths are part of the rows: head h uses only block h, with strength 1. Zero rows belong to
+        # In blocks the strengths are part of the rows. Head h uses only block h, with strength 1. Zero rows belong to
         # the last block.
         owner = torch.full((rank,), heads - 1)
         owner[: len(sample)] = sample // directions
@@ -64,7 +64,7 @@ class RandomMatched(Rule):
         return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
-        # Not Python's hash, which differs between processes. Seven bytes are always a valid torch seed.
+        # Python's hash differs between processes, so it is not used. Seven bytes are always a valid torch seed.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -73,11 +73,11 @@ class RandomMatched(Rule):
 class LargestMatched(Rule):
     """Removes the same number of directions of each head as `rule` does, but the strongest first.
 
-    If the spectrum ranks directions correctly, this degrades the model more than `rule`. Strengths do not change. Needs
-    learned strengths.
+    If the spectrum ranks directions correctly, this control degrades the model more than `rule`. Strengths do not
+    change. The control needs learned strengths.
 
     Raises:
-        NotSupported: By `decide`, if heads share directions.
+        NotSupported: `decide` raises it if heads share directions.
     """
 
     rule: Rule
@@ -95,10 +95,10 @@ class UniformMatched(Rule):
 
     Each head keeps its strongest directions. A remainder goes to the heads whose next direction is strongest. If a head
     has too few directions, its part goes to the others. The control measures the benefit of choosing a rank per head.
-    Strengths do not change. Needs learned strengths.
+    Strengths do not change. The control needs learned strengths.
 
     Raises:
-        NotSupported: By `decide`, if heads share directions.
+        NotSupported: `decide` raises it if heads share directions.
     """
 
     rule: Rule
@@ -106,7 +106,7 @@ class UniformMatched(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum, matched = _own_directions(self, self.rule, diagnosis, layer)
         strength = spectrum.strength.abs()
-        # Directions are given out in rounds: each head's strongest first, and within a round the strongest head first.
+        # Each round takes the strongest remaining direction of every head, and orders the heads by its strength.
         rounds = rank_positions(strength, spectrum.used)
         candidates = sorted(
             (rounds[head, direction].item(), -strength[head, direction].item(), head)
@@ -119,7 +119,7 @@ class UniformMatched(Rule):
 
 
 def _own_directions(control: Rule, rule: Rule, diagnosis: Diagnosis, layer: int) -> tuple[Spectrum, ScoreDecision]:
-    """Returns the spectrum and the decision to match; raises NotSupported for directions that all heads share."""
+    """Returns the spectrum and the decision to match. Raises NotSupported for directions that all heads share."""
     spectrum, matched = learned_spectrum(control, diagnosis, layer), rule.decide(diagnosis, layer)
     if spectrum.shared or matched.is_shared:
         raise NotSupported(f"{control} ranks the directions of every head, and these are shared; use random_matched.")

@@ -1,4 +1,4 @@
-"""Rules for directions that all heads share: CP SlimAtt, and irregular attention from its fusion matrix (IrrAtt)."""
+"""Rules for directions that all heads share: CP SlimAtt, and IrrAtt's irregular attention from the fusion matrix."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,14 +24,19 @@ NOISE = 1e-12
 
 
 def rank_among(value: int | float, total: int) -> int:
-    """Returns the rank that `value` specifies: an integer is the rank, a float a share of `total`, at least one."""
+    """Returns the rank that `value` specifies. An integer is the rank, and a float is a share of `total`.
+
+    A share gives a rank of at least one.
+    """
     return value if isinstance(value, int) else max(1, round(value * total))
 
 
 @dataclass(frozen=True)
 class JointMoments(Diagnostic):
-    """Returns query_joint_gram and key_joint_covariance [heads, directions, heads * directions]: the query_gram and
-    key_covariance of all heads together. Rules for shared directions need them in the metric "centered".
+    """Returns query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
+
+    They are query_gram and key_covariance for all heads together. Rules for shared directions need them in the metric
+    "centered".
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -45,18 +50,18 @@ def _joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
     """Returns the second moment of every image's rows, with all heads side by side, as a mean over tokens."""
-    # Treat all heads as one head of `heads * directions` features, then split the rows of its moment by head again.
+    # Treats all heads as one head of `heads * directions` features, then splits the rows of its moment by head.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
 
 class JointForm:
-    """The tensor Y[:, :, h] = query_h^T key_h of a layer in a metric. `basis` expresses factors in rows of the heads.
+    """The tensor Y[:, :, h] = query_h^T key_h of a layer in a metric. `basis` expresses factors by rows of the heads.
 
-    In the metrics "weights" and "augmented" the first two modes are the features of a token; "augmented" adds a 1 for
-    the query bias. In "centered" the modes come from the roots of two second moments: of all heads' queries, and of all
-    heads' centred keys. The squared norm of the tensor is then the mean square of the centred scores, for independent
-    queries and keys.
+    In the metrics "weights" and "augmented" the first two modes are the features of a token. "augmented" adds a 1 to
+    the queries' mode for the query bias. In "centered" the modes come from the roots of two second moments: of all
+    heads' queries, and of all heads' centred keys. If queries and keys are independent, the squared norm of the tensor
+    is then the mean square of the centred scores.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
@@ -77,7 +82,7 @@ class JointForm:
                 _rooted(layer.reading(name)) for name in ("query_joint_gram", "key_joint_covariance")
             )
         else:
-            # The query rows include the strengths. The key bias is left out, because it cancels in the softmax.
+            # The query rows include the strengths. The key bias is omitted, because it cancels in the softmax.
             query = spectrum.query if metric == AUGMENTED else spectrum.query[..., :-1]
             self.query, self.key = spectrum.strength[..., None] * query.double(), spectrum.key[..., :-1].double()
         self.tensor = FactoredTensor(self.query, self.key)
@@ -85,19 +90,19 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Returns the linear combinations of all heads' rows, concatenated by head, that give these factors."""
+        """Returns the linear combinations of all heads' rows, concatenated by head, that equal these factors."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Returns the symmetric root of a joint moment, with rows by head. The products of its rows are the moment."""
+    """Returns the symmetric root of a joint moment, with its rows divided by head. Products of rows are the moment."""
     square = gram.double().flatten(0, 1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.mT).reshape(gram.shape)
 
 
 def _combination(rows: Float[Tensor, "heads directions features"], factor: Tensor) -> Float[Tensor, "1 rank stacked"]:
-    # Least-squares factors lie in the span of the rows (`left_products`). The rows may be linearly dependent.
+    # Least-squares factors lie in the span of the rows (`left_products`), which may be linearly dependent.
     stacked = rows.flatten(0, 1)
     return (torch.linalg.pinv(stacked.mT, rtol=NOISE) @ factor).mT[None].contiguous()
 
@@ -108,11 +113,11 @@ class SharedRank(Rule):
 
     `rank` is an integer, or a share of all directions of the layer. `form` is the decomposition of the query-key
     tensor. "cp" uses alternating least squares. "epc" adds the correction that bounds the size of the terms (CPD-EPC).
-    Both start from water-filling and from random terms, drawn from `seed`, and keep the smaller error; their result is
-    realized in the shared form (CP SlimAtt). "literal" gives block terms as IrrAtt prints its Algorithms 1 to 3: in a
-    BTD-(L, L, 1) the directions form blocks with one strength pattern each. Block terms are realized in the mixed form
-    (IrrAtt). `joint` is the metric (JOINT_METRICS); "centered" needs the diagnostic `JointMoments`. No direction is
-    removed afterwards.
+    Both start once from water-filling and once from random terms, drawn from `seed`, and keep the result with the
+    smaller error. This result is realized in the shared form (CP SlimAtt). "literal" computes block terms as IrrAtt
+    prints its Algorithms 1 to 3. In a BTD-(L, L, 1) the directions form blocks, and each block has one strength per
+    head. Block terms are realized in the mixed form (IrrAtt). `joint` is the metric (JOINT_METRICS). "centered" needs
+    the diagnostic `JointMoments`. The rule removes no direction afterwards.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -137,11 +142,11 @@ class SharedRank(Rule):
         return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True, blocks=blocks))
 
     def _decompose(self, tensor: FactoredTensor, rank: int) -> tuple[Canonical, tuple[int, ...] | None]:
-        """Returns the terms and, for block terms, the number of neighbouring terms in every block."""
+        """Returns the terms. For block terms, also returns the number of neighbouring terms in every block."""
         if self.form == "cp":
             return als(tensor, rank, sweeps=self.sweeps, seed=self.seed), None
         if self.form == "epc":
-            # With `finish`, because the terms become weights of the model, which are rounded and trained.
+            # `finish` improves the terms for rounding and training, because they become weights of the model.
             return cpd_epc(tensor, rank, sweeps=self.sweeps, finish=True, seed=self.seed), None
         terms = block_terms(tensor, rank, sweeps=self.sweeps, seed=self.seed)
         return terms.canonical, terms.ranks
@@ -152,9 +157,9 @@ class FusionRank(Rule):
     """Keeps in every head the number of directions that the fusion matrix of a CP SlimAtt assigns to it.
 
     CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
-    (IrrAtt, Algorithm 1). Each head then keeps this number of its own strongest directions, at most all of them. The
-    result is block terms with the identity as fusion, so no fusion layer is needed. `sweeps` and `seed` are settings of
-    the decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
+    (IrrAtt, Algorithm 1). Each head then keeps this number of its own strongest directions, or all of them. The result
+    is block terms with the identity as fusion, so it needs no fusion layer. `sweeps` and `seed` are settings of the
+    decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}
@@ -168,7 +173,7 @@ class FusionRank(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
-        # The tensor gives only the ranks. Every head keeps the strongest of its own directions in the metric.
+        # The tensor determines only the ranks. Every head keeps the strongest of its own directions in the metric.
         tensor = JointForm(diagnosis.layers[layer], self.metric or AUGMENTED).tensor
         fusion = fusion_ranks(cpd_epc(tensor, total, sweeps=self.sweeps, seed=self.seed))
         outside = float(fusion.off_block.mean())
@@ -184,12 +189,12 @@ class FusionRank(Rule):
 class FusionOwner(Rule):
     """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
-    Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
-    is exact if every column of the fusion matrix has one nonzero value. Training under the paper's constraint (Eq. 7)
-    gives such columns. The directions themselves do not change.
+    Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. The
+    conversion is exact if every column of the fusion matrix has one nonzero value. Training under the paper's
+    constraint (Eq. 7) leads to such columns. The rows of the directions do not change.
 
     Raises:
-        NotSupported: By `decide`, for a layer whose heads share no directions.
+        NotSupported: `decide` raises it for a layer whose heads do not share directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -203,11 +208,11 @@ class FusionOwner(Rule):
                 f"{'shared' if spectrum.shared else 'their own'} directions; use fusion_rank, total_rank or "
                 "uniform_rank."
             )
-        # Each shared direction gets one owner. The factors are [features, directions].
+        # Each shared direction has one owner. The factors are [features, directions].
         left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
         fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))
         keep = fusion.owner == torch.arange(heads)[:, None]
-        # The clamp gives a head without directions the share 0.
+        # With the clamp, the share of a head without directions is 0.
         outside = (keep * fusion.off_block).sum(-1) / keep.sum(-1).clamp_min(1)
         notes = [f"owns those, {100 * share:.1f} % of whose energy lies in other heads" for share in outside.tolist()]
         return keep_only(spectrum, keep, notes)

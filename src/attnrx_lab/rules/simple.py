@@ -1,4 +1,4 @@
-"""Rarely needed rules for single layers: by the median, soft thresholds, caps, contributions, and uniform attention."""
+"""Rarely needed rules for single layers: the median, soft thresholds, caps, contributions, and uniform attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from attnrx.support.arguments import POSITIVE, Kind
 
 @dataclass(frozen=True)
 class MedianThreshold(Rule):
-    """Keeps the directions whose |strength| is above `factor` times the median of its head (Gavish and Donoho, 2014).
+    """Keeps the directions whose |strength| is above `factor` times the head's median (Gavish and Donoho, 2014).
 
     For a square low-rank matrix plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold with the least asymptotic mean squared error. So no setting has to be tuned. A head whose spectrum decays
-    slowly keeps no direction. Needs learned strengths, or a `metric`.
+    threshold with the least asymptotic mean squared error. So you need not tune any setting. A head whose spectrum
+    decays slowly keeps no direction. The rule needs learned strengths, or a `metric`.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
@@ -28,7 +28,7 @@ class MedianThreshold(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         strength = spectrum.strength.double().abs()
-        # Not `median`, which takes the lower of two middle values. NaN marks the padding, which must not count.
+        # `median` would return the lower of two middle values. The padding is NaN, because it must not count.
         median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
         reasons = [f"above {self.factor:g} times the median {value:.3g}" for value in median.flatten().tolist()]
         return keep_only(spectrum, strength > self.factor * median, reasons)
@@ -39,7 +39,7 @@ class Shrinkage(Rule):
     """Subtracts `amount` from every |strength| (soft threshold), and removes directions that reach zero.
 
     A head may keep no direction. No masked score changes by more than amount * scale (SVDA, Theorem 1). `Threshold` has
-    the same bound, but here strengths change continuously. Needs learned strengths.
+    the same bound, but here strengths change continuously. The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -57,10 +57,10 @@ class Shrinkage(Rule):
 
 @dataclass(frozen=True)
 class NormClip(Rule):
-    """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
+    """Caps |strength| at `limit` and keeps every direction (spectral smoothing).
 
-    The limit is absolute, and so is the bound that it gives: the Lipschitz constant from queries and keys to the scores
-    (SVDA, Proposition 4) becomes at most limit * scale. Needs learned strengths.
+    The limit is absolute, and so is the resulting bound. The Lipschitz constant from queries and keys to the scores
+    (SVDA, Proposition 4) becomes at most limit * scale. The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -80,8 +80,8 @@ class ContributionEnergy(Rule):
     """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
 
     The contribution of a direction is strength^2 * query_moment * key_moment, the mean square of its term in the
-    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
-    and extremes are handled as in `EnergyRetention`. The rule works for every form, including dense. The error has no
+    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. The
+    rule treats ties and extremes like `EnergyRetention`. It works for every form, including dense. The error has no
     bound, because terms of different directions may cancel.
     """
 
@@ -94,7 +94,7 @@ class ContributionEnergy(Rule):
         query, key = (diagnosis.layers[layer].reading(f"{side}_moment").double() for side in ("query", "key"))
         amount = spectrum.strength.double().square() * query * key * spectrum.used
         keep = fewest_holding(self.rho, amount, spectrum.used)
-        # The clamp gives a head without contribution the share 0.
+        # With the clamp, the share of a head without contribution is 0.
         shares = (amount * keep).sum(-1) / amount.sum(-1).clamp_min(torch.finfo(amount.dtype).tiny)
         return keep_only(spectrum, keep, [f"{100 * share:.1f} % of the contribution" for share in shares.tolist()])
 
@@ -104,8 +104,8 @@ class UniformHeads(Rule):
     """Removes all directions from heads with at most this `selectivity`. The heads stay, and output the mean value.
 
     Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality, the
-    rows of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm. This bounds
-    the error on those images. The rule works for every form, including dense.
+    rows of such a head differ from uniform on average by at most sqrt(2 * selectivity * log(tokens)) in the 1-norm.
+    This inequality bounds the error on the calibration images. The rule works for every form, including dense.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

@@ -19,9 +19,9 @@ ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, but its ceiling m
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """Keeps the directions with |strength| >= tau (SVDA, Eqs. 8-10); a head may keep none.
+    """Keeps the directions with |strength| >= tau (SVDA, Eqs. 8-10). A head may keep no direction.
 
-    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
+    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). The rule needs learned strengths.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"tau": POSITIVE}
@@ -35,9 +35,10 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class TopRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or all if a head has fewer; the index resolves ties.
+    """Keeps the `rank` strongest directions of each head, or all if a head has fewer. The index resolves ties.
 
-    Of all sets of this size, it minimizes the bound of SVDA's Theorem 1 on the masked scores. Needs learned strengths.
+    Among all sets of this size, the kept set minimizes the bound of SVDA's Theorem 1 on the masked scores. The rule
+    needs learned strengths.
     """
 
     rank: int
@@ -50,10 +51,10 @@ class TopRank(Rule):
 
 @dataclass(frozen=True)
 class EffectiveRank(Rule):
-    """Keeps the strongest directions of each head; their number is its effective rank (SVDA, Eq. 24), rounded up.
+    """Keeps as many of a head's strongest directions as its effective rank (SVDA, Eq. 24), rounded up.
 
-    A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
-    learned strengths.
+    If all strengths of a head are zero, its effective rank is 0. The head then keeps no direction, which does not
+    change the model. The rule needs learned strengths.
     """
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
@@ -65,14 +66,14 @@ class EffectiveRank(Rule):
 
 @dataclass(frozen=True)
 class RemoveHeads(Rule):
-    """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output; for the map
-    "heads".
+    """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output.
 
-    Equal spectra are not sufficient, because Proposition 5 also requires equal projections. So both similarities must
-    reach their thresholds. Pairs are processed by descending similarity. Of each pair the head with less strength is
-    removed, unless another head was already removed because of it. A head that replaces another is kept for good, so a
-    layer never loses its last head. Removing a head differs from rank 0: the head's output is gone, so the sum of the
-    pair's outputs is about halved until fine-tuning. With `metric=centered` the output projection is refitted instead.
+    The rule applies to the map "heads". Equal spectra are not sufficient, because Proposition 5 also requires equal
+    projections. So both similarities must reach their thresholds. Pairs are processed by descending similarity. Of each
+    pair the rule removes the head with less strength, unless another head was already removed because of it. A head
+    that replaces another is never removed, so a layer never loses its last head. Removing a head differs from rank 0,
+    because the head's output is gone. The sum of the pair's outputs is about halved until fine-tuning. With
+    `metric=centered` the output projection is refitted instead.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)
@@ -82,7 +83,7 @@ class RemoveHeads(Rule):
     output: float = 0.95
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        # For "heads" a layer is one unit whose directions are its heads (`decide_heads`), so strength is [1, heads].
+        # For "heads" a layer is one unit and its directions are its heads (`decide_heads`), so strength is [1, heads].
         spectrum = diagnosis.layers[layer].spectrum
         spectral, output = (
             diagnosis.layers[layer].reading(name).double() for name in ("spectral_redundancy", "output_similarity")
@@ -102,7 +103,7 @@ class RemoveHeads(Rule):
 
 def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
     """Returns every removed head with the kept head that it repeats. If strengths are equal, the first head stays."""
-    # -1 marks pairs that do not repeat each other.
+    # The similarity is -1 for pairs that do not repeat each other.
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}
     for pair in sorted(pairs, key=lambda pair: -similarity[pair].item()):

@@ -1,6 +1,6 @@
 """Token reducers from papers, which prune by learned or published scores, and the random control.
 
-An entry point of the group `attnrx.parts` imports this package when a text or a file names a reducer.
+If a text or a file names a reducer, an entry point of the group `attnrx.parts` imports this package.
 """
 
 from attnrx.vit.tokens import REDUCERS

@@ -1,6 +1,4 @@
-"""Soft reducers, which select patches by another reducer's scores and fuse pruned patches into the others: EViT, SPViT
-and dTPS.
-"""
+"""Soft reducers, which select patches by another reducer's scores and fuse the pruned patches: EViT, SPViT and dTPS."""
 
 import math
 from abc import abstractmethod
@@ -31,7 +29,7 @@ from attnrx_lab.tokens.scores import HeadSelector
 
 @dataclass(frozen=True)
 class Soft(Reducer):
-    """A reducer that ranks patches with `scores`, any selecting reducer, and its statistics and predictor."""
+    """A reducer that ranks patches with `scores`, which is any selecting reducer with its statistics and predictor."""
 
     scores: Selecting
 
@@ -43,7 +41,7 @@ class Soft(Reducer):
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
         super().__post_init__()
-        # This reducer needs whatever its scores need.
+        # This reducer has the same needs as its scores.
         for name in ("needs", "every_layer", "learned", "one_predictor"):
             object.__setattr__(self, name, getattr(self.scores, name))
 
@@ -55,7 +53,7 @@ class Soft(Reducer):
         return self.scores.predictor(shape)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of the predictor of the scores."""
+        """Returns the MACs of the predictor that computes the scores."""
         return self.scores.predictor_macs(shape, patches, count)
 
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
@@ -78,11 +76,11 @@ class Soft(Reducer):
 class EViT(Soft):
     """Keeps the patches with the highest class attention, and one fused token for all others (Liang et al., 2022).
 
-    The fused token is added to the `count` kept patches, and later stages treat it as a patch. It is the mean of the
-    other patches, weighted by their class attention. So it has the magnitude of a patch, as a model needs that was not
-    trained with it. The paper uses the plain sum of class attention times patch (`normalized=false`). The paper prunes
-    between the attention and the MLP of a layer; here every reducer runs before the next layer. Other `scores` can
-    replace class attention.
+    EViT adds the fused token to the `count` kept patches, and later stages treat it as a patch. The fused token is the
+    mean of the other patches, weighted by their class attention. So it has the magnitude of a patch, which a model
+    needs if it was not trained with fused tokens. The paper uses the plain sum of class attention times patch
+    (`normalized=false`). The paper prunes between the attention and the MLP of a layer, but here every reducer runs
+    before the next layer. Other `scores` can replace class attention.
     """
 
     name: ClassVar[str] = "evit"
@@ -92,25 +90,25 @@ class EViT(Soft):
     extra: ClassVar[int] = 1
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of the predictor of the scores, and of the fused token."""
+        """Returns the MACs of the predictor that computes the scores, plus the MACs of the fused token."""
         return super().predictor_macs(shape, patches, count) + patches * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         relevance = self.scores.relevance(state, predictor)
         kept = best(relevance, state.present_mask, count)
-        # Only patches that this stage prunes are fused, neither kept patches nor patches that an earlier stage pruned.
+        # Only patches that this stage prunes are fused, not kept patches or patches that an earlier stage pruned.
         weights = self.scores.weights(relevance).masked_fill(state.present_mask == 0, 0.0).scatter(1, kept, 0.0)
-        # The fused token follows the `count` kept patches, and represents all others.
+        # The fused token follows the `count` kept patches, and represents all other patches.
         fused_index = torch.full_like(state.patch_indices, count)
         destinations = destinations_of(kept, fused_index) if state.tracked else None
         tokens, fused_token = gathered_rows(state.patches, kept), _fused(state.patches, weights, self.normalized)
         return Reduction(kept, tokens, fused_token, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Overwrites the first pruned patch with the fused token."""
+        """Returns the sample with the fused token in the place of the first pruned patch."""
         pruned_mask = state.present_mask * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
-        # There is always a pruned patch to overwrite: `sampled_keep` prunes at least one if a reducer adds a token.
+        # There is always a pruned patch to overwrite, because `sampled_keep` prunes at least one for these reducers.
         index = pruned_mask.detach().argmax(1, keepdim=True)
         patches = state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token)
         return SampledTokens(keep, patches, index)
@@ -121,7 +119,7 @@ class SPViT(EViT):
     """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
     `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
-    searches for the layers of the stages by latency; here the policy states them.
+    searches for the layers of the stages by latency. Here the policy states these layers.
     """
 
     name: ClassVar[str] = "spvit"
@@ -133,7 +131,7 @@ class DTPS(Soft):
     """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
     Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and the patches matched to it,
-    weighted by exp(c); its own weight is exp(1). In attention it counts as one token. `scores` is DynamicViT's
+    weighted by exp(c). Its own weight is exp(1). In attention it counts as one token. `scores` is DynamicViT's
     predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or any
     selecting reducer.
     """
@@ -141,12 +139,12 @@ class DTPS(Soft):
     scores: Selecting = field(default=DynamicViT())
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of the predictor of the scores, and of the similarities between all and the kept patches."""
+        """Returns the MACs of the predictor, plus the MACs of the similarities between all and the kept patches."""
         return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         kept = best(self.scores.relevance(state, predictor), state.present_mask, count)
-        # 1 for patches that this stage prunes; 0 for kept patches and patches that an earlier stage pruned.
+        # 1 for patches that this stage prunes, 0 for kept patches and for patches that an earlier stage pruned.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         cosines = unit @ gathered_rows(unit, kept).transpose(1, 2)  # [batch, patches, hosts]
@@ -157,14 +155,14 @@ class DTPS(Soft):
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Fuses every pruned patch into the most similar kept patch. Every patch keeps its index."""
         unit = nn.functional.normalize(state.patches, dim=-1)
-        # The hosts are all patches, with pruned patches masked, so that shapes do not depend on the sample.
+        # All patches are hosts, and pruned hosts are masked, so that shapes do not depend on the sample.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
-        # The choice of the host has no gradient. The sample has one, through the weight 1 - keep of a fused patch.
+        # The choice of the host has no gradient. The sample has a gradient, through the weight 1 - keep of a patch.
         return SampledTokens(keep, _squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
 
 
 def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
-    """Returns the weighted mean or sum of the patches, one token per image; zeros if all weights are zero."""
+    """Returns the weighted mean or sum of the patches, as one token per image, or zero if all weights are zero."""
     if not normalized:
         return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)
@@ -174,12 +172,12 @@ def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
 
 
 def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:
-    """Returns the host patches with the pruned patches (1 in `pruned_mask`, others 0) fused into them.
+    """Returns the host patches after the pruned patches (1 in `pruned_mask`, others 0) were fused into them.
 
-    `hosts` is [batch, hosts, width]; `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
+    `hosts` is [batch, hosts, width]. `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
     """
     similarity, host = cosines.max(-1)
-    # Under autocast the products have a lower precision than the patches, and scatter_add needs one dtype.
+    # Under autocast the products have a lower precision than the patches, but scatter_add needs one dtype.
     weights = similarity.to(patches.dtype).exp() * pruned_mask
     # A kept patch has similarity 1 to itself, so its weight is e.
     total = torch.full_like(hosts[..., 0], math.e).scatter_add(1, host, weights)

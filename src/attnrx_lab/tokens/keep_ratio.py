@@ -1,4 +1,4 @@
-"""The loss that holds learned reducers to the policy's shares of kept patches (SPOT, DynamicViT)."""
+"""The loss that pulls the sampled shares of learned reducers to the policy's shares of patches (SPOT, DynamicViT)."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,10 @@ from attnrx.vit.models import reduction_of
 
 @dataclass(frozen=True)
 class KeepRatio(Loss):
-    """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
+    """The squared difference between the shares of kept patches and the policy's shares, over images and stages.
+
+    The loss is SPOT's Eq. 12.
+    """
 
     weight: float = 2.0
 
@@ -23,7 +26,7 @@ class KeepRatio(Loss):
                 "KeepRatio needs a learned token reducer (spot, dynamicvit) in training, and the run of the step in "
                 "its context (recording_tokens); attach a policy or omit the loss."
             )
-        # Masked tokens stay in place, so the mean over all patches is the kept share: [images, stages].
+        # Masked tokens keep their positions, so the mean over all patches is the kept share: [images, stages].
         shares = torch.stack([keep.mean(1) for keep in run.sampled.values()], dim=1)
         kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.sampled])
         return (shares - kept).square().mean()

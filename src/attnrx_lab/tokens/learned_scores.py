@@ -1,4 +1,4 @@
-"""Reducers with a learned predictor of the patches to keep, how they sample in training, and DynamicViT."""
+"""Reducers that learn to predict which patches to keep, their sampling in training, and DynamicViT."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,17 +14,17 @@ KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and
 
 
 class Predicting(Selecting):
-    """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
+    """A learned selecting reducer. Its predictor returns every patch's log-probabilities of keep and drop."""
 
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep, which order patches like log-probabilities but do not saturate near zero."""
-        # Log-probabilities of almost certain patches round to 0, which would leave their order to the index.
+        """Returns the log-odds of keep, which have the order of log-probabilities but do not saturate near zero."""
+        # Log-probabilities of almost certain patches round to 0. The index would then decide their order.
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        """Returns the log-probabilities of keep and drop for every patch. Training uses these."""
+        """Returns every patch's log-probabilities of keep and drop, which training uses."""
         return predictor(state)
 
     def weights(self, relevance: PerPatch) -> PerPatch:
@@ -51,16 +51,16 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
     Pruned patches stay pruned. If the sample prunes all patches of an image, the patch with the highest score is kept.
-    Otherwise low keep ratios would lead to means over no patches, and NaN. If the sample keeps all patches and
-    `prunes_one` is set, the patch with the lowest score is pruned. Reducers that overwrite a pruned patch with a new
-    token need this.
+    Otherwise low keep ratios would lead to means over no patches, and to NaN. With `prunes_one`, if the sample keeps
+    all patches, the patch with the lowest score is pruned. Reducers that overwrite a pruned patch with a new token need
+    this option.
     """
     # In half precision the Gumbel noise can be infinite.
     sample = nn.functional.gumbel_softmax(scores.float(), hard=True, dim=-1)[..., 0]
     keep = sample.to(present_mask.dtype) * present_mask
     highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
     keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
-    # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
+    # Corrections are added, not assigned, so that the sample keeps its straight-through gradient.
     keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
     if not prunes_one:
         return keep
@@ -70,7 +70,7 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
 
 
 class TokenFeatures(nn.Module):
-    """Projected token features: half local, half averaged over the remaining tokens."""
+    """Projected token features. One half is local, and the other half is averaged over the remaining tokens."""
 
     def __init__(self, width: int, projected: int):
         super().__init__()
@@ -82,9 +82,9 @@ class TokenFeatures(nn.Module):
     ) -> Float[Tensor, "batch patches projected"]:
         features = nn.functional.gelu(self.project(self.norm(patches)))
         pooled_width = features.shape[-1] // 2
-        # If the number of features is odd, the local part has one more, so a single feature is local.
+        # If the number of features is odd, the local part has one more. So a single feature is local.
         local, pooled = features.split([features.shape[-1] - pooled_width, pooled_width], dim=-1)
-        # Masked and sampled patches stay in place, so the mean counts only remaining patches: [batch, 1, pooled].
+        # Masked and sampled patches stay in their places, so the mean counts only the others: [batch, 1, pooled].
         mean = (pooled * present_mask[..., None]).sum(1, keepdim=True) / present_mask.sum(1)[:, None, None]
         return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
@@ -99,7 +99,7 @@ class KeepScores(nn.Sequential):
             nn.Linear(features // 2, features // 4),
             nn.GELU(),
             nn.Linear(features // 4, 2),
-            # The Gumbel-softmax and the policy gradient take log-probabilities.
+            # The Gumbel-softmax and the policy gradient need log-probabilities.
             nn.LogSoftmax(dim=-1),
         )
 
@@ -110,7 +110,7 @@ class KeepScores(nn.Sequential):
 
 
 class DynamicViTPredictor(nn.Module):
-    """Local and global token features, then log-probabilities of keep and drop."""
+    """Predicts log-probabilities of keep and drop from local and global token features."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -126,8 +126,8 @@ class DynamicViT(Predicting):
     """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021).
 
     In training, the gradient of a dropped patch's mask differs from the paper's. In the masked softmax, the score of a
-    dropped key is clamped to the largest score of the kept keys (`sized_softmax`). This bounds the gradient and changes
-    no output.
+    dropped key is clamped to the largest score of the kept keys (`sized_softmax`). The clamp bounds the gradient and
+    does not change the output.
     """
 
     name: ClassVar[str] = "dynamicvit"

@@ -1,4 +1,4 @@
-"""PiToMe: merges tokens that are similar to many others, and protects isolated tokens."""
+"""PiToMe, which merges tokens that are similar to many others, and protects isolated tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,9 +17,9 @@ class PiToMe(Merging):
 
     The energy of a patch is the mean of f(c) over all patches, where c is the cosine between their keys, averaged over
     the heads. f(c) is c above the margin, and alpha (exp(c - margin) - 1) below. The energy is large for patches in
-    large groups of similar patches, such as background. To merge k patches, the 2 k patches with the highest energy are
-    sorted by energy and go alternately to two sets. All other patches are protected. The margin decreases with depth:
-    it is `margin` (1 - l / L) for the layer l (counted from 0) of L whose keys are compared.
+    large groups of similar patches, such as background. To merge k patches, PiToMe sorts the 2 k patches with the
+    highest energy and puts them alternately into two sets. It protects all other patches. The margin decreases with
+    depth. Let l be the layer (counted from 0) of L whose keys are compared. The margin is then `margin` (1 - l / L).
 
     The paper merges a share in every layer, between attention and MLP. Here tokens are merged before a layer, in
     several rounds if more than half must be merged. Energies count every token once, regardless of its size.
@@ -35,7 +35,7 @@ class PiToMe(Merging):
             raise InvalidInput(f"{self}: give a margin from 0 to 1 and an alpha that is finite and not negative.")
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing all pairs of patches and of comparing the two sets, in every round."""
+        """Returns the MACs of comparing all pairs of patches and of comparing the two sets, over all rounds."""
         total = 0
         while patches > count:
             # The two sets have equal sizes, so a round merges at most half of the patches.
@@ -51,13 +51,13 @@ class PiToMe(Merging):
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
         order = stable_order(energy)[:, : 2 * min(most, keys.shape[1] // 2)]
-        # Neighbours in this order are in different sets; the first set is as large as the number to merge.
+        # Neighbours in this order are in different sets. The first set has as many patches as the round merges.
         return order[:, 0::2], order[:, 1::2]
 
 
 def energy_scores(
     cosines: Float[Tensor, "batch patches others"], margin: float, alpha: float
 ) -> Float[Tensor, "batch patches"]:
-    """Returns the energy of every patch. The cosine with itself adds the same constant to all patches."""
+    """Returns the energy of every patch. A patch's cosine with itself adds the same constant for all patches."""
     below = alpha * ((cosines - margin).exp() - 1)
     return torch.where(cosines >= margin, cosines, below).mean(-1)

@@ -1,4 +1,4 @@
-"""The control: random patches, drawn for every image from a hash of its pixels."""
+"""The control, which keeps random patches, drawn for every image from a hash of its pixels."""
 
 from dataclasses import dataclass
 
@@ -46,25 +46,25 @@ class Random(Selecting):
 
 
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
-    """Returns a 32-bit hash of every image: sums over columns, rows and channels with hashed weights.
+    """Returns a 32-bit hash of every image, made from sums over columns, rows and channels with hashed weights.
 
     Integer sums do not depend on the order of summation, so the hash does not either. Pixels are converted to float32.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
-    # Every axis hashes its own range of 0x10001 numbers.
+    # Every axis hashes a separate range of 0x10001 numbers.
     for axis in range(images.ndim - 1):
         indices = torch.arange(numbers.shape[-1], device=images.device)
         weights = scrambled(indices + (axis + 1) * 0x10001) | 1
-        # 31 bits each, because sums in ONNX Runtime do not wrap around. In-place operations take a third of the time.
+        # 31 bits each, because sums in ONNX Runtime do not wrap around. In-place operations are three times as fast.
         numbers = scrambled(numbers.mul_(weights).bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).sum(-1))
     return numbers
 
 
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Hashes the lower 32 bits, and returns the hash in the lower 32 bits: the finalizer of MurmurHash3.
+    """Hashes the lower 32 bits with the finalizer of MurmurHash3, and returns the hash in the lower 32 bits.
 
-    Higher bits are undefined, because products wrap around. Therefore a runtime without 64-bit integers gives the same
-    result.
+    Higher bits are undefined, because products wrap around. So a runtime without 64-bit integers computes the same
+    hash.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))

@@ -1,6 +1,4 @@
-"""Reducers that keep the patches with the highest scores: SPOT's heuristic, Evo-ViT, ATS, A-ViT's rule, and SPViT's
-learned selector.
-"""
+"""Reducers that keep the highest-scoring patches: SPOT's heuristic, Evo-ViT, ATS, A-ViT's rule, SPViT's selector."""
 
 import math
 from dataclasses import dataclass
@@ -40,8 +38,8 @@ def scores_of(state: TokenState) -> PerPatch:
 class AttentionAverage(Selecting):
     """Keeps the patches with the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
-    It computes only one row of every attention map, and stores one number per patch. That is the sum over the layers,
-    which orders patches like the mean.
+    The reducer computes only one row of every attention map, and stores one number per patch. The number is the sum
+    over the layers, which has the same order as the mean.
     """
 
     needs, every_layer = ("class_attention",), "class_attention"
@@ -52,11 +50,11 @@ class AttentionAverage(Selecting):
     def accumulate(
         self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens"]:
-        """Adds the scores of one layer to the scores of the earlier layers, which are None at the first layer."""
+        """Adds the scores of one layer to `before`, the scores of the earlier layers (None at the first layer)."""
         return scores if before is None else before + scores
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        # A token that an earlier stage fused starts at 0, so it counts only the layers since that stage.
+        # A token that an earlier stage fused starts at 0, so its sum covers only the layers after that stage.
         return scores_of(state)
 
 
@@ -66,7 +64,7 @@ class EvoViT(AttentionAverage):
 
     Let A be the class attention of a layer, averaged over the heads. The global class attention starts as G = A of the
     first layer. Each further layer updates it to G = `alpha` G + (1 - `alpha`) A. In the paper, patches that are not
-    selected remain as placeholders, updated by one representative token. Here they are pruned; `evit(scores=evo_vit)`
+    selected remain as placeholders, updated by one representative token. Here they are pruned. `evit(scores=evo_vit)`
     keeps one fused token for them.
     """
 
@@ -86,25 +84,25 @@ class EvoViT(AttentionAverage):
 
 @dataclass(frozen=True)
 class ATS(Reducer):
-    """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
+    """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches and without learning.
 
     The significance of a patch is its class attention times the norm of its value. It is scaled to a sum of 1 in every
     head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects
-    the patches. A patch with large significance is hit more than once; patches with small significance share a point.
-    In the paper the number of patches differs between images, because each patch is kept once however often it is hit.
-    Here K patches are kept, and the patches with the highest significance replace repeated hits. The paper removes
-    patches within the attention of a layer; here they are removed before the next layer.
+    the patches. Several points can hit a patch with large significance, and patches with small significance share a
+    point. In the paper the number of patches differs between images, because it keeps a patch once, however many points
+    hit it. Here K patches are kept, and the patches with the highest significance replace repeated hits. The paper
+    removes patches inside the attention of a layer, but here they are removed before the next layer.
     """
 
     needs = ("class_attention", "value_norms")
 
     def significance(self, state: TokenState) -> PerPatch:
-        """Returns the distribution to sample from; 0 for pruned patches."""
+        """Returns the distribution to sample from. Pruned patches have probability 0."""
         assert state.class_attention is not None
         assert state.value_norms is not None
         scores = (state.class_attention * state.value_norms)[:, :, state.prefix :] * state.present_mask[:, None]
         totals = scores.sum(2, keepdim=True)
-        # A head whose values are all zero adds nothing to the sum; the 1 avoids a division by zero.
+        # A head whose values are all zero adds nothing to the sum. The 1 avoids a division by zero.
         scores = (scores / torch.where(totals > 0, totals, 1.0)).sum(1)
         # If the values of all heads are zero, the remaining patches are equally significant.
         scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.present_mask)
@@ -113,8 +111,8 @@ class ATS(Reducer):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Samples `count` points, and keeps `count` patches."""
         significance = self.significance(state)
-        # Up to a share s of the distribution there are floor(K s + 1/2) points. A patch is hit if this number is larger
-        # at its end than at its beginning.
+        # Up to a share s of the distribution there are floor(K s + 1/2) points. A patch is hit if its end has more
+        # points than its beginning.
         ends = (count * significance.cumsum(1) + 0.5).floor()
         hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
         # A significance is at most 1, so adding 2 puts every hit before every other patch.
@@ -123,16 +121,16 @@ class ATS(Reducer):
 
 @dataclass(frozen=True)
 class HaltingScores(Selecting):
-    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
+    """Prunes the patches whose halting scores have the largest sum, by the rule of A-ViT (Yin et al., CVPR 2022).
 
-    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. Training with
-    A-ViT's ponder loss and prior gives x this meaning. Without such training x means nothing, and the results are not
+    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. A-ViT's ponder
+    loss and prior give x this meaning in training. Without such training x has no meaning, and the results are not
     A-ViT's. In A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
     differs between images. Here the policy sets the numbers, and only the order follows A-ViT. A-ViT averages the class
-    token over the layers with halting probabilities; here the class token does not halt.
+    token over the layers with halting probabilities, but here the class token does not halt.
     """
 
-    # The values of the paper.
+    # The paper's values.
     gamma: float = 5.0
     beta: float = -10.0
 
@@ -159,19 +157,19 @@ class HaltingScores(Selecting):
         return -scores_of(state)  # the patch with the largest sum is the first to halt
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Returns the remainder 1 - sum of the halting scores, at least 0."""
-        # `relevance` is minus the sum. A policy may keep a patch beyond a sum of 1, hence the clamp.
+        """Returns the remainder, which is 1 - sum of the halting scores, but at least 0."""
+        # `relevance` is minus the sum. A policy may keep a patch after its sum exceeds 1, so the remainder is clamped.
         return (1 + relevance).clamp(min=0)
 
 
 @dataclass(frozen=True)
 class HeadSelector(Predicting):
-    """Keeps the patches that a learned predictor of several heads selects: SPViT's selector (Kong et al., ECCV 2022).
+    """Keeps the patches that SPViT's selector chooses, a learned predictor of several heads (Kong et al., ECCV 2022).
 
     The width is divided among the heads. Every head computes local and global features from its share of the width, and
-    scores each patch. A branch weights the heads of every patch by the mean of each share. The final score is the
-    weighted mean of the heads' probabilities. Two choices are ours: the perceptrons for features and scores are
-    DynamicViT's and shared by the heads, and the branch's perceptron has two linear maps.
+    scores each patch. For every patch, another branch computes the weights of the heads from the mean of each share.
+    The final score is the weighted mean of the heads' probabilities. Two choices are ours. The heads share the
+    perceptrons for features and scores, which are DynamicViT's. The branch's perceptron has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
@@ -209,6 +207,6 @@ def head_mean(
     scores: Float[Tensor, "batch heads patches 2"], log_weights: Float[Tensor, "batch patches heads"]
 ) -> KeepDrop:
     """Returns the logarithm of the weighted mean of the heads' probabilities."""
-    # In logarithms, so that small probabilities do not underflow. The second term normalizes the weights.
+    # Computed with logarithms, so that small probabilities do not underflow. The second term normalizes the weights.
     weights = log_weights.transpose(1, 2)[..., None]
     return torch.logsumexp(scores + weights, dim=1) - torch.logsumexp(weights, dim=1)

@@ -1,4 +1,4 @@
-"""SPOT: a predictor on token features, attention, and the change of attention over the layers."""
+"""SPOT, whose predictor uses token features, attention, and the change of attention over the layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ SCALARS = 6  # per patch, head and map: SPOT, Eqs. 3 to 9
 class MapMoments(LayerStatistic):
     """The elementwise mean of the attention maps over the layers so far, and their variance if it is collected.
 
-    Memory does not grow with the number of layers, because only sums of the maps and, for the variance, of their
-    squares are stored. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In float32, a
-    deviation of a hundredth of a map's values is accurate to three digits.
+    Only the sum of the maps and, for the variance, the sum of their squares are stored. So memory does not grow with
+    the number of layers. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In float32,
+    a deviation of a hundredth of a map's values is accurate to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -46,7 +46,7 @@ class MapMoments(LayerStatistic):
         return MapMoments(total, squares, self.count + 1)
 
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "MapMoments":
-        """Returns the moments between the kept tokens, followed by `num_new` new tokens whose sums are zero."""
+        """Returns the moments between the kept tokens, followed by `num_new` new tokens with sums of zero."""
         moments = self._map(lambda sums: _between(sums, kept))
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
@@ -78,9 +78,9 @@ class MapMoments(LayerStatistic):
 
 def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Returns the rows and columns of the kept tokens."""
-    # Rows first, so that the columns are gathered from the smaller [batch, heads, kept, keys].
+    # Rows come first, because the columns are then gathered from the smaller [batch, heads, kept, keys].
     batch, heads, queries, keys = maps.shape
-    # index_select copies whole rows; gather copies element by element.
+    # index_select copies whole rows, but gather copies element by element.
     first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
     rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
     return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
@@ -88,16 +88,15 @@ def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, 
 
 @dataclass(frozen=True)
 class Spot(Predicting):
-    """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics (SPOT, Section
-    3.2).
+    """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics.
 
-    The attention features are six scalars per head and patch (SPOT, Eqs. 3 to 9). They are taken from the attention of
-    the previous layer, from its `mean` over all previous layers, and from its `variance` over them. `projected` is the
-    number of additional token features, half local and half global (None: the width, 0: none). With `head_averaged` the
-    scalars come from the mean over the heads. With `shared` all stages share one predictor. Changed one at a time,
-    these settings are the ablations of Table 2, Figure 5 and Table 8. `standardized`, which the paper does not have,
-    gives every attention feature mean 0 and variance 1 over the patches of an image. Raw attention features are 10 to
-    10^5 times smaller than token features.
+    The method is SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to 9). They
+    come from the attention of the previous layer, from its `mean` over all previous layers, and from its `variance`
+    over them. `projected` is the number of additional token features, half local and half global. None means the width,
+    and 0 means no token features. With `head_averaged` the scalars come from the mean over the heads. With `shared` all
+    stages share one predictor. Changed one at a time, these settings are the ablations of Table 2, Figure 5 and Table
+    8. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance 1 over the patches
+    of an image. Without it, attention features are 10 to 10^5 times smaller than token features.
 
     In training, the gradient of a dropped patch's mask is bounded as in `DynamicViT`.
     """
@@ -163,7 +162,7 @@ class SpotPredictor(nn.Module):
             maps.append(moments.variance)
         if self.spot.head_averaged:
             maps = [table.mean(1, keepdim=True) for table in maps]
-        # All maps are concatenated as heads of one map, for few large operations instead of many small ones.
+        # All maps are concatenated as heads of one map, because few large operations are faster than many small ones.
         present_mask = None if state.unmasked else state.present_mask
         return attention_features(torch.cat(maps, dim=1), state.prefix, present_mask, self.spot.standardized)
 
@@ -174,23 +173,23 @@ def attention_features(
     present_mask: PerPatch | None = None,
     standardized: bool = False,
 ) -> Float[Tensor, "batch patches features"]:
-    """Returns the six scalars of every patch and head: SPOT, Eqs. 3 and 4, then 5 to 8, over the remaining patches.
+    """Returns the six scalars of every patch and head, over the remaining patches: SPOT, Eqs. 3 and 4, then 5 to 8.
 
-    They are the attention from and to the class token, the mean and variance of the attention to the patches, and the
-    mean and variance of the attention from the patches. Heads are concatenated.
+    The scalars are the attention from and to the class token, the mean and variance of the attention to the patches,
+    and the mean and variance of the attention from the patches. Heads are concatenated.
     """
-    inner = attention[:, :, prefix:, prefix:]  # between patches; the rows no longer sum to 1
+    inner = attention[:, :, prefix:, prefix:]  # between patches, so the rows no longer sum to 1
     rows = columns = inner
     count: Tensor | int = inner.shape[-1]
     if present_mask is not None:
-        # Rows are summed over the remaining keys, columns over the remaining queries.
+        # Rows are summed over the remaining keys, and columns over the remaining queries.
         rows, columns = inner * present_mask[:, None, None, :], inner * present_mask[:, None, :, None]
         count = present_mask.sum(1)[:, None, None]
     row_squares = rows * inner  # the mask is 0 or 1, so this equals the square of the masked rows
     column_squares = row_squares if present_mask is None else columns * inner
     sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
-    # The mean of squares minus the square of the mean takes one pass over a map less than squared deviations.
+    # The mean of squares minus the square of the mean needs one pass over a map less than squared deviations do.
     row_variance = (row_square - row_mean.square()).clamp(min=0)
     column_variance = (column_square - column_mean.square()).clamp(min=0)
     with_class = attention[:, :, 0, prefix:], attention[:, :, prefix:, 0]
@@ -209,7 +208,7 @@ def standardized_features(
     sizes: Float[Tensor, "batch patches features"],
     present_mask: PerPatch | None,
 ) -> Float[Tensor, "batch patches features"]:
-    """Returns features of mean 0 and variance 1 over the remaining patches of every image.
+    """Returns features with mean 0 and variance 1 over the remaining patches of every image.
 
     A feature becomes 0 if its deviation is only a rounding error of numbers of these `sizes`. No gradient flows through
     the deviation.

@@ -1,4 +1,4 @@
-"""Zero-TPrune: prunes by PageRank on the attention graph and by similarity, without training."""
+"""Zero-TPrune, which prunes by PageRank on the attention graph and by similarity, without training."""
 
 from dataclasses import dataclass
 
@@ -15,19 +15,19 @@ class ZeroTPrune(Reducer):
     """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
 
     To compute importance, the attention of the previous layer is treated as a graph. `iterations` steps of PageRank,
-    starting from uniform scores, give every token a score in every head. Heads whose scores vary too little or too much
-    are excluded: scores are scaled to a mean of 1, and their variance over the patches must lie between `least` and
-    `most`. If this excludes all heads, all count. The other heads are combined by their quadratic mean, which
-    emphasizes patches that some heads find informative.
+    starting from uniform scores, compute a score for every token in every head. Heads whose scores vary too little or
+    too much are excluded. Scores are scaled to a mean of 1, and their variance over the patches must lie between
+    `least` and `most`. If no head satisfies these limits, all heads count. The remaining heads are combined by their
+    quadratic mean, which emphasizes patches that some heads find informative.
 
     A stage first ranks the patches, and divides them into a less important half and the rest. From the less important
-    half it prunes the patches that are most similar to a patch of the rest, by the cosine of their keys, averaged over
-    the heads. These make up the share `similar` of all pruned patches, at most the whole half. Then the stage ranks the
-    remaining patches once more, and prunes the least important.
+    half it prunes the patches that are most similar to a patch of the rest. Similarity is the cosine of the keys,
+    averaged over the heads. The share `similar` of all pruned patches is pruned in this way, at most the whole half.
+    Then the stage ranks the remaining patches again, and prunes the least important.
 
-    The steps follow the paper's I'-S-I. The scale of the variance and the share `similar` are ours, and so is one
-    number of iterations for all stages; the paper uses fewer in deeper layers. The class token is treated like other
-    tokens.
+    The steps follow the paper's I'-S-I. Three choices are ours: the scale of the variance, the share `similar`, and the
+    same number of iterations in all stages (the paper uses fewer in deeper layers). The class token is treated like
+    other tokens.
     """
 
     iterations: int = 30
@@ -50,21 +50,21 @@ class ZeroTPrune(Reducer):
         present_mask: Float[Tensor, "batch tokens"],
         prefix: int,
     ) -> PerPatch:
-        """Returns the importance of the patches, over the tokens of `present_mask` (1 if present, else 0)."""
-        # Tokens before the patches take part in PageRank, but not in the statistics of a head.
+        """Returns the importance of the patches, for the tokens in `present_mask` (1 if present, otherwise 0)."""
+        # PageRank includes the tokens before the patches, but the statistics of a head do not.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
-        # Scale scores to a mean of 1, so that the limits of the variance do not depend on the number of patches.
+        # Scales scores to a mean of 1, so that the limits of the variance do not depend on the number of patches.
         scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         head_mask = ((variance >= self.least) & (variance <= self.most)).to(scores.dtype)
-        # If every head is excluded, all count.
+        # If every head would be excluded, all heads count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
         return ((scores.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the less important half with the rest, if similarity prunes any patch."""
+        """Returns the MACs of comparing the less important half with the rest, or 0 without similarity pruning."""
         half = patches // 2
         return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
 
@@ -83,7 +83,7 @@ class ZeroTPrune(Reducer):
                 state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
             )
             present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
-        # I: rank once more, without the attention of the removed patches.
+        # I ranks the patches again, without the attention of the removed patches.
         importance = self.importance(state.attention, present_mask, state.prefix)
         kept = best(importance, present_mask[:, state.prefix :], count)
         return Reduction(kept, gathered_rows(state.patches, kept))
@@ -92,9 +92,9 @@ class ZeroTPrune(Reducer):
 def page_rank(
     attention: Float[Tensor, "batch heads tokens tokens"], present_mask: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
-    """Returns the PageRank of every remaining token after some iterations. Edges are weighted by attention.
+    """Returns the PageRank of every remaining token after some iterations. Attention is the weight of the edges.
 
-    Attention to pruned tokens is set to zero, and every row is rescaled to a sum of 1. Scores sum to 1.
+    Attention to pruned tokens is set to zero, and every row is rescaled to a sum of 1. The scores sum to 1.
     """
     steps = attention * present_mask[:, None, None, :]
     # A query that attends only to pruned tokens has a row of zeros, which stays zero.
