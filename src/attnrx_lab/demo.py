@@ -77,7 +77,7 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
-        # The speed of the unchanged model relative to timm's is the gain from the kernels without compression.
+    # The speed of the unchanged model relative to timm's is the gain from the kernels without compression.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
     stage(

@@ -97,8 +97,7 @@ class LVViTConfig(TransformerConfig):
         return 1 + self.patches
 
     def patch_costs(self) -> PartCosts:
-        """Returns the costs of the stem: three convolutions with BatchNorms at half the image size, and the projection.
-        """
+        """Returns the stem's costs: three convolutions with BatchNorms at half the image size, and the projection."""
         # A convolution is a linear map of the pixels under its kernel, which is applied once per output pixel.
         channels, pixels = self.stem_channels, (self.image_size // 2) ** 2
         kernels = (self.channels * 7**2, channels * 3**2, channels * 3**2)

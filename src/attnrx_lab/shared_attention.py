@@ -64,8 +64,7 @@ class MixedForm(ScoreForm):
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, and each head's block weights and strengths. The strengths repeat the block weights.
-        """
+        """Returns the shared rows, and each head's block weights and strengths, which repeat the block weights."""
         rows = self.rows(buckets)
         # Both describe the same scores. Fused kernels use the strengths per direction, and unfused backends use the
         # mixture of blocks.

@@ -413,8 +413,7 @@ class ViTConfig(Displayed, TransformerConfig):
 
 
 class VisionTransformer(Transformer[ViTConfig]):
-    """Patches, fixed sine-cosine position embeddings, layers, mean pooling and a linear classifier, but no class token.
-    """
+    """Patches, fixed sine-cosine position embeddings, layers, mean pooling and a linear classifier; no class token."""
 
     positions: Tensor
 

@@ -202,8 +202,8 @@ def splits_for(
         # Datasets often publish no labels for the test split. The note records that both splits are the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
     channels, *size = family.input_shape(model)
-        # Without class names, the classes are called by their numbers. A model of embeddings has no classes. One logit
-        # distinguishes two classes, and a configuration may name only one of them.
+    # Without class names, the classes are called by their numbers. A model of embeddings has no classes. One logit
+    # distinguishes two classes, and a configuration may name only one of them.
     classes = tuple(map(str, range(num_classes(model))))
     of_data = dataset_classes(*by_split.values())
     names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())

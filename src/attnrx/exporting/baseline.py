@@ -20,7 +20,7 @@ from attnrx.data import ImageSet
 from attnrx.exporting.exported import Exported, result_path
 from attnrx.exporting.formats import INPUT, AOTInductor, Format, library, raising, to_numpy
 from attnrx.exporting.quantizing import quantized, silent, single_images
-from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO
+from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO, converted_by_openvino
 from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError
@@ -246,7 +246,7 @@ def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
 
 def _write_openvino(model: nn.Module, path: Path, example: Tensor, images: Sequence[Tensor]) -> None:
     openvino = library("openvino", "openvino")
-    converted = openvino.convert_model(model, example_input=example)
+    converted = converted_by_openvino(model, example_input=example)
     converted.reshape([-1, *example.shape[1:]])
     if images:
         single = single_images(map(to_numpy, images), is_free=True)

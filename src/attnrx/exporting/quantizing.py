@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attnrx.support.optional import environment, required_module
-
-# If this environment variable is set while NNCF is imported, NNCF sends no reports about its use.
-UNREPORTED = "NNCF_CI"
+from attnrx.support.optional import required_module
 
 
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
@@ -27,7 +24,7 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
     """
     samples = list(inputs)
     with silent():
-        nncf = imported()
+        nncf = required_module("nncf", "int8", "a file of 8 bits")
         ranges = required_module("nncf.quantization.range_estimator", "int8", "a file of 8 bits")
         parameters = nncf.AdvancedQuantizationParameters(
             activations_range_estimator_params=ranges.RangeEstimatorParametersSet.MINMAX
@@ -40,16 +37,6 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
             ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
             advanced_parameters=None if by_defaults else parameters,
         )
-
-
-def imported() -> Any:
-    """Imports NNCF.
-
-    Raises:
-        NotSupported: NNCF is not installed.
-    """
-    with environment(UNREPORTED, "1"):
-        return required_module("nncf", "int8", "a file of 8 bits")
 
 
 def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:

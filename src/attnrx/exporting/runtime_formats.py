@@ -17,6 +17,7 @@ from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Progr
 from attnrx.exporting.quantizing import quantized, silent, single_images
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
 from attnrx.support.foreign_files import open_graph, open_openvino, open_session
+from attnrx.support.optional import unreported
 from attnrx.support.registry import Registry
 from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
@@ -404,6 +405,13 @@ def _signal_stack_kept() -> Iterator[None]:
             exchange(ctypes.byref(stack), None)
 
 
+def converted_by_openvino(source: Any, **options: Any) -> Any:
+    """Returns a module or a program as an OpenVINO graph."""
+    openvino = library("openvino", "openvino")
+    with unreported():
+        return openvino.convert_model(source, **options)
+
+
 def fold_norms_(model: Any) -> None:
     """Folds the scale g and the offset b of every layer norm into the linear maps W that follow it.
 
@@ -557,7 +565,7 @@ class OpenVINO(Format):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program and, for int8, quantizes its graph."""
         openvino = library("openvino", "openvino")
-        model = openvino.convert_model(program)
+        model = converted_by_openvino(program)
         fold_norms_(model)
         if self.calibrated:
             batches = single_images(map(to_numpy, images), model.input(0).partial_shape[0].is_dynamic)

@@ -133,9 +133,7 @@ def open_session(path: Path, options: Any) -> Any:
 
 def open_openvino(path: Path) -> tuple[Any, Any]:
     """Returns OpenVINO's core and the model in a file, with the runtime's own operators only."""
-    import openvino
-
-    core = openvino.Core()
+    core = required_module("openvino", "openvino", "this file").Core()
     return core, core.read_model(str(path))
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +23,26 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
             the library, or the `package` itself.
     """
     try:
-        return importlib.import_module(module)
+        with unreported() if module.partition(".")[0] in REPORTING else nullcontext():
+            return importlib.import_module(module)
     except ImportError as error:
         library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
         # The original error is shown, because an installed library may lack a library that it needs.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
+
+
+# These libraries report every import and every conversion to their makers. For each report, OpenVINO forks this
+# process, which slows down everything else. With these variables they report nothing.
+REPORTING, UNREPORTED = ("openvino", "nncf"), {"CI": "true", "NNCF_CI": "1"}
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Prevents OpenVINO and NNCF from reporting an import or a conversion."""
+    with ExitStack() as variables:
+        for name, value in UNREPORTED.items():
+            variables.enter_context(environment(name, value))
+        yield
 
 
 @contextmanager

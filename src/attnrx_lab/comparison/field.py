@@ -394,8 +394,7 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the share with the most MACs (in STEPS) that measures `faster`, or a text that states the best speed.
-        """
+        """Returns the largest share of MACs (in STEPS) that measures `faster`, or a text with the best speed."""
         macs, best, fastest, low, high = family_of(self.model).costs(self.model).macs, None, 0.0, 0, STEPS
         while high - low > 1:
             middle = (low + high) // 2

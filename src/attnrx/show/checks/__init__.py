@@ -1,7 +1,7 @@
 """Checks compare a candidate with its reference and return findings. Every check is a frozen dataclass of knobs.
 
-    comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
-    findings = [finding for check in standard_checks() for finding in check(comparison)]
+comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
+findings = [finding for check in standard_checks() for finding in check(comparison)]
 """
 
 from attnrx.change.predictions import Predictions

@@ -319,7 +319,7 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
     """Runs each layer on another backend inside the context, and restores its own backend afterwards."""
     # As a tuple, because an iterator would be exhausted when the backends are restored.
     layers = tuple(layers)
-        # The plans are restored, too. Plans of the other backend would keep it, and what it observes, in memory.
+    # The plans are restored, too. Plans of the other backend would keep it, and what it observes, in memory.
     before = [(layer.backend, layer._plans_of, layer._plans) for layer in layers]
     try:
         for layer, backend in zip(layers, backends, strict=True):
