@@ -17,12 +17,12 @@ from attnrx.decide.planning.cost_table import (
     JOINT,
     STAGES,
     CostTable,
-    _saving,
     _some_at,
     corrected,
     exact_cost_table,
     never_slower,
     nonnegative_fit,
+    with_savings,
 )
 from attnrx.decide.planning.measured_costs import _Timer, file_cost_table
 from attnrx.decide.planning.space import RANKS, Choices, Space
@@ -205,7 +205,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     slower = replace(
         cost_table, whole=cost_table.whole / 1.25, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / 16
     )
-    truth = _saving(slower, factors)
+    truth = with_savings(slower, factors)
     nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
     halves = {axis: even.uniform(axis, even.available(axis)[len(even.available(axis)) // 2]) for axis in RANKS}
     chosen = {

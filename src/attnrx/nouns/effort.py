@@ -85,8 +85,9 @@ FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # Rounds before the counted rounds.
 WARMUP = 2
-# Files are timed until their speeds are known to this share, but at most for the rounds of the settings.
-PRECISE = 0.015
+# Files are timed until their speeds are known to this share, but at most for the rounds of the settings. Plans that are
+# adjusted are timed less precisely than results.
+PRECISE, NEARLY_PRECISE = 0.015, 0.025
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ class PlanSettings:
     @property
     def protocol(self) -> LatencyProtocol:
         """How blocks are timed. Whole models are timed in the same way, in `whole_rounds` rounds."""
-        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=PRECISE if self.to else None)
+        enough = None if self.to is None else NEARLY_PRECISE if self.adjusts else PRECISE
+        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=enough)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
         """Returns a batch of noise for timings, [batch, *input shape]. Latency depends only on the number of images."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.predictions import predict
 from attnrx.data import ImageSet
 from attnrx.exporting import (
     UNCHANGED,
@@ -30,7 +29,8 @@ from attnrx.exporting import (
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.target import Target
-from attnrx.show.checks import Latency
+from attnrx.show.checks import Comparison, Latency
+from attnrx.show.checks.check import keeping_outputs
 from attnrx.show.checks.costs import described_speed
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -40,6 +40,7 @@ from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
+from attnrx.vit.outputs import output_kind_of
 
 # The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent.
 COMPARED_IMAGES = 500
@@ -233,20 +234,25 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
     log(f"timing {len(files)} files in turns")
     speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
-    answers = predict({"original": original, **files}, tested, task="comparing files")
-    kind, measured = answers.kind, dict[str, MeasuredFile]()
+    measured, device = dict[str, MeasuredFile](), next(original.parameters()).device
+    with keeping_outputs():
+        found = {
+            name: Comparison(file, original, tested, batch_size=32, device=device).outputs
+            for name, file in files.items()
+        }
     for name, file in files.items():
-        agreement = None
-        if kind.has_decisions:
-            agreement = mean_estimate(answers.agreement("original", name).double(), 0).scaled(100)
+        answers, agreement = found[name], None
+        if answers.kind.has_decisions:
+            agreement = mean_estimate(answers.agreement("reference", "candidate").double(), 0).scaled(100)
         gain = speeds[name].by_compression
         assert gain is not None
-        divergence = mean_estimate(answers.divergence("original", name).double(), 0)
+        divergence = mean_estimate(answers.divergence("reference", "candidate").double(), 0)
         speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
         about = speed, gain.value, divergence, agreement, file.bytes, speeds[name], file
         measured[name] = MeasuredFile(name, file.form, not drafts[name].by_vendor, *about)
-        log(_line(measured[name], first, kind.columns[1]))
-    findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
+        log(_line(measured[name], first, answers.kind.columns[1]))
+    unit = output_kind_of(original).unit
+    findings = [file.finding(first, protocol, len(noise), unit) for file in measured.values()]
     return FileRun(measured, first, tuple(findings))
 
 

@@ -37,11 +37,12 @@ from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
 from attnrx.exporting import Baseline, Onnx, parse_format, subject_of, write_exported
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
+from attnrx.nouns.effort import EFFORTS, PRECISE, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DIVERGENCE, DROP, RECALL, Target, target_of
 from attnrx.show.checks import Check, Costs, Index, Latency, Promises
+from attnrx.show.checks.check import keeping_outputs
 from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional, or_percent
 from attnrx.support.atomic_writes import file_lock, scratch_folder
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -415,11 +416,12 @@ class ShrinkRun:
             if isinstance(plan, TargetMet):
                 return plan
             made = self._realized(plan)
-        files = self._files(made.model)
-        if files is not None and (instead := self._instead(files, target)) is not None:
-            return self.unchanged(target, files, instead)
-        last = (Promises(rounds=self._final_rounds),)
-        return self._verified(made.model, target, made.plan, made.prescription, last, files)
+        with keeping_outputs():
+            files = self._files(made.model)
+            if files is not None and (instead := self._instead(files, target)) is not None:
+                return self.unchanged(target, files, instead)
+            last = (Promises(rounds=self._final_rounds),)
+            return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
         """Returns the plan and the model with the fewest MACs whose loss on other images meets the target.
@@ -563,7 +565,7 @@ class ShrinkRun:
         if form is None:
             return None
         begin("measuring speed")
-        protocol = replace(settings.protocol, rounds=self._final_rounds)
+        protocol = replace(settings.protocol, rounds=self._final_rounds, enough=PRECISE)
         images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
         about = *images, protocol, noise, settings.log, self.baseline
         shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}

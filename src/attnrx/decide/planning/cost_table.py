@@ -176,6 +176,7 @@ def corrected(
     cost_table: CostTable,
     space: Space,
     latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]],
+    axes: Collection[str] = RANKS,
     stages: Sequence[int | None] = STAGES,
 ) -> CostTable:
     """Converts the costs to shares of the baseline's latency, by timing whole models.
@@ -194,7 +195,7 @@ def corrected(
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
     # determine a few numbers, one after the other: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
-    available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
+    available = {axis: levels for axis in axes if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
     some = {str(count): _some_at(space, count) for count in stages} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
@@ -207,13 +208,13 @@ def corrected(
     cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
     # Measured and predicted savings for every axis.
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
-    factors = {axis: _factor(*both) for axis, both in saved.items()}
+    factors = {axis: saving_factor(*both) for axis, both in saved.items()}
     for at in joint.values():
         # The measured saving minus the savings of both axes, and the table's prediction for this difference.
         of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
-        factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
-    cost_table = _saving(cost_table, factors)
+        factors[JOINT] = saving_factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
+    cost_table = with_savings(cost_table, factors)
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
@@ -245,13 +246,13 @@ def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
-def _factor(measured: float, predicted: float) -> float:
+def saving_factor(measured: float, predicted: float) -> float:
     """Returns the ratio of a measured to a predicted saving, or 1 if no saving is predicted."""
     # The ratio is not negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
 
-def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
+def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
     """Scales what every axis saves, and what qk and vo save together beyond their sum."""
     attention, mlp = cost_table.attention, cost_table.mlp
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.

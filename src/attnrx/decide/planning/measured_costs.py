@@ -27,6 +27,8 @@ from attnrx.decide.planning.cost_table import (
     corrected,
     exact_cost_table,
     never_slower,
+    saving_factor,
+    with_savings,
 )
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import (
@@ -80,6 +82,8 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 BLOCKS_OF_FORMAT = 4
 # 8-bit files for timings are quantized on this many images, because their time does not depend on the ranges.
 TIMED_ON = 8
+# Parts of a model are timed until their times are known to this multiple of what is enough for whole models.
+ENOUGH_OF_PARTS = 3
 HEADER = 64  # bytes in a safetensors file for every tensor, in addition to its name
 # How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
 # the unchanged model takes less than SLOWEST times the original's latency. If other processes run, kernels wait for
@@ -225,8 +229,8 @@ def file_cost_table(
 ) -> CostTable:
     """Times some unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    A lower level is assumed to save the same share of a block's time as of its multiply-accumulates. `corrected` then
-    scales these savings by the times of whole files. Writing each of these files takes seconds.
+    A lower level is assumed to save the same share of a block's time as of its multiply-accumulates, times a factor for
+    each axis. The factor is measured at one level in some blocks.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -239,7 +243,12 @@ def file_cost_table(
     # The time of one multiply-accumulate, [tokens]. A last block that only computes the class token has the same one.
     unit = np.divide(times, unchanged, out=np.zeros_like(times), where=unchanged > 0)
     attention, mlp = unit * (exact.attention + of_mlp[:, None]), unit * (exact.mlp - of_mlp)
-    return timer.whole(attention, mlp, (baseline.unchanged, baseline.empty))
+    factors = {}
+    for axis, (level, saved) in timer.saved().items():
+        costs = mlp if axis == "mlp" else attention[:, :, 0] if axis == "qk" else attention[:, 0]
+        predicted = costs[timer.layers, 0, -1] - costs[timer.layers, level, -1]
+        factors[axis] = saving_factor(saved, float(predicted.mean()))
+    return with_savings(timer.whole(attention, mlp, (baseline.unchanged, baseline.empty)), factors)
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
@@ -385,6 +394,17 @@ class _Timer:
             model = realize(model, self.space.prescription(choices))
         return self._times(model, self.layers, False) / len(self.layers)
 
+    def saved(self) -> dict[str, tuple[int, float]]:
+        """Returns a middle level of every axis, and the time that it saves in a block with all tokens."""
+        space, levels, runs = self.space, dict[str, int](), dict[str, Callable[[], object]]()
+        for axis in RANKS:
+            if available := space.available(axis):
+                levels[axis] = available[len(available) // 2]
+                model = realize(space.model, space.prescription(space.uniform(axis, levels[axis])))
+                runs[axis] = partial(self._prepared(model, self.layers), self.all_tokens)
+        seconds = self._turns(runs) if runs else {}
+        return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, level in levels.items()}
+
     def last(self) -> np.ndarray:
         """Returns the times of the last block, which computes only the class token if the model has this shortcut."""
         depth = self.space.depth
@@ -431,8 +451,8 @@ class _Timer:
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
             timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": clock, "repeated": repeated}
-            if protocol.enough is not None:  # a part of a model need not be known as precisely as a whole one
-                timing["is_enough"] = partial(are_precise, REFERENCE, 2 * protocol.enough)
+            if protocol.enough is not None:
+                timing["is_enough"] = partial(are_precise, REFERENCE, ENOUGH_OF_PARTS * protocol.enough)
             seconds = interleave(runs, rounds=protocol.rounds, **timing)
         ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
@@ -552,8 +572,9 @@ class PlanTimer:
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
                 blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
-            stages = STAGES if form is None else STAGES_OF_FILES
-            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), stages)
+            # In files, the savings of ranks and hidden units were measured in some blocks.
+            axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
+            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), axes, stages)
 
         return cached_cost_table(self.space, self.settings, measure)
 

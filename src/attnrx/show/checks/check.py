@@ -1,7 +1,9 @@
 """The base class of checks, and the comparison that they receive: candidate, reference, images and predictions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,6 +23,21 @@ from attnrx.support.registry import text_name
 from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.models import FAMILIES, own_model
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
+
+# Outputs and labels by model, for each fingerprint of images.
+_Outputs = dict[nn.Module, tuple[Tensor, Tensor]]
+_kept: ContextVar[dict[str, _Outputs] | None] = ContextVar("outputs", default=None)
+
+
+@contextmanager
+def keeping_outputs() -> Iterator[None]:
+    """Within this context, all comparisons on the same images run every model once. No model may change."""
+    outer = _kept.get()
+    token = _kept.set({} if outer is None else outer)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +66,13 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
-    _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # outputs and labels
+    _cache: _Outputs = field(default_factory=dict, repr=False)  # outputs and labels
 
     def __post_init__(self):
         if len(self.data) == 0:
             raise DataError("there is no image to compare the models on; give at least one.")
+        if (kept := _kept.get()) is not None and not self._cache:
+            object.__setattr__(self, "_cache", kept.setdefault(self.data.fingerprint, {}))
         require_fields(self)
 
     @property
@@ -71,8 +90,20 @@ class Comparison:
             NonFiniteOutputs: The candidate returns NaN or infinity.
             DataError: The labels do not fit the outputs.
         """
-        # Predictions are computed on first use, because some checks need none, e.g. the check of latency. They are
-        # stored by model, because one model may have several roles, e.g. a candidate that is the masked model.
+        predictions = self.outputs
+        classes = {role: values.shape[1] for role, values in predictions.outputs.items()}
+        if len(set(classes.values())) > 1:
+            is_classifier = isinstance(self.kind, Logits)
+            what = "distinguish different numbers of classes" if is_classifier else "return different widths"
+            raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
+        _require_valid(predictions, self.data)
+        return predictions
+
+    @property
+    def outputs(self) -> Predictions:
+        """The predictions of all models, whatever they are."""
+        # Computed on first use, because a check that needs no outputs, e.g. of latency, runs no model over the data.
+        # They are stored by model, because one model may have several roles, e.g. a candidate that is the masked model.
         roles: dict[nn.Module, str] = {}
         for role, model in self.models.items():
             if model not in self._cache:
@@ -83,15 +114,8 @@ class Comparison:
             computed = predict(models, self.data, self.batch_size, device=self.device)
             # Outputs are cached even if they are not finite, so a model that returns NaN also runs only once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
-        outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
-        classes = {role: values.shape[1] for role, values in outputs.items()}
-        if len(set(classes.values())) > 1:
-            is_classifier = isinstance(kind, Logits)
-            what = "distinguish different numbers of classes" if is_classifier else "return different widths"
-            raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
-        predictions = Predictions(outputs, self._cache[self.reference][1], kind)
-        _require_valid(predictions, self.data)
-        return predictions
+        outputs = {role: self._cache[model][0] for role, model in self.models.items()}
+        return Predictions(outputs, self._cache[self.reference][1], self.kind)
 
     @property
     def kind(self) -> OutputKind:
