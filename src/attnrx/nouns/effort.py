@@ -88,6 +88,8 @@ WARMUP = 2
 # Files are timed until their speeds are known to this share, but at most for the rounds of the settings. Plans that are
 # adjusted are timed less precisely than results.
 PRECISE, NEARLY_PRECISE = 0.015, 0.025
+# For few images, plans are timed in more rounds, up to this multiple for files.
+MOST_OF_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,8 @@ class PlanSettings:
         fewest = FEWEST_TIMED_IMAGES if enough <= FEWEST_TIMED_IMAGES else MIN_TIMED_IMAGES
         batch, is_serial = min(self.batch, max(fewest, enough)), self.conditions.threads == 1
         clock = "cpu" if is_serial and self.protocol.resolved_clock == "wall" else self.clock
-        more = max(fewest // batch, 1)
+        # Every timed pass of a file follows other passes of the same file, so files need fewer rounds.
+        more = min(max(fewest // batch, 1), MOST_OF_FILES if self.to else fewest)
         rounds, whole_rounds = self.rounds * more, self.whole_rounds * more
         return replace(self, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
 

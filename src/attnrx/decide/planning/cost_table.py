@@ -160,7 +160,7 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
 
 # The cost of a stage is measured by models with these numbers of stages. None means one stage before every layer but
 # the first. Files have fewer stages, because a file with twelve takes as long to write as three other files.
-STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 4)
+STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 3)
 # An axis may save at most this multiple in the whole model, compared with its blocks. Larger factors are limited to
 # it, because timings of whole models are noisy.
 MOST = 1.5

@@ -53,7 +53,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
-from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, are_precise, busy_text, is_busy
+from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, busy_text, is_busy
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -74,7 +74,7 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # block is timed at every FINE tokens. The runtime of a format may compile for each number, so there it is timed at
 # every FINE_IN_FILES tokens. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES
 # for a format).
-FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 8, 1e11
+FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 16, 1e11
 # The stage is before this layer. The layer after this one is timed, or this one if it is the last.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # How many successive blocks are timed together in the runtime of a format. There, a call costs as much as a part of a
@@ -82,8 +82,6 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 BLOCKS_OF_FORMAT = 4
 # 8-bit files for timings are quantized on this many images, because their time does not depend on the ranges.
 TIMED_ON = 8
-# Parts of a model are timed until their times are known to this multiple of what is enough for whole models.
-ENOUGH_OF_PARTS = 3
 HEADER = 64  # bytes in a safetensors file for every tensor, in addition to its name
 # How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
 # the unchanged model takes less than SLOWEST times the original's latency. If other processes run, kernels wait for
@@ -450,10 +448,7 @@ class _Timer:
             # caches. Several blocks of a format follow each other, so they are repeated.
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
-            timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": clock, "repeated": repeated}
-            if protocol.enough is not None:
-                timing["is_enough"] = partial(are_precise, REFERENCE, ENOUGH_OF_PARTS * protocol.enough)
-            seconds = interleave(runs, rounds=protocol.rounds, **timing)
+            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=repeated)
         ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:

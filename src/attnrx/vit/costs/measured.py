@@ -506,13 +506,13 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         threads, load, enough = torch.get_num_threads(), Load(), protocol.enough
         timing: dict[str, Any] = {"warmup": protocol.warmup, "clock": protocol.resolved_clock}
         if enough is not None:
-            timing["is_enough"] = partial(are_precise, REFERENCE, enough)
+            timing["is_enough"] = partial(_are_precise, enough)
         return interleave(runs, rounds=protocol.rounds, **timing), threads, load.taken(threads)
 
 
-def are_precise(reference: str, enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
+def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
     """Whether the interval of every speed relative to the reference reaches at most `enough` of it to either side."""
-    speeds = (ratio_of(seconds[reference], own) for name, own in seconds.items() if name != reference)
+    speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
     return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
