@@ -110,6 +110,15 @@ def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 
 
+@pytest.mark.slow
+def test_parts_of_a_batch_are_timed_in_8_bits(space: Space) -> None:
+    for library in ("openvino", "nncf"):
+        pytest.importorskip(library)
+    settings = replace(SETTINGS, batch=4)
+    timer = _Timer(space, settings.protocol, settings.noise(space.model), parse_format("openvino(precision=int8)"))
+    assert timer.block({})[-1] > 0
+
+
 OTHERS = [
     pytest.param(f"{name}_224", marks=pytest.mark.slow) for name in ("eva02_tiny_patch14", "vit_base_patch16_siglip")
 ]

@@ -32,6 +32,8 @@ from attnrx.support.subprocess_runner import run_side_by_side
 from attnrx.vit.models import blocks_of, family_of, timed_form
 
 UNCHANGED, EMPTY = "nothing removed", "no blocks"
+# 8-bit files that are only timed are calibrated on this many images, because their time does not depend on the ranges.
+TIMED_ON = 8
 FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
 
 
@@ -69,14 +71,15 @@ class Baseline:
     ) -> "Baseline":
         """Returns a baseline with the vendor's file of a model, in a format's runtime and precision.
 
-        attnrx's files of the model are also written. Files in 8 bits are calibrated on these images. If the vendor's
-        tool fails, attnrx's file is the baseline instead. With `in_subprocess`, some files are written in another
-        process at the same time.
+        attnrx's files of the model are also written. Files in 8 bits are calibrated on a few of these images, because
+        they are only timed. If the vendor's tool fails, attnrx's file is the baseline instead. With `in_subprocess`,
+        some files are written in another process at the same time.
 
         Raises:
             NotSupported: attnrx cannot write the model in the format.
         """
         vendor = vendor_title(form)
+        images = few_images(images)
         drafts = {vendor: Draft.of_vendor(model, form, images), **_own_drafts(model, form, images)}
         files = temporary_files(drafts, in_subprocess)
         unchanged, empty = _own_files(files)
@@ -95,8 +98,14 @@ class Baseline:
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
         """Returns this baseline with attnrx's files of `model`, a changed copy of the original that plans are for."""
         assert self.form is not None  # plans for a copy are timed as files
-        unchanged, empty = _own_files(temporary_files(_own_drafts(model, self.form, images), in_subprocess))
+        drafts = _own_drafts(model, self.form, few_images(images))
+        unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))
         return replace(self, unchanged=unchanged, empty=empty)
+
+
+def few_images(images: ImageSet) -> ImageSet:
+    """Returns the images for calibrating a file that is only timed."""
+    return images.take(min(TIMED_ON, len(images)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -412,6 +412,13 @@ def converted_by_openvino(source: Any, **options: Any) -> Any:
         return openvino.convert_model(source, **options)
 
 
+def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
+    """Whether a program takes any number of images. OpenVINO's graph does not tell, because it frees fixed sizes."""
+    (name,) = program.graph_signature.user_inputs
+    (given,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
+    return not isinstance(given.meta["val"].shape[0], int)
+
+
 def fold_norms_(model: Any) -> None:
     """Folds the scale g and the offset b of every layer norm into the linear maps W that follow it.
 
@@ -568,7 +575,7 @@ class OpenVINO(Format):
         model = converted_by_openvino(program)
         fold_norms_(model)
         if self.calibrated:
-            batches = single_images(map(to_numpy, images), model.input(0).partial_shape[0].is_dynamic)
+            batches = single_images(map(to_numpy, images), is_free=_has_free_batch(program))
             model = quantized(model, batches, comparisons(model))
         divide_attention_(model)
         # By default, OpenVINO would store the weights in float16.

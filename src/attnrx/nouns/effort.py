@@ -87,7 +87,7 @@ MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR
 WARMUP = 2
 # Files are timed until their speeds are known to this share, but at most for the rounds of the settings. Plans that are
 # adjusted are timed less precisely than results.
-PRECISE, NEARLY_PRECISE = 0.015, 0.025
+PRECISE, NEARLY_PRECISE = 0.02, 0.03
 # For few images, plans are timed in more rounds, up to this multiple for files.
 MOST_OF_FILES = 4
 

@@ -157,8 +157,8 @@ def measure_baseline(
 ) -> tuple[Baseline, float]:
     """Returns the vendor's file of the unchanged model, and the speed of attnrx's own file relative to it.
 
-    8-bit files are calibrated on `images`. The log shows the speeds of both files and of eager PyTorch. The model
-    without its blocks is also timed, because no plan can be faster than that.
+    8-bit files are calibrated on a few of the `images`. The log shows the speeds of both files and of eager PyTorch.
+    The model without its blocks is also timed, because no plan can be faster than that.
 
     Raises:
         NotSupported: `limit` (a share of the baseline's latency) is below the latency of the model without its blocks.
@@ -206,9 +206,8 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     images, timed in turns on the `noise`, and compared on the `tested` images.
 
     If a file cannot be written, it is left out and logged. Only attnrx's files in `form` must be written. If you pass a
-    `baseline`, its files are used again, so it must have been calibrated on the same images. attnrx's files get the
-    `class_names` if the model has none. With `in_subprocess`, some files are written in another process at the same
-    time.
+    `baseline`, its files are used again, except for 8-bit files. attnrx's files get the `class_names` if the model has
+    none. With `in_subprocess`, some files are written in another process at the same time.
 
     Raises:
         NotSupported: attnrx cannot write a file in `form`, or the outputs of the result's file differ from the model's.
@@ -216,10 +215,10 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     tested = tested.take(min(COMPARED_IMAGES, len(tested)))
     drafts = _drafts(original, result, form, calibration, class_names, log)
     known: dict[str, Exported | AttnrxError] = {}
-    if baseline is not None:
+    if baseline is not None and not form.calibrated:  # its 8-bit files are calibrated on a few images, to time them
         known = {title: file for title, file in baseline.files.items() if title in drafts}
-        if baseline.title == UNCHANGED:  # the vendor's tool failed
-            drafts.pop(vendor_title(form), None)
+    if baseline is not None and baseline.title == UNCHANGED:  # the vendor's tool failed
+        drafts.pop(vendor_title(form), None)
     made = known | temporary_files({name: each for name, each in drafts.items() if name not in known}, in_subprocess)
     files = dict[str, Exported]()
     for name, draft in drafts.items():

@@ -38,6 +38,7 @@ from attnrx.exporting import (
     Format,
     Runtime,
     dtype_name,
+    few_images,
     parse_format,
     precision_for,
     temporary_files,
@@ -80,8 +81,6 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # How many successive blocks are timed together in the runtime of a format. There, a call costs as much as a part of a
 # block, and a call without blocks has only half of that cost.
 BLOCKS_OF_FORMAT = 4
-# 8-bit files for timings are quantized on this many images, because their time does not depend on the ranges.
-TIMED_ON = 8
 HEADER = 64  # bytes in a safetensors file for every tensor, in addition to its name
 # How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
 # the unchanged model takes less than SLOWEST times the original's latency. If other processes run, kernels wait for
@@ -524,11 +523,6 @@ def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> Late
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
-def few_images(images: ImageSet) -> ImageSet:
-    """Returns the images that are used to quantize a file for timing."""
-    return images.take(min(TIMED_ON, len(images)))
-
-
 class PlanTimer:
     """Times whole plans in turns with the `baseline`: as models in PyTorch or, with a format, as files.
 
@@ -551,8 +545,7 @@ class PlanTimer:
         form = format_of(self.settings)
         if self._baseline is not None or form is None:
             return self._baseline or Baseline.eager(self.space.model)
-        few, in_subprocess = few_images(self.images), self.settings.in_subprocess
-        return Baseline.as_file(self.space.model, form, few, self.log, in_subprocess)
+        return Baseline.as_file(self.space.model, form, self.images, self.log, self.settings.in_subprocess)
 
     def cost_table(self) -> CostTable:
         """Returns the latency of blocks by rank and number of tokens, from the cache or by measurement."""
