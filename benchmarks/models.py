@@ -122,10 +122,10 @@ Merge adapters, pruning masks and parametrizations into the weights before you c
 
 ## Images of other sizes
 
-`load(model, image_size=(280, 210))` makes a model for another size or for rectangles. The library's own code
-interpolates the position embeddings. `shrink` and `elastic` use the size of your images. You can load saved folders and
-smaller models at another size too. A token policy then keeps the same shares of the patches. A transformers model
-interpolates when you call it with `interpolate_pos_encoding=True`.
+`load(model, image_size=(280, 210))` adapts a model to another image size, which need not be square. The library's own
+code interpolates the position embeddings. `shrink` and `elastic` use the size of your images. You can load saved
+folders and smaller models at another size too. A token policy then keeps the same shares of the patches. If you call a
+transformers model yourself, pass `interpolate_pos_encoding=True`.
 
 attnrx refuses another size for DPT, YOLOS, `CLIPForImageClassification` and open_clip. It also refuses another size for
 timm models with a bias for every pair of tokens. Create these models with `img_size=...`. The patches must tile the new

@@ -34,7 +34,7 @@ from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
 MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
 BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency measurements
-EPOCHS = 3
+EPOCHS = 2
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
 PATCHES = 10  # the approximate number of patches along one side of an image
 

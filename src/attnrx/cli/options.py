@@ -284,10 +284,11 @@ def option(
 
 
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
-    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with help and defaults.
+    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help.
 
-    `names` are arguments whose types come from the signature. `values` sets other types, or a number's placeholder. If
-    the user omits an option, it is None, so that only the function states the defaults (see `given_arguments`).
+    `names` are arguments whose types come from the signature. `values` sets the types of others, or the placeholder
+    that the help shows for a number. If the user omits an option, it is None. The help shows the default that the
+    function has (see `given_arguments`).
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})

@@ -142,11 +142,11 @@ def read_once(
 
     At most `limit` images are read. `total` is the number of batches, if it is known. With `distinct`, an image that
     was read before is left out. If images come from 8-bit pixels by `normalization`, they need one byte per value. If
-    images have several sizes, the most frequent size is returned, and the other sizes are in its `others`.
+    images have several sizes, the store contains the images of the most frequent size, and its `others` the rest.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
-        InvalidInput: The images have several numbers of channels or dtypes.
+        InvalidInput: The images differ in their dtype or their number of channels.
     """
     writers: dict[tuple[int, ...], _Writer] = {}  # by the shape of the images
     kinds, known = set[tuple[int, torch.dtype]](), set[int]()

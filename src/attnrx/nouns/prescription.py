@@ -193,7 +193,7 @@ Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 
 @dataclass(frozen=True, repr=False)
 class LayerPrescription(Displayed):
-    """The decisions about one layer by map: always "qk", and every other map that is reduced.
+    """The decisions about one layer, keyed by map. "qk" is always there, other maps only if they are reduced.
 
     A removed head has no directions.
     """

@@ -56,7 +56,7 @@ class Load:
         self._start = _processor_seconds()
 
     def taken(self, threads: int) -> float | None:
-        """Returns how many processors `threads` threads lacked on average, because other processes used them.
+        """Returns the average number of processors that `threads` threads could not use, because other processes did.
 
         Returns None if this number is unknown.
         """
@@ -69,9 +69,10 @@ class Load:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Returns the time, and the processor seconds used by all processes and by this process with its children.
+    """Returns the time, the processor seconds of all processes, and those of this process with its children.
 
-    The used seconds include seconds that a hypervisor took. Returns None if the system does not report them.
+    The seconds of all processes include the time that a hypervisor took. Returns None if the system does not report
+    them.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")

@@ -97,11 +97,12 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 
 
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
-    """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
+    """Factors W with its inputs whitened, i.e. by the SVD of W S, where S is the Cholesky factor of M (S S^T = M).
 
-    This is SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of
-    `activation_aware`. A ridge of 1e-12 times the trace makes a singular M definite. `activation_aware` does not need
-    this ridge. Raises InvalidInput for a moment that is zero, not finite or not symmetric.
+    The right factor is multiplied by S^-1. This is SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it
+    equals the optimum of `activation_aware`. A ridge of 1e-12 times the trace makes a singular M definite.
+    `activation_aware` does not need this ridge. Raises InvalidInput for a moment that is zero, not finite or not
+    symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)

@@ -145,9 +145,10 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     """Returns the costs of one direction: its query and key rows and biases, its strengths, and its part of the scores.
 
-    In SVDA one direction has 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs. If the original norms
-    are kept, the projections stay, and removing a direction saves only its strength and scores. A shared direction has
-    a strength and scores in every head. A direction in a block has them only once, in the map of the block.
+    In SVDA one direction has `2 (width + 1) + 1` parameters and `tokens (2 width + tokens + 1)` MACs. If the original
+    norms are kept, the projections stay, and removing a direction saves only its strength and scores. A shared
+    direction has a strength and scores in every head. A direction in a block has them only once, in the map of the
+    block.
     """
     # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1

@@ -418,7 +418,7 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
-    """Returns the first argument of a model's part in a forward pass, which ends there because no more is needed."""
+    """Runs a forward pass up to one part of a model, and returns that part's first argument."""
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:

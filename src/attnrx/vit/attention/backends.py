@@ -1,7 +1,7 @@
 """Backends, which compute the outputs of the heads from score factors and values, in buckets of heads.
 
-Most of them differ only in how they compute: the reference (`Eager`), fused attention, the C++ kernel, a choice between
-these by rule (`Auto`, the default), and attention for exported files (`Portable`). Others also pass the attention to a
+Most of them differ only in how they compute: the reference (`Eager`), fused attention, the C++ kernel, `Auto` (the
+default), which chooses one of these, and attention for exported files (`Portable`). Others also pass the attention to a
 token reducer, which weights tokens by their size, or to an observer.
 """
 

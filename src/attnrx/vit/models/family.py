@@ -65,7 +65,7 @@ class Family(ABC):
         return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
-        """Returns a model with a record in the form that the methods of this family accept. Use it only for reading."""
+        """Returns a model with a record in the form that the methods of this family accept. Do not change it."""
         raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
@@ -183,9 +183,9 @@ class Family(ABC):
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
-        """Returns a function that takes the model, or a copy of it, and images, and returns the model's answer.
+        """Returns a function that takes the model or a copy, and images, and returns the model's answer.
 
-        The answer has one row per image. For a whole module, it is the module's own output.
+        The answer has one row per image. If the model is inside a module, the answer is the module's output.
         """
         return called_with_images
 
@@ -257,13 +257,13 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns parameters and MACs in closed form, for the present model or with other sizes in its layers.
+        """Returns the parameters and MACs in closed form, for the model as it is or with other layer sizes.
 
         You can pass other specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted with its
         own number of tokens, under the policy `tokens`. Without it, the policy attached to the model applies.
 
         Raises:
-            InvalidInput: There is not one spec, pair of ranks and number of units for each layer.
+            InvalidInput: The number of specs, pairs of ranks or numbers of units is not the number of layers.
             NotSupported: A policy was given for a model that has one already, or whose tokens cannot be pruned.
         """
         own, maps, attached = self.specs(model), self.mlp(model), reduction_of(model)

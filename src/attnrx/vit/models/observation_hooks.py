@@ -49,13 +49,13 @@ def without_autocast() -> Iterator[None]:
 def observing_calls(
     modules: Iterable[nn.Module], observe: Callable[[ModuleCall], object], by_image: bool = False
 ) -> Iterator[None]:
-    """Calls `observe` after every call of the modules inside the context.
+    """Inside the context, calls `observe` after every call of one of the modules.
 
     Args:
         modules: Modules whose first argument is a tensor.
         observe: Receives every call, in the order in which the calls end.
-        by_image: Whether parts of a batch may be observed one after another. Otherwise a batch is not divided into
-            chunks, and the last block receives all tokens.
+        by_image: Whether chunks of a batch may be observed one after another. If not, the model runs the whole batch at
+            once, and its last block receives all tokens.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:

@@ -161,14 +161,14 @@ class Shape:
 class Reducer(ABC):
     """Selects or merges tokens at every stage of a policy. A reducer is a frozen dataclass of its settings.
 
-    `needs` lists what the reducer uses of the layer before a stage: "class_attention", "attention", "keys",
-    "value_norms". `every_layer` is what it uses of every layer before its last stage: "class_attention", "attention" or
-    "tokens" (the output of the layer). `add_layer` turns these quantities into a statistic.
+    `needs` lists what the reducer takes from the layer before a stage: "class_attention", "attention", "keys",
+    "value_norms". `every_layer` is what it takes from every layer before its last stage: "class_attention", "attention"
+    or "tokens" (the output of the layer). `add_layer` turns these quantities into a statistic.
 
     A `proportional` reducer changes the sizes of tokens. Later attention then weights a token by its size, by adding
     the logarithm of the size to its scores. A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
-    predictor at every stage, or with `one_predictor` one for all stages. `untrained_reason` is not None if a reducer's
-    selection is meaningful only after training with it.
+    predictor at every stage or, with `one_predictor`, one predictor for all stages. `untrained_reason` is not None if a
+    reducer's selection is meaningful only after training with it.
     """
 
     name: ClassVar[str]  # in texts, if it is not the name of the class in snake case

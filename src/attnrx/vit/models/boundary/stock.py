@@ -248,9 +248,9 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 def stock_form(model: nn.Module) -> nn.Module:
     """Returns a model as its library creates it, with the same weights and without any part of attnrx.
 
-    If no argument of the class states the sizes, e.g. because layers differ, the library's linear maps are replaced by
-    maps of the right sizes (`Stock.present`), and the saved folder contains the code for it. The result shares the
-    memory of the weights.
+    If the class has no argument for the sizes, e.g. because layers differ, the library's linear maps are replaced by
+    maps of the right sizes (`Stock.present`). A saved folder then contains the code that replaces them. The result
+    shares the memory of the weights.
 
     Raises:
         NotSupported: The library has no parts for the model's ranks, token policy or heads.

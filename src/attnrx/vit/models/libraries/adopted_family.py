@@ -393,7 +393,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(self._created(self.described_origin(description)), description)
 
     def built_inside(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        """Does the same as `build` with a newly created user's module that contains the Vision Transformer.
+        """Does the same as `build` with a new instance of the user's module that contains the Vision Transformer.
 
         Raises:
             InvalidInput: The module contains another Vision Transformer.

@@ -363,7 +363,7 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
 
 
 def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
-    """Returns descriptions of the model's parts that differ from the parts of the rebuilt model, by their paths.
+    """Returns, by path, a description of every part of the model that differs from the same part when rebuilt.
 
     The path "" is the model itself. The description is None for a part that cannot be described.
     """

@@ -140,7 +140,7 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Begins and ends a forward pass of a model with a token policy, in which some blocks restore all patches."""
+    """Runs at the beginning and end of a forward pass, if some blocks under the token policy restore all patches."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
