@@ -83,7 +83,7 @@ def test_a_loop_in_a_log_is_a_line_a_minute(clock: Clock, capsys: pytest.Capture
 
 def test_short_phases_are_no_lines_of_a_log(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with phases(SHARES, say):
-        for name, now in zip(SHARES, (0.0, 1.0, 7.0, 11.0), strict=True):
+        for name, now in zip(SHARES, (0.0, 4.0, 28.0, 44.0), strict=True):
             clock.now = now
             begin(name)
     assert [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()] == [

@@ -91,8 +91,8 @@ class Kind:
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates a function's arguments, including its **keyword arguments.
 
-    Arguments are validated by the `stated` kinds, or else by their names (NAMED) or annotations. If the function does
-    not take an argument, TypeError is raised, as in Python, and the message suggests the nearest name.
+    Arguments are validated by the `stated` kinds, or else by their names (NAMED) or annotations. An argument that
+    the function does not have raises TypeError, as in Python. The message suggests the nearest name.
     """
 
     def decorate(function: Function) -> Function:

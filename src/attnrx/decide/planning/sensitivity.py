@@ -138,7 +138,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs, which you pass per batch, shaped like the original's."""
+        """Returns the deviation of a candidate's outputs, passed per batch in the shape of the original's."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
