@@ -97,6 +97,8 @@ def test_a_smaller_decoder_takes_time_of_the_search_and_the_repair() -> None:
 def test_long_passes_have_fewer_final_rounds() -> None:
     rounds = {(32, 1e8): 32, (1, 1e8): 256, (4, 1e8): 64, (32, 1.26e9): 6, (32, 1.76e10): 3, (1, 6.2e10): 6}
     assert {case: final_rounds(*case) for case in rounds} == rounds
+    of_files = {**rounds, (32, 1.26e9): 32, (1, 6.2e10): 256}  # their rounds end when they are precise
+    assert {case: final_rounds(*case, of_files=True) for case in rounds} == of_files
 
 
 def test_quick_plans_are_timed_on_a_part_of_the_batch() -> None:

@@ -243,13 +243,16 @@ class PlanSettings:
         return replace(self, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
 
 
-def final_rounds(batch: int, macs: float) -> int:
-    """Returns how many rounds a final latency measurement takes, for a batch and a model with `macs` MACs per image.
+def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
+    """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
 
-    Small batches get more rounds, and large models get fewer.
+    Few images get more rounds, and a large model gets fewer. The rounds of files end once the speeds are precise, so
+    only very large models get fewer for their files.
     """
-    if batch * macs >= LONG_PASS:
-        return LONGER_ROUNDS if batch * macs >= LONGER_PASS else LONG_ROUNDS
+    if batch * macs >= LONGER_PASS:
+        return LONGER_ROUNDS
+    if batch * macs >= LONG_PASS and not of_files:
+        return LONG_ROUNDS
     return FINAL_ROUNDS * max(MIN_TIMED_IMAGES // batch, 1)
 
 

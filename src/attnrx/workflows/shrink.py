@@ -565,7 +565,8 @@ class ShrinkRun:
         if form is None:
             return None
         begin("measuring speed")
-        protocol = replace(settings.protocol, rounds=self._final_rounds, enough=PRECISE)
+        rounds = final_rounds(settings.batch, family_of(self.original).costs(self.original).macs, of_files=True)
+        protocol = replace(settings.protocol, rounds=rounds, enough=PRECISE)
         images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
         about = *images, protocol, noise, settings.log, self.baseline
         shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}
