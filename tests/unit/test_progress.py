@@ -2,12 +2,14 @@
 
 import re
 import sys
+from functools import wraps
 
 import pytest
 
 import attnrx as rx
+from attnrx.cli.main import log
 from attnrx.support import progress
-from attnrx.support.progress import begin, details, phases, say, time_range, track
+from attnrx.support.progress import Log, begin, details, phases, say, time_range, track
 from support.comparisons import pixels
 from support.planned import CONFIG, original
 
@@ -81,8 +83,9 @@ def test_a_loop_in_a_log_is_a_line_a_minute(clock: Clock, capsys: pytest.Capture
     assert lines_of(8) == ["blocks: 5 of 8, about 36 s left"]
 
 
-def test_short_phases_are_no_lines_of_a_log(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with phases(SHARES, say):
+@pytest.mark.parametrize("log", [say, wraps(say)(lambda _: None), wraps(log)(lambda _: None)])
+def test_short_phases_are_no_lines_of_a_log(log: Log, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phases(SHARES, log):
         for name, now in zip(SHARES, (0.0, 4.0, 28.0, 44.0), strict=True):
             clock.now = now
             begin(name)

@@ -5,6 +5,7 @@ some seconds after the last line of a phase, and a loop is a line every minute.
 """
 
 import errno
+import inspect
 import os
 import shutil
 import sys
@@ -71,7 +72,7 @@ class Phases:
             self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
         line = f"{self}{self.left}"
         # Without the user's own callback, phases are shown like loops.
-        if getattr(self.log, "__wrapped__", self.log) in (no_log, say):
+        if inspect.unwrap(self.log) in (no_log, say):  # the command line and the checks of arguments wrap callbacks
             now = time.monotonic()
             if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
                 self.shown = now

@@ -9,7 +9,7 @@ from attnrx.support.tables import aligned_table
 
 def _options(parser: Parser) -> None:
     parser.add_argument("--data", default="cluttered-digits", metavar="NAME", help="a dataset's name or path")
-    parser.add_argument("--epochs", type=COUNT, metavar="N", default=3, help="of the training (3)")
+    parser.add_argument("--epochs", type=COUNT, metavar="N", default=2, help="of the training (2)")
     parser.add_argument("--seed", type=SEED, default=0, help="(0)")
     add_out(parser, "the folder of everything", "runs/demo", folder=True)
 
