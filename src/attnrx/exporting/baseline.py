@@ -80,7 +80,8 @@ class Baseline:
         """
         vendor = vendor_title(form)
         images = few_images(images)
-        drafts = {vendor: Draft.of_vendor(model, form, images), **_own_drafts(model, form, images)}
+        by_vendor = Draft(library_subject(model, form, images), form, by_vendor=True)
+        drafts = {vendor: by_vendor, **_own_drafts(model, form, images)}
         files = temporary_files(drafts, in_subprocess)
         unchanged, empty = _own_files(files)
         title, file = vendor, files[vendor]
@@ -133,11 +134,6 @@ class Draft:
         """Returns the draft of a file that attnrx writes. If the format has 8 bits, it is calibrated on the images."""
         return cls(subject_of(model, form, images, class_names), form, is_compared=is_compared)
 
-    @classmethod
-    def of_vendor(cls, model: nn.Module, form: Format, images: ImageSet) -> "Draft":
-        """Returns the draft of a file that the vendor's tool writes, from the model in its own library's code."""
-        return cls(library_subject(model, form, images), form, by_vendor=True)
-
     def write(self, path: Path) -> Exported:
         """Writes the file.
 
@@ -161,7 +157,10 @@ def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[st
         for name, draft in drafts.items():
             path = result_path(folders[name].enter_context(scratch_folder()), draft.form)
             calls.append(partial(_attempt, draft, path))
-        files = dict(zip(drafts, run_side_by_side(calls, in_subprocess), strict=True))
+        made = run_side_by_side(calls, in_subprocess)
+        if in_subprocess:  # the other process may fail alone, e.g. without a reader that you registered
+            made = [file if isinstance(file, Exported) else call() for file, call in zip(made, calls, strict=True)]
+        files = dict(zip(drafts, made, strict=True))
         for name, file in files.items():
             if isinstance(file, Exported):
                 weakref.finalize(file, folders[name].pop_all().close)

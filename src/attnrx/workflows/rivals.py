@@ -21,6 +21,7 @@ from attnrx.exporting import (
     Format,
     Onnx,
     OpenVINO,
+    library_subject,
     temporary_files,
     vendor_title,
     with_8_bits,
@@ -274,7 +275,8 @@ def _drafts(
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
     vendors = dict.fromkeys(filter(None, (plain, form, bits)))
-    drafts = {vendor_title(each): Draft.of_vendor(original, each, calibration) for each in vendors}
+    library = library_subject(original, form, calibration)  # one copy of the model for all its files
+    drafts = {vendor_title(each): Draft(library, each, by_vendor=True) for each in vendors}
     drafts[UNCHANGED] = Draft.of(original, form, calibration, class_names)
     if bits is not None and bits != form:
         drafts[f"{UNCHANGED}, int8"] = Draft.of(original, bits, calibration, class_names, is_compared=True)
