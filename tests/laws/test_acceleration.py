@@ -118,9 +118,9 @@ def test_it_is_frozen_and_says_what_to_do() -> None:
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.slow
 def test_shrink_accelerates_a_result_of_latency_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = PlanTimer.timing  # costs and speeds as on an idle machine
+    measured = PlanTimer.timings  # costs and speeds as on an idle machine
     monkeypatch.setattr(PlanTimer, "cost_table", lambda self: exact_cost_table(self.space, "macs"))
-    monkeypatch.setattr(PlanTimer, "timing", lambda *given: {**measured(*given), "faster": 1.12})
+    monkeypatch.setattr(PlanTimer, "timings", lambda *given: [{**each, "faster": 1.12} for each in measured(*given)])
     model = of_timm(VIT, depth=4, img_size=64, patch_size=16, embed_dim=96).float()
     data = torch.randn(96, 3, 64, 64)
     assert type(rx.shrink(model, data, macs=0.7).model) is type(model)

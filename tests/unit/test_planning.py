@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -337,9 +337,10 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 
         baseline = Baseline("the original in timm", model)
 
-        def timing(self, timed: nn.Module) -> dict[str, Any]:
-            requested.append(family_of(timed).costs(timed).macs / whole)
-            return {"faster": 1 / (slower * requested[-1])}
+        def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+            shares = [family_of(timed).costs(timed).macs / whole for timed in models]
+            requested.extend(shares)
+            return [{"faster": 1 / (slower * share)} for share in shares]
 
     settings = PlanSettings(trials=8, batch_size=12)
     target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
@@ -410,9 +411,10 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
 
         baseline = Baseline("OpenVINO's own conversion", model)
 
-        def timing(self, timed: nn.Module) -> dict[str, Any]:
-            files.append(family_of(timed).costs(timed).macs / whole)
-            return {"faster": 3.0 / (0.2 + 0.8 * files[-1])}
+        def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+            shares = [family_of(timed).costs(timed).macs / whole for timed in models]
+            files.extend(shares)
+            return [{"faster": 3.0 / (0.2 + 0.8 * share)} for share in shares]
 
     settings = PlanSettings(trials=4, batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("faster=4")
@@ -429,6 +431,38 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
     assert "3.00x as fast as OpenVINO's own conversion" in met.reason
     with pytest.raises(UnknownName):
         plan(model, diagnosis, target, images, images, settings=PlanSettings(to="openvina"))
+
+
+def test_a_quick_plan_for_a_file_is_timed_together_with_a_cheaper_plan(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    whole, timed = family_of(model).costs(model).macs, []
+
+    class SlowFileTimer:
+        """Measures every file 2 % slower than its MACs, which is within the distance of two plans."""
+
+        baseline = Baseline("OpenVINO's own conversion", model)
+
+        def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+            timed.append([family_of(each).costs(each).macs / whole for each in models])
+            return [{"faster": 1 / (1.02 * share)} for share in timed[-1]]
+
+    settings = PlanSettings.preset("quick", trials=4, batch_size=12, to="openvino(precision=bf16)")
+    target = Target.parse("latency=0.8x")
+    made = MacsAsLatency(Space.of(model, diagnosis, target, settings), settings, "latency", images)
+    made.timer = SlowFileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    trial = made.best(target)
+    assert isinstance(trial, Trial)
+    # The first plans were searched for, and one of them is fast enough, so there are no others.
+    ((first, second),) = timed
+    assert second < first < 0.8 and len(made.trials) > 4
+    assert 0.945 * 0.8 <= 1.02 * trial.step.cost <= 0.99 * 0.8
+    # Without another process, a second file would take as long as another attempt.
+    alone = replace(settings, in_subprocess=False)
+    made, timed = MacsAsLatency(Space.of(model, diagnosis, target, alone), alone, "latency", images), []
+    made.timer = SlowFileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    made.best(target)
+    assert {len(models) for models in timed} == {1}
 
 
 def test_what_is_expected_of_other_images_is_wider_for_few() -> None:

@@ -118,7 +118,7 @@ class PlanSettings:
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt makes no search. With `adjusts`, attempts after the second correct
-    the cost without a new search.
+    the cost without a new search. For a file with `adjusts`, every attempt times two plans, and the first searches.
 
     `seed` determines every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with
     progress messages.

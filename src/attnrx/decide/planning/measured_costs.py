@@ -13,6 +13,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
-from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
+from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies, interleave
 from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, busy_text, is_busy
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
@@ -532,7 +533,7 @@ class PlanTimer:
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
         self.space, self.requested, self.images, self.log = space, requested, images, requested.log
         self._baseline = baseline
-        self._written: tuple[nn.Module, Exported] | None = None  # the last plan, and its file
+        self._written: WeakKeyDictionary[nn.Module, Exported] = WeakKeyDictionary()  # the files of plans
 
     @cached_property
     def settings(self) -> PlanSettings:
@@ -566,18 +567,24 @@ class PlanTimer:
 
         return cached_cost_table(self.space, self.settings, measure)
 
-    def timing(self, model: nn.Module) -> dict[str, Any]:
-        """Returns how fast a model or its file is, relative to the baseline, with an interval and the conditions."""
+    def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+        """Returns how fast models or their files are, relative to the baseline, with intervals and the conditions.
+
+        They are timed in turns.
+        """
         settings, baseline = self.settings, self.baseline.model
         noise = settings.noise(self.space.model)
         # Shorter rounds cost less, so more of them are run, and their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested or settings.to else 1)
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.to is not None:
-            if self._written is None or self._written[0] is not model:  # a repeated timing uses the same file
-                self._written = model, self._file(model)
+            # A repeated timing uses the same files.
+            missing = {str(index): model for index, model in enumerate(models) if model not in self._written}
+            for name, file in self._files(missing).items():
+                self._written[missing[name]] = file
             # Files run in this process, because their runtime allocates its memory itself.
-            speed = compare_latency(self._written[1], baseline, noise, protocol)
+            files = {str(index): self._written[model] for index, model in enumerate(models)}
+            speeds = compare_latencies(files, baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
                 # A part of so few images would not be representative. With decoders and chunks, the speed was 1.53x at
@@ -587,9 +594,13 @@ class PlanTimer:
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
             if settings.adjusts and macs >= LONG_PASS:
                 protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
-            timed = timed_form(model, settings.conditions.in_kernels)
-            sides = timed, baseline, noise, protocol
-            speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+            kernels = settings.conditions.in_kernels
+            sides = {str(index): timed_form(model, kernels) for index, model in enumerate(models)}
+            about, forked = (baseline, noise, protocol), settings.in_subprocess
+            speeds = run_in_subprocess(compare_latencies, sides, *about, in_subprocess=forked, on_line=self.log)
+        return [self._record(speed, settings) for speed in speeds.values()]
+
+    def _record(self, speed: LatencyComparison, settings: PlanSettings) -> dict[str, Any]:
         return {
             "faster": speed.faster.value,
             "low": speed.faster.low,

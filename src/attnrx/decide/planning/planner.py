@@ -48,6 +48,9 @@ RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
 # After all attempts, a plan may miss a target of latency by less than this factor, because machines vary by as much. It
 # is returned if the plans that reach the target diverge by more than TOLERATED nats and by more than twice as much.
 MISSED, TOLERATED = 1.05, 0.01
+# The files of two plans are written at the same time, so a quick plan for a file is timed together with a plan at this
+# multiple of its cost. If the cost table errs, one of the two is often fast enough, and close to the target.
+CHEAPER = 0.97
 # A timing is repeated if it differs from the prediction by a larger share.
 DOUBTFUL = 0.08
 # The largest share of the latency that a plan aims at. A plan for 1 would be the unchanged model.
@@ -213,7 +216,7 @@ class Planner:
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # the outputs of plans, per batch, on the first images
         self._realized: dict[Choices, nn.Module] = {}  # only the last plan, which is measured on more images
-        self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
+        self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timings`
 
     # The outputs are computed after the cost table, because the table shows whether a target is impossible.
     @cached_property
@@ -272,7 +275,7 @@ class Planner:
     def latency(self, choices: Choices) -> dict[str, Any]:
         """Returns the last timing of a plan, as a file if a format is requested. The plan promises this speed."""
         if choices not in self._latencies:
-            self._latencies[choices] = self.timer.timing(self.realized(choices))
+            (self._latencies[choices],) = self.timer.timings([self.realized(choices)])
         return self._latencies[choices]
 
     def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
@@ -379,21 +382,25 @@ class Planner:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
         for attempt in track(range(self.settings.attempts), "searching plans"):
-            if not timings:  # the closed form's plan corrects the predicted cost before a search
-                trial = self._best((self._first(allowed),))
-            elif attempt > 1 and self.settings.adjusts:
-                trial = self._adjusted(allowed, timings[-1][0])
-            else:
-                trial = self._searched(allowed)
-            ratio = self._timed(trial.step)
-            timings.append((trial, ratio))
+            if attempt > 1 and self.settings.adjusts:
+                trials = [self._adjusted(allowed, timings[-1][0])]
+            elif attempt or self._times_pairs:
+                trials = [self._searched(allowed)]
+            else:  # the closed form's plan corrects the predicted cost before a search
+                trials = [self._best((self._first(allowed),))]
+            if self._times_pairs:
+                cheaper = self._adjusted(max(CHEAPER * trials[0].step.cost, least), trials[0])
+                trials += [cheaper] * (cheaper.step.choices != trials[0].step.choices)
+            timed = [*zip(trials, self._timed([trial.step for trial in trials]), strict=True)]
+            timings += timed
             # The first attempt uses the closed form, to measure the cost table's error before an expensive search.
-            searched = attempt or self.settings.trials < 2
-            if self.settings.min_ratio * limit <= ratio <= largest_ratio and searched:
+            searched = attempt or self._times_pairs or self.settings.trials < 2
+            if searched and any(self.settings.min_ratio * limit <= ratio <= largest_ratio for _, ratio in timed):
                 break
-            if allowed <= least and ratio > largest_ratio and searched:
+            if searched and allowed <= least and all(ratio > largest_ratio for _, ratio in timed):
                 break  # the fastest plan is not fast enough
             # Corrects the plan's own predicted cost, which may be below the allowed cost.
+            trial, ratio = min(timed, key=lambda each: abs(each[1] - limit))
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
         enough = [timed for timed in timings if timed[1] <= largest_ratio]
         enough = enough or [timed for timed in timings if timed[1] <= limit]
@@ -416,17 +423,24 @@ class Planner:
             )
         return best[0]
 
-    def _timed(self, step: Step) -> float:
-        """Times a plan, as a file if a format is requested. Returns its latency as a share of the baseline's."""
-        model, what = self.realized(step.choices), "" if self.settings.to is None else f" as {self.settings.to}"
-        ratio = 0.0
+    @property
+    def _times_pairs(self) -> bool:
+        """Whether two plans are timed at once. Another process writes the second file, so it takes no more time."""
+        return self.settings.adjusts and self.settings.to is not None and self.settings.in_subprocess
+
+    def _timed(self, steps: Sequence[Step]) -> list[float]:
+        """Times plans, or their files, in turns. Returns their latencies as shares of the baseline's."""
+        models, ratios = [self.realized(step.choices) for step in steps], list[float]()
         for _ in range(2):  # every call times anew, because the machine may have been busy
-            self._latencies[step.choices] = self.timer.timing(model)
-            ratio = 1 / self._latencies[step.choices]["faster"]
-            if abs(ratio / step.cost - 1) <= DOUBTFUL:  # otherwise the table or this timing has an error
-                break
-        self.details(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
-        return ratio
+            found = self.timer.timings(models)
+            self._latencies |= {step.choices: timing for step, timing in zip(steps, found, strict=True)}
+            ratios = [1 / timing["faster"] for timing in found]
+            if all(abs(ratio / step.cost - 1) <= DOUBTFUL for step, ratio in zip(steps, ratios, strict=True)):
+                break  # otherwise the table or this timing has an error
+        what = "" if self.settings.to is None else f" as {self.settings.to}"
+        for step, ratio in zip(steps, ratios, strict=True):
+            self.details(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
+        return ratios
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost, of plans near the best trials and plans with few stages."""
