@@ -28,6 +28,8 @@ from attnrx.vit.outputs import Embeddings, output_kind_of
 
 # One image in this many is held out from the fit. The held-out images decide whether the fit is kept.
 HELD_OUT = 8
+# The reference's outputs on all images are kept for later passes if they are at most this many numbers (0.8 GB).
+MAX_KEPT_NUMBERS = 2e8
 # How many images determine the ranges of activations. The calibration of 8-bit files uses as many.
 RANGE_IMAGES = 256
 
@@ -191,16 +193,17 @@ class _OutputFit:
     """The error of a model's outputs, on the next batch of images or on the held-out images."""
 
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
-        self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
+        self.reference, self.images, self.batch = reference, images, knobs.batch
         kind = output_kind_of(reference)
         self.distance = kind.divergence if knobs.directions else kind.softened
         self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
+        self._targets: dict[int, Tensor] = {}  # the reference's outputs, by the number of the batch
         # Images come in the order of the set, which alternates between the classes. So they are decoded once per epoch
         # and are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
-        rounds = chain.from_iterable(self._batches() for _ in repeat(None))
-        self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
+        rounds = chain.from_iterable(enumerate(self._batches()) for _ in repeat(None))
+        self._next = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
         """Makes later passes compute the model like a file of `bits` bits. The first images determine the ranges."""
@@ -209,14 +212,14 @@ class _OutputFit:
 
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next batch of training images."""
-        pixels = next(self._next)
-        return self.distance(*self._outputs(pixels[~_held_out(pixels)])).mean()
+        number, pixels = next(self._next)
+        return self.distance(*self._outputs(number, pixels, ~_held_out(pixels))).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
         """Returns the mean divergence on the held-out images. With `validation`, all images are validated, too."""
         with torch.no_grad():
-            held_out = (pixels[_held_out(pixels)] for pixels in self._batches(validation))
-            parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
+            rows = ((number, pixels, _held_out(pixels)) for number, pixels in enumerate(self._batches(validation)))
+            parts = [self._outputs(*each) for each in rows if each[-1].any()]
         # The distance is computed on all images together, because its scale may depend on all outputs.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.distance(target, outputs).mean())
@@ -226,17 +229,25 @@ class _OutputFit:
         for batch in self.images.batches(self.batch, device=weight.device):
             yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
 
-    def _outputs(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of the reference and of the model."""
-        with torch.no_grad():
-            target = outputs_of(self.reference, pixels)
-        outputs = self._answers(pixels)
+    def _outputs(self, number: int, pixels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of the reference and of the model on some rows of the batch with this number."""
+        target, outputs = self._target(number, pixels)[rows], self._answers(pixels[rows])
         if outputs.shape != target.shape:
             raise InvalidInput(
                 f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "
                 "a model that was made from the reference."
             )
         return target, outputs
+
+    def _target(self, number: int, pixels: Tensor) -> Tensor:
+        """Returns the reference's outputs on a batch. Every epoch of every fit has the same batches."""
+        if number in self._targets:
+            return self._targets[number]
+        with torch.no_grad():
+            target = outputs_of(self.reference, pixels)
+        if len(self.images) * target[0].numel() <= MAX_KEPT_NUMBERS:
+            self._targets[number] = target
+        return target
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
