@@ -25,8 +25,9 @@ TOLERANCE = 1e-5
 # Singular values below this share of the form's scale count as zero. They are accurate to about d * 2e-16 of the scale,
 # so dividing a row by a smaller one would leave only noise.
 NULL_SHARE = 1e-13
-# `read_out` treats kept features as duplicates below this share. It is a share of the largest eigenvalue of their
-# correlations. It is also a share of the energy that a feature combines, below which the feature counts as constant.
+# `read_out` counts kept features as duplicates if an eigenvalue of their correlations is below this share of the
+# largest one. It counts a feature as constant if its energy is below this share of the energy that the feature
+# combines.
 COPY_SHARE = 1e-12
 # The default penalty on changes of the MLP's second map, relative to a unit's mean variance. Of the values from 1e-4 to
 # 0.3, this one has the smallest KL divergence on images from classes without calibration images
@@ -34,13 +35,13 @@ COPY_SHARE = 1e-12
 RIDGE = 0.1
 # How many units `unit_losses` removes between two updates of its tables.
 BLOCK = 64
-# How many table rows each matrix product of such an update covers.
+# How many table rows of `unit_losses` one matrix product updates.
 UPDATED = 512
 # With 1,537 or 4,096 features, computing 256 rows of a Gram at once halves the time (2026-11-28, EPYC, two threads).
 GRAM_BLOCK = 256
 # Each removal increases the error by at least this multiple of the previous increase, so ties keep their order.
 STEP = 1 + 1e-9
-# Added to the diagonal of the heads' covariance, as a share of the mean variance. Without it, constant or duplicate
+# This share of the mean variance is added to the diagonal of the heads' covariance. Without it, constant or duplicate
 # features would make the covariance singular.
 DAMPING = 1e-8
 
@@ -63,11 +64,11 @@ class Balanced:
     any input. The first r directions give the best form of rank r in the metric. Its squared error is the sum of the
     discarded squared strengths. The bases are nested, so one `Balanced` serves every rank.
 
-    `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy:
-    left[r] G_left left[r]^T = 1, and likewise on the right. The remaining directions are null, which means that one of
-    their two sides has no energy. Null directions contribute nothing in the metric, but may contribute for other
-    inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's scale, which keeps both
-    bases invertible and the order descending.
+    `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy. With
+    G_left as the left Gram, left[r] G_left left[r]^T = 1, and likewise on the right. The remaining directions are null,
+    which means that one of their two sides has no energy. Null directions contribute nothing in the metric, but may
+    contribute for other inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's
+    scale, which keeps both bases invertible and the order descending.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -107,7 +108,9 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances two vectors like `balance`, but from factors of the Grams: G = factor^T factor. Rows may be samples.
+    """Balances two vectors like `balance`, but from factors of their Grams, G = factor^T factor.
+
+    A factor's rows may be samples.
 
     Null directions complete the basis. Let L and R hold the other directions. Then I - L^T diag(s) R projects onto the
     remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other side,
@@ -134,7 +137,7 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
-            # These rows span the projector's row space. They are rotated to separate rows with left energy from rows
+            # The next `rows` span the projector's row space. A rotation then separates rows with left energy from rows
             # without. A row with left energy has no right energy, because the remaining form is zero in the metric.
             rows = torch.linalg.svd(remaining).U.mT[: size - rank]
             rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
@@ -190,7 +193,7 @@ def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]
     spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     unit = torch.where(spread > 0, 1 / spread, 0)
     values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
-    # Smaller eigenvalues are noise, because the correlations are rounded in the precision of the given Gram.
+    # Eigenvalues below `cut` are noise, because the correlations are rounded in the given Gram's precision.
     cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
     root = torch.where(values > cut, values, 0).sqrt()
     return root[:, :, None] * vectors.mT * spread[:, None, :]
@@ -207,7 +210,7 @@ def read_out(
     features. Without `covariance`, each head is restored separately, with the weight W0 = strength * right. With the
     `covariance` C of o (features ordered head by head), least squares refits the weight over all heads jointly:
     W = W0 + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If kept features are
-    duplicates, several weights reach the minimum, and the function returns the nearest to W0.
+    duplicates, several weights reach the minimum. The function then returns the weight nearest to W0.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -307,7 +310,7 @@ def unit_losses(
     penalty)^-1. If unit u is removed and the remaining units compensate for it, the error grows by |w_u|^2 / P_uu
     (Optimal Brain Surgeon, Hassibi and Stork, 1993). The error is the mean squared error of the output plus the penalty
     on the weight change. Each removal updates the weights and P by a rank-one matrix. The increases grow strictly from
-    one removal to the next, so the k largest belong to the last k units.
+    one removal to the next, so the k largest increases belong to the k units that are removed last.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -386,8 +389,8 @@ def compensated(
 ) -> Float[Tensor, "outputs kept"]:
     """Returns the weight of the kept units that best approximates the output of all units.
 
-    The weight minimizes the mean squared output error, without means, plus a penalty. The penalty is the squared
-    change of the kept weights, times `ridge`, times the mean variance.
+    The weight minimizes a mean squared error plus a penalty. The error compares outputs with their means subtracted.
+    The penalty is the squared change of the kept weights, times `ridge`, times the mean variance.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -425,7 +428,7 @@ def elimination_losses(
     unit. Let P = C^-1. If the removed features S are estimated from the others by the best affine map, the error
     covariance is (P_SS)^-1 (the block form of Optimal Brain Surgeon). So removing units costs the sum of
     tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit with the smallest error. The
-    increases grow strictly in that order, so the k largest belong to the last k units.
+    increases grow strictly in that order, so the k largest increases belong to the k units that are removed last.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -461,7 +464,7 @@ def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[i
 def water_fill(
     strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
 ) -> tuple[Ranks, ...]:
-    """Returns ranks for all units in all layers, which minimize the sum of the discarded squared strengths.
+    """Returns the ranks of all units in all layers that minimize the sum of the discarded squared strengths.
 
     `strengths` has one tensor [units, directions] per layer, with values of any sign and in any order. Units are heads,
     for example. Layers may have different numbers of directions. A unit of rank r keeps its r strongest directions.

@@ -118,7 +118,7 @@ def predict(
 ) -> Predictions:
     """Runs all models on the same batches and returns their outputs, paired by image.
 
-    The images are read only once. So outputs stay paired even if the data has another order in every reading.
+    The images are read only once. So outputs stay paired even if the data comes in another order each time it is read.
 
     Args:
         models: The models by role. The first model defines how outputs are compared.

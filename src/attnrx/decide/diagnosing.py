@@ -140,8 +140,8 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
 class _MlpWatch:
     """Collects second moments of the MLPs' maps and hidden units if `observed`, and creates their diagnoses.
 
-    For each map, either its inputs or its outputs are measured, whichever have fewer features. So each map needs only
-    one square matrix, and the smaller one.
+    For each map, either its inputs or its outputs are measured, whichever have fewer features. So only the smaller
+    square matrix of each map is in memory.
     """
 
     def __init__(self, model: nn.Module, observed: bool):
@@ -207,9 +207,9 @@ def _measured_directions(
 ) -> MapDirections:
     """Returns a map's output directions by descending strength, computed from measured inputs or outputs.
 
-    The moment belongs to the outputs if the map is narrowing, else to the inputs. The first r directions give the best
-    map of rank r. A direction's strength is the root mean square of the outputs along it, with their mean over all
-    tokens subtracted.
+    The moment was measured on the outputs if the map has fewer outputs than inputs, else on the inputs. The first r
+    directions give the best map of rank r. A direction's strength is the root mean square of the outputs along it, with
+    their mean over all tokens subtracted.
     """
     weight, mean = weight.double(), moment.mean.cpu().double()
     if _is_narrowing(weight):

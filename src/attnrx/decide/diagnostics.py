@@ -1,4 +1,4 @@
-"""Diagnostics: measures each layer by its spectrum, its intermediate results and the outputs of its heads.
+"""Diagnostics measure each layer by its spectrum, its intermediate results and the outputs of its heads.
 
 A `Panel` collects the readings of several diagnostics for all layers of a model. `Geometry` and `Moments` measure the
 selectivity of heads, and the second moments that metrics need.
@@ -30,8 +30,8 @@ class CentredMoment:
     """Accumulates the sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
     Every batch is first centred on its own mean, and multiplied in its own precision. Then the batches are merged in
-    float64. A simpler formula would subtract the mean's share from the sum of x x^T. It would round away small
-    variations of large rows.
+    float64. A simpler formula would subtract the mean's share from the sum of x x^T. Such a difference would round away
+    small variations of large rows.
     """
 
     def __init__(self):
@@ -322,16 +322,16 @@ def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
-# All of these diagnostics except `Moments` are standard, which means that `diagnose` measures them by default.
+# All diagnostics in this registry except `Moments` are standard, which means that `diagnose` measures them by default.
 DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, Moments)
 
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
     """Returns the diagnostics that `diagnose` measures by default, with their default options.
 
-    These are the standard diagnostics, and `Moments` if it is needed. Attention without norms needs it, because its
-    directions can be rewritten in metrics that use these moments. With `moments=True`, attention with norms gets it,
-    too, because rules for values and MLPs have no other metric that uses data.
+    The default is all standard diagnostics, plus `Moments` if the layers need it. Attention without norms needs it,
+    because its directions can be rewritten in metrics that use these moments. With `moments=True`, attention with norms
+    gets it, too, because rules for values and MLPs have no other metric that uses data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)

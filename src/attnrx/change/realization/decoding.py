@@ -4,9 +4,9 @@ A decoder here is all code around the Vision Transformer. Such decoders are sequ
 or more of the whole model. Their channels are removed like the hidden units of an MLP. Greedy elimination chooses them,
 based on second moments of the activations, and a least-squares fit of the next map compensates for them.
 
-Then all weights around the Vision Transformer are fitted together to the original's outputs. The Vision Transformer
-runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also corrects a part
-of the errors that merged tokens and smaller layers cause.
+After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
+Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
+corrects a part of the errors that merged tokens and smaller layers cause.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,8 +38,8 @@ from attnrx.vit.outputs import Map, output_kind_of
 # vector registers in convolutions. A decoder of transposed convolutions then needs 28 % of the time
 # (docs/results/dense.md).
 KEPT, STEP, MANY = 0.375, 16, 64
-# The decoder stays unchanged if this would save less than LEAST_SAVED of the model's MACs. It also stays unchanged if
-# the fitted decoder diverges by more than TOLERATED.
+# The decoder stays unchanged if removing channels would save less than LEAST_SAVED of the model's MACs. It also stays
+# unchanged if the fitted decoder diverges by more than TOLERATED.
 LEAST_SAVED, TOLERATED = 0.05, 0.02
 # Images per step, and about how many rows of a batch are added to a moment matrix.
 BATCH, ROWS = 8, 4096

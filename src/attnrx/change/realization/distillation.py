@@ -28,7 +28,7 @@ from attnrx.vit.outputs import Embeddings, output_kind_of
 
 # One image in HELD_OUT is held out from a fit. The fit is kept only if it lowers the error on these images.
 HELD_OUT = 8
-# How many images set the ranges of activations with `bits=8`. The calibration of 8-bit files uses as many.
+# How many images set the ranges of activations with `bits=8`. The calibration of 8-bit files uses the same number.
 RANGE_IMAGES = 256
 
 
@@ -100,11 +100,11 @@ class Distill:
     """The settings of a distillation.
 
     `distill` passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of
-    Adam. They are relative to the root mean square of each tensor, and decay to zero along a cosine.
+    Adam. The rates are relative to the root mean square of each tensor, and decay to zero along a cosine.
 
     With `directions`, the loss is the cosine distance of the embeddings. Use it if a search index holds vectors of the
-    reference, because the search ignores the lengths of embeddings. With `bits=8`, the candidate's linear maps are
-    computed like in an 8-bit file (`EightBits`). Use it for a model that you will export to 8 bits.
+    reference, because a search ignores the lengths of embeddings. With `bits=8`, the candidate's linear maps are
+    computed as in an 8-bit file (`EightBits`). Use it for a model that you will export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"

@@ -4,9 +4,9 @@ A compressed layer stores its kept heads by descending rank (`head_order`), but 
 order. The query and key rows of a head are its directions. They are copied from the model, or combined from the layer's
 rows by a basis. Value and output projections are copied, or reduced to the kept dimensions.
 
-Fits run in a fixed order: first repair, then tokens are attached, then distillation. A prescription records the
-settings of every fit, including seeds. From this record, `realize_and_fit` can recreate a model and its matched
-controls.
+The fits run in a fixed order. Repair comes first, then the tokens are attached, and distillation comes last. A
+prescription records the settings of every fit, including seeds. From this record, `realize_and_fit` can recreate a
+model and its matched controls.
 """
 
 import copy
@@ -94,7 +94,7 @@ def realize(
     Args:
         model: The model for which the prescription was made.
         prescription: Decisions about the maps, the heads and the tokens.
-        by: "compress" deletes what is pruned, and "mask" sets it to zero. Or the name of another compression.
+        by: "compress" deletes what is pruned, and "mask" sets it to zero. You can also name another compression.
         calibration: Images for a compression that fits strengths. Other compressions ignore them.
 
     Returns:

@@ -75,10 +75,10 @@ class Repair:
 
     With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
 
-    `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before removed ones is
-    fitted to the output of the last of them.
+    `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before missing ones is
+    fitted to the output of the last missing block.
 
-    With `bits=8`, the linear maps of the candidate's blocks are computed like in an 8-bit file.
+    With `bits=8`, the linear maps of the candidate's blocks are computed as in an 8-bit file.
 
     `ridge` penalizes changes of an MLP's second map, relative to the mean variance of its inputs.
     """
@@ -437,10 +437,12 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     """Returns for every block the importance of its output tokens, by their effect on the model's outputs.
 
     The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of it
-    is then made equal for all tokens. The gradient is taken of the log-probability of a sampled answer
-    (`OutputKind.drawn`), e.g. of a class drawn from the predicted probabilities. So its second moment is the Fisher
-    information. For embeddings, the gradient is taken of a random projection of the normalized embedding. If no
-    gradient reaches a block, all of its tokens have the same importance.
+    is then made equal for all tokens.
+
+    The function differentiates the log-probability of a sampled answer (`OutputKind.drawn`), e.g. of a class drawn from
+    the predicted probabilities. So the gradient's second moment is the Fisher information. For embeddings, it
+    differentiates a random projection of the normalized embedding. If no gradient reaches a block, all of its tokens
+    have the same importance.
     """
     # One sampled class per image estimates the diagonal of the Fisher matrix, without labels and without a pass per
     # class. The root of this diagonal gives better fits than the diagonal itself (docs/results/hidden.md).

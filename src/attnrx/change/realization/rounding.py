@@ -39,7 +39,7 @@ class EightBits(TorchFunctionMode):
 
     Every input channel is divided by a factor (SmoothQuant), and all channels are rounded within one range. This range
     covers the inputs of all passes under `calibrating`. Every row of weights has its own range. The mean error of every
-    output is subtracted, like with a corrected bias. Gradients pass through the rounding unchanged (Bengio et al.,
+    output is subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al.,
     2013).
 
     Maps are identified by the order of the calls, so every `pass_` must be one pass of the same module. Gradients are
@@ -131,7 +131,7 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
-    """Returns `run` with its linear maps computed like in a file of `bits` bits, or unchanged if `bits` is None.
+    """Returns `run` with its linear maps computed as in a file of `bits` bits, or unchanged if `bits` is None.
 
     `run` is one pass of a module. It is first called with each of the `inputs` [any shape], to measure the ranges.
     """

@@ -16,7 +16,7 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
-# Smaller savings and sensitivities are rounding errors. The greedy gain also divides by at least this number.
+# Savings and sensitivities below NOTHING are rounding errors. The greedy gain also divides by at least NOTHING.
 NOTHING = 1e-12
 # Savings are rounded to 1 / GRID of the unchanged model's cost. A stage has a cost, so savings may be negative, down to
 # -MAX_DEFICIT parts of 1 / GRID. To make up for the rounding, plans that miss the target by up to ROUNDING_SLACK parts
@@ -133,9 +133,9 @@ class Frontier:
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices that the budget does not require, and returns the plan with the lower divergence."""
-        # Each round makes the change that keeps more and lowers the divergence most, so the loop ends. It is needed
-        # after rounding and greedy moves, because the last move may save too much. Latency rises in steps, so keeping
-        # some more patches may cost nothing.
+        # Each round makes the change that lowers the divergence most. The divergence falls in every round, so the loop
+        # ends. The loop is needed after rounding and greedy moves, because the last move may save too much. Latency
+        # rises in steps, so keeping some more patches may cost nothing.
         step = 1 if self.cost_table.quantity == "latency" else None
         while True:
             best = now
@@ -155,7 +155,7 @@ class Frontier:
     @property
     def cheapest(self) -> float:
         """The smallest cost share that any plan has, up to rounding."""
-        # This searches the largest savings that any final state reaches.
+        # These are the largest savings that any final state reaches.
         saved = np.flatnonzero(np.isfinite(self._solved[0].min(0))).max() - MAX_DEFICIT
         return self.nothing * (1 - float(saved) / GRID)
 
@@ -167,7 +167,7 @@ class Frontier:
     @cached_property
     def _numbers(self) -> np.ndarray:
         """The possible total numbers of pruned patches."""
-        # They are the offset plus multiples of the step, which keeps the number of states small.
+        # Only the offset plus multiples of the step are possible, which keeps the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
         return np.array([0, *range(space.offset or space.step, most, space.step)])
@@ -211,7 +211,7 @@ class Frontier:
         if not layer or len(least) == 1:
             return least, previous
         updated, patches = least.copy(), self.space.patches
-        # The divergence at every total number of pruned patches. Like in `Sensitivities.total`, a stage adds the
+        # The divergence at every total number of pruned patches. As in `Sensitivities.total`, a stage adds the
         # difference between two totals.
         at_totals = np.array([self.sensitivities.of_pruned(layer, int(gone)) for gone in self._gone])
         for before, gone in enumerate(self._gone):
@@ -228,7 +228,7 @@ class Frontier:
         return updated, previous
 
     def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Chooses a layer's ranks. Returns the lowest sensitivity [gone, saved], the chosen options, and all options."""
+        """Chooses a layer's ranks. Returns the lowest sensitivity [gone, saved], the chosen option, and all options."""
         updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
         by_number = {int(gone): self._options(layer, int(gone)) for gone in self._numbers}
         for index, gone in enumerate(self._gone):

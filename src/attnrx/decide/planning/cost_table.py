@@ -17,8 +17,8 @@ from attnrx.vit.spec import compression_of
 # These parts of a layer's cost grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
 # A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Slightly
-# negative costs are possible, because the savings of attention and MLP are added up. High costs are possible, too. For
-# example, a block of a small model can run as one kernel call. After a merging stage, its parts were called separately,
+# negative costs are possible, because the savings of attention and MLP are added up. High costs are possible, too. In
+# one case, a block of a small model ran as one kernel call. After a merging stage, its parts were called separately,
 # which took seven times as long.
 BELOW, ABOVE = 0.1, 10.0
 
@@ -56,15 +56,15 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 class CostTable:
     """The cost of every layer by rank and number of tokens.
 
-    `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost, and `outside` the
+    `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost. `outside` is the
     cost outside the blocks.
 
     `attention` has the axes [layer, level of qk, level of vo, tokens], and `mlp` has [layer, level, tokens]. Level 0 is
     the full rank. The token axis has an entry for every number of tokens, from none to all. `stages` [layer, tokens] is
     the cost of a token reducer before a layer, by its number of input tokens.
 
-    `prefix` and `patches` are the numbers of tokens of each kind. `spread` is the interquartile range of the timings,
-    as a share of their median. For exact costs, it is 0.
+    `prefix` counts the tokens before the patches, and `patches` counts the patches. `spread` is the interquartile range
+    of the timings, as a share of their median. For exact costs, it is 0.
     """
 
     quantity: str
@@ -182,10 +182,10 @@ def corrected(
     axes: Collection[str] = RANKS,
     stages: Sequence[int | None] = STAGES,
 ) -> CostTable:
-    """Corrects a table of block costs by timing whole models. Its costs become shares of the baseline's latency.
+    """Corrects a table of block costs by timing whole models. The new costs are shares of the baseline's latency.
 
     `latency_shares` times models in turns, and returns their latencies by name as shares of the reference's latency.
-    These models are timed:
+    It is called with these models:
 
     - The unchanged model, which sets the overall scale.
     - For every axis, a model with a middle level in all layers. It sets a factor for the axis's savings.
@@ -213,7 +213,7 @@ def corrected(
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
     factors = {axis: saving_factor(*both) for axis, both in saved.items()}
     for at in joint.values():
-        # The measured saving minus the savings of both axes, and the table's prediction for this difference.
+        # What both axes save together beyond their sum, as measured and as the table predicts it.
         of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
         factors[JOINT] = saving_factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
@@ -221,10 +221,10 @@ def corrected(
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
-    # Non-negative least squares finds three unknowns from the timed models: measured minus predicted share = constant *
-    # stages + slope * input tokens of all stages + missed * predicted savings. All three are costs, and noise must not
-    # make costs negative. The constant is the time to call a stage's many operations. For one image, it is most of the
-    # stage's cost.
+    # For the timed models, measured minus predicted share = constant * stages + slope * input tokens of all stages +
+    # missed * predicted savings. Non-negative least squares finds these three unknowns. All of them are costs, and
+    # noise must not make costs negative. The constant is the time to call a stage's many operations. For one image, it
+    # is most of the stage's cost.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     inputs = [cost_table.stage_inputs(choices).values() for choices in some.values()]
     stage_tokens = np.array([*map(sum, inputs)]) / cost_table.whole
@@ -246,7 +246,7 @@ def corrected(
 
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
-    """Removes the share `missed` from the savings by fewer tokens, in costs [..., tokens]."""
+    """Reduces what fewer tokens save by the share `missed`, in costs [..., tokens]."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
@@ -287,8 +287,8 @@ def never_slower(
 
     The savings of both axes add up. A kernel may pad one axis to the other, so levels that both axes have reached have
     an interaction term. Savings are subtracted from a common intercept. With `from_zero`, they are subtracted from
-    zero. Use it for times that are differences from the full level. The fit has few parameters for many times, so it
-    also reduces measurement noise.
+    zero. Use `from_zero` for times that are differences from the full level. The fit has few parameters for many times,
+    so it also reduces measurement noise.
     """
     # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings of an
     # indicator cannot be negative, so the fitted times cannot rise from one level to the next.

@@ -396,7 +396,7 @@ class _Timer:
         return self._times(model, self.layers, False) / len(self.layers)
 
     def saved(self) -> dict[str, tuple[int, float]]:
-        """Returns for each axis a middle level, and the time that this level saves in a block with all tokens."""
+        """Returns a middle level for each axis, and the time that this level saves in a block with all tokens."""
         space, levels, runs = self.space, dict[str, int](), dict[str, Callable[[], object]]()
         for axis in RANKS:
             if available := space.available(axis):
@@ -573,7 +573,7 @@ class PlanTimer:
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         """Times models or their files in turns with the baseline.
 
-        Returns a record for each: the speed relative to the baseline with its interval, and the conditions.
+        Returns one record per model, with its speed relative to the baseline, the interval and the conditions.
         """
         settings, baseline = self.settings, self.baseline.model
         noise = settings.noise(self.space.model)

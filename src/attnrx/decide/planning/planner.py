@@ -41,13 +41,13 @@ from attnrx.vit.outputs import OutputKind, current_judgement
 # The phases of planning, with their usual shares of the time in percent (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
 PHASES["predicting on other images"] = 5.0
-# If a plan misses its target of latency, the next attempt aims at RETRY_FACTOR times the target. A quick plan has few
+# If a plan misses its latency target, the next attempt aims at RETRY_FACTOR times the target. A quick plan has few
 # attempts to correct a miss, and its timings are short. So it aims at QUICK_FACTOR times the target, which leaves a
 # margin for a second measurement.
 RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
-# A plan may miss a target of latency by less than a factor MISSED, because machines vary as much. Such a plan is
-# returned if the plans that reach the target have much worse outputs. They must diverge by more than TOLERATED nats and
-# by more than twice as much.
+# A plan may miss a latency target by less than a factor MISSED, because machines vary as much. Such a plan is returned
+# if the plans that reach the target have much worse outputs. They must diverge by more than TOLERATED nats and by more
+# than twice as much.
 MISSED, TOLERATED = 1.05, 0.01
 # A quick plan for a file is timed together with a plan at CHEAPER times its cost, because two files can be written at
 # once. If the cost table errs, one of the two is often fast enough and close to the target.
@@ -93,8 +93,8 @@ def plan(
     the divergence of whole plans. All plans are measured on a part of `images`, and the best plans on all of them. The
     images are held in memory.
 
-    The predictions are measured on `others`, which influence no choice. You need labels only for a target of accuracy.
-    If `others` have no labels, the plan predicts no change of accuracy.
+    The predictions are measured on `others`, which influence no choice. You need labels only for an accuracy target. If
+    `others` have no labels, the plan predicts no change of accuracy.
 
     Args:
         model: The model, without token pruning or merging.
@@ -158,7 +158,7 @@ def plan_sharing(
     settings = settings or PlanSettings()
     format_of(settings)  # an unknown format raises here, before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    # These images remain after images that are also used for predictions are removed.
+    # These are the images to plan on, without images that are also used for predictions.
     distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
@@ -353,7 +353,7 @@ class Planner:
     def _require_reachable(self, limit: float) -> None:
         """Raises NotSupported if every plan costs more than `limit`, before sensitivities are measured.
 
-        For a target of speed, also logs the unchanged model's speed and the largest possible speed.
+        For a speed target, also logs the unchanged model's speed and the largest possible speed.
         """
         is_speed = self.minimized == "latency"
         if is_speed:
@@ -399,7 +399,7 @@ class Planner:
                 trials += [cheaper] * (cheaper.step.choices != trials[0].step.choices)
             timed = [*zip(trials, self._timed([trial.step for trial in trials]), strict=True)]
             timings += timed
-            # The first attempt only measures the cost table's error, by the closed form's plan, before a costly search.
+            # The first attempt times the plan from `Frontier.at`, to measure the cost table's error before a search.
             searched = attempt or self._times_pairs or self.settings.trials < 2
             if searched and any(self.settings.min_ratio * limit <= ratio <= largest_ratio for _, ratio in timed):
                 break
@@ -489,7 +489,7 @@ class Planner:
     def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
         """Returns the next plan to measure: first a plan near each of the `starts`, then variations of the best plan.
 
-        The first of the `trials` must be the closed form's plan.
+        The first of the `trials` must be the plan from `Frontier.at`.
         """
         number = len(trials) - 1
         if number < len(starts):
@@ -497,7 +497,7 @@ class Planner:
                 return self.frontier.near(limit, starts[number])
             return trials[0].step
         random = np.random.default_rng((self.settings.seed, number))
-        # The best plan so far may still be the closed form's.
+        # The best plan so far may still be the plan from `Frontier.at`.
         measured, best = {trial.step.choices for trial in trials}, min(trials, key=BY_SOFTENED).step.choices
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
@@ -599,7 +599,7 @@ class Planner:
         if cheapest is None:
             raise NotSupported(f"no plan keeps {target}: the least that one loses is {least:.3g}. Allow more.")
         found = self._searched(high)
-        # The search minimizes the divergence, so its plan may lose more accuracy than the closed form's plan.
+        # The search minimizes the divergence, so its plan may lose more accuracy than the plan from `Frontier.at`.
         if self._loss(found.step, target) > target.limit:
             found = self.trial(cheapest, self.answers)
         return found

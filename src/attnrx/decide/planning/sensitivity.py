@@ -36,8 +36,8 @@ from attnrx.vit.models import (
 from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
 
-# Before plans are compared in bfloat16, its rounding is measured on ROUNDED images. Its divergence may be at most
-# MOST_ROUNDING times a divergence at which a decision may change (`flip_divergence`).
+# Before plans are compared in bfloat16, the effect of rounding is measured on ROUNDED images. The divergence by
+# rounding may be at most MOST_ROUNDING times a divergence at which a decision may change (`flip_divergence`).
 ROUNDED, MOST_ROUNDING = 4, 0.01
 
 
@@ -45,10 +45,10 @@ ROUNDED, MOST_ROUNDING = 4, 0.01
 class Deviation:
     """How far a candidate's outputs deviate from the original's, per image.
 
-    For class predictions, `divergence` is KL(original || candidate) in nats, and `softened` its limit for a high
-    temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the candidate is correct,
-    -1 if only the original is, else 0. Without labels, `change` is None. `attnrx.vit.outputs` defines these numbers for
-    other outputs. A regression makes no decisions, so `agrees` and `change` are None.
+    For class predictions, `divergence` is KL(original || candidate) in nats. `softened` is the limit of this divergence
+    for a high softmax temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the
+    candidate is correct, -1 if only the original is, else 0. Without labels, `change` is None. `attnrx.vit.outputs`
+    defines these numbers for other outputs. A regression makes no decisions, so `agrees` and `change` are None.
     """
 
     divergence: Float[Tensor, "images"]
@@ -138,7 +138,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs, one tensor per batch in the shape of the original's outputs."""
+        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, in the original outputs' shape."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -203,8 +203,8 @@ class Sensitivities:
     """The sensitivity of every single choice, which is the mean softened divergence that it causes (`Deviation`).
 
     `ranks` maps each rank axis to a table [layer, level]. For tokens, the divergence is measured at a few numbers of
-    pruned patches. `log_counts` [point] holds the logarithms of these numbers, and `tokens` [layer, point] the
-    logarithms of the divergences. Between and beyond them, the divergence is a power law of the number.
+    pruned patches. `log_counts` [point] holds the logarithms of these numbers. `tokens` [layer, point] holds the
+    logarithms of the divergences. Between and beyond the points, the divergence is a power law of the number.
 
     After earlier stages, the remaining patches are less redundant. So a stage costs the difference between the
     divergences at the totals after and before it.
@@ -213,7 +213,7 @@ class Sensitivities:
     ranks: Mapping[str, np.ndarray]
     log_counts: np.ndarray
     tokens: np.ndarray
-    # A cache, because the dynamic program and the greedy moves need the same totals many times.
+    # This cache saves time, because the dynamic program and the greedy moves need the same totals many times.
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_pruned(self, layer: int, count: int) -> float:
@@ -239,8 +239,8 @@ class Sensitivities:
 def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
     """Measures every axis at the probed levels, in one layer at a time.
 
-    The layers before the changed one run only once per batch. Levels in between are interpolated by the removed energy.
-    It is the energy of the pruned directions in the metric of the data, as recorded in prescriptions.
+    The layers before the changed one run only once per batch. Levels between the probed ones are interpolated by the
+    removed energy. This is the energy of the pruned directions in the metric of the data, as prescriptions record it.
 
     With `layer_stride`, some layers are not measured. The divergence per removed energy, or per pruned patch, is then
     interpolated over the layers.

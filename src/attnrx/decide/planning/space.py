@@ -94,9 +94,10 @@ class Choices:
 class Space(Displayed):
     """The search space: all plans for one model.
 
-    `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads. It has
-    the lower divergence. "uniform_rank" gives all heads the same rank. It has as many MACs, but is faster if heads are
-    padded to the largest rank. Ranks are multiples of `multiple`, and hidden widths are multiples of `width_multiple`.
+    `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads, by their
+    strengths. "uniform_rank" gives all heads the same rank. It has the same MACs and a higher divergence, but is faster
+    if heads are padded to the largest rank. Ranks are multiples of `multiple`. Hidden widths are multiples of
+    `width_multiple`.
 
     The total number of pruned patches is `offset` plus a multiple of `step`. For latency, `offset` is chosen so that
     kernels get a multiple of their vector or tile size as number of tokens. A plan has at most `most_stages` stages.
@@ -215,7 +216,7 @@ class Space(Displayed):
     def metric(self) -> str | None:
         """The metric for qk: "mix", or None if a layer must keep its own directions in their own order.
 
-        Layers with norms must keep them, and so must layers whose heads share directions.
+        Layers with norms must keep their directions, and so must layers whose heads share directions.
         """
         has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
         return None if has_own_order else "mix"
@@ -242,7 +243,7 @@ class Space(Displayed):
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns the available ones of these `levels`. If none is available, returns the axis's middle level."""
+        """Returns which of these `levels` are available, or a middle available level if none of them is."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
@@ -300,9 +301,9 @@ class Space(Displayed):
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, in equal numbers before every layer but the first. Largest first.
+        """Returns plans that only prune tokens, in equal numbers before every layer but the first.
 
-        If the number of stages is limited, the stages are spread over the layers.
+        The plans that prune most come first. If the number of stages is limited, they are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()

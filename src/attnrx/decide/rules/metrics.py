@@ -336,7 +336,7 @@ class RotaryDirections:
 
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
-    """Returns for every rank from 1 how much the lower convex hull of the errors decreases there.
+    """Returns how much the lower convex hull of the errors decreases at every rank from 1.
 
     The hull is the largest convex function that is nowhere above the errors.
     """

@@ -418,7 +418,7 @@ def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
 
 
 def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
-    """Returns the decision without the directions of removed heads. The reasons of these heads say so."""
+    """Returns the decision without the directions of removed heads, and with a reason that says they are removed."""
     if heads is None:
         return decision
     is_kept = heads.keep.tolist()

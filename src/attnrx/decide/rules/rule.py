@@ -55,11 +55,11 @@ class Rule(ABC):
     metric: str | None = None
 
     default_metric: ClassVar[str | None] = None
-    """The metric for scores without norms, if the rule has none."""
+    """The metric for scores without norms, if you give none."""
     applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
     """The maps that the rule can prune: only qk if the rule uses attention, changes strengths or shares directions."""
     head_metric: ClassVar[str] = "centered"
-    """The metric for heads (HEAD_METRICS), if the rule has none."""
+    """The metric for heads (HEAD_METRICS), if you give none."""
     kinds: ClassVar[Mapping[str, Kind]] = {}
     """Checks for options that need more than the usual check for their type (numbers, shares, rules)."""
 
@@ -101,8 +101,8 @@ class Rule(ABC):
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Returns one layer's spectrum. Raises NotSupported if all strengths are 1, as in dense attention.
 
-    Such strengths cannot rank directions. Other equal strengths are accepted. A model may have learned them. Or they
-    belong to a dead layer, in which all strengths are zero or, in a metric, at the noise floor.
+    Strengths of 1 cannot rank directions. Other equal strengths are accepted. Either a model has learned them, or the
+    layer is dead, and all strengths are zero or, in a metric, at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -309,7 +309,7 @@ class TotalRank(Rule):
         total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
-        # A share that gives less than the minimum for all heads is raised to it. A number raises an error there.
+        # A share below the minimum for all heads is raised to it. A number below it makes the allocation raise.
         units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
         return max(total, units * -(-self.minimum // self.multiple) * self.multiple)
 
