@@ -105,7 +105,7 @@ def observe_images(
     with evaluating([model]), observing(model, family, observe):
         for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
             model(validation.take(batch.images))
-    return validation.notes()  # this also warns
+    return validation.notes()  # also issues the warnings
 
 
 def predict(

@@ -230,7 +230,7 @@ def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment
 
     `moment` is the moment of the second map's inputs, or None if it was not measured.
     """
-    weight = second.weight.detach().cpu().clone()  # not the model's own memory
+    weight = second.weight.detach().cpu().clone()  # a copy, in case you train the model
     wide = weight.double()
     bias = wide.new_zeros(len(wide)) if second.bias is None else second.bias.detach().cpu().double().clone()
     after = wide.norm(dim=0)

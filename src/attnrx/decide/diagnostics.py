@@ -99,7 +99,7 @@ class Panel:
             raise InvalidInput(f"a diagnosis with {problem}: choose at least one, and each kind once.")
         self.diagnostics, self.spectra = diagnostics, spectra
         self._images = [0] * len(spectra)
-        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of what is measured
+        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of the layers
         self._reads_outputs = any(each.reads_outputs for each in diagnostics)
         self._outputs = [CentredMoment() for _ in spectra]
         self._readouts: dict[int, Tensor] = {}
@@ -333,7 +333,7 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     because its directions can be rewritten in metrics that use these moments. With `moments=True`, attention with norms
     gets it, too, because rules for values and MLPs have no other metric that uses data.
     """
-    if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
+    if spectra and not any(spectrum.heads for spectrum in spectra):  # no attention is read, or all is removed
         return (Moments(),)
     standard = tuple(kind() for kind in DIAGNOSTICS.values() if kind is not Moments)
     return (*standard, Moments()) if moments or any(spectrum.norms == "none" for spectrum in spectra) else standard

@@ -140,7 +140,7 @@ def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        if depth:  # one of its methods calls another one
+        if depth:  # another of these methods makes this call
             return method(*args, **kwargs)
         depth += 1
         try:

@@ -145,7 +145,7 @@ def _realized(
     family, by = family_of(model), "mask" if compression is None else "compress"
     changed, attentions, kept = copy_module(model), family.attention(model), prescription.kept_blocks
     if prescription.depth is not None:
-        shallower = working_copy(shallower_form(model, kept))  # also for a mask, to prove that tokens pass the blocks
+        shallower = working_copy(shallower_form(model, kept))  # also for a mask, as it checks that blocks can go
         if compression is not None:
             changed, attentions, layers = shallower, [attentions[at] for at in kept], [layers[at] for at in kept]
     with torch.no_grad():
@@ -287,7 +287,7 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
 
 def require_fewer_tokens(model: nn.Module) -> None:
     """Raises NotSupported if the code of a user's module fails with fewer tokens between its blocks."""
-    if not isinstance(model, Adopted) or model.around is None:  # libraries' blocks accept any number of tokens
+    if not isinstance(model, Adopted) or model.around is None:  # library blocks accept any number of tokens
         return
     try:
         with evaluating((model,)):

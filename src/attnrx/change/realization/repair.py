@@ -350,7 +350,7 @@ class _Block:
         called, inputs, units = modules[first + 1 : last], calls[first].tokens, calls[last].tokens
         candidates: list[nn.Module] = [nn.Sequential(self.maps[0], *called)]
         around = [part for part in self.module.modules() if {*self.maps} <= {*part.modules()}]
-        if len(around) > 1:  # the smallest such module, e.g. a gated MLP
+        if len(around) > 1:  # the smallest module around both, e.g. a gated MLP
             candidates.append(_UpTo(around[-1], self.maps[1]))
         for candidate in candidates:
             with suppress(RuntimeError):  # e.g. a part of a gate gets different inputs
@@ -454,7 +454,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     at_once = min(max(int(GRAPH_MACS / family.costs(model).macs), 1), CHUNK // 2)
     for batch in chosen.batches(at_once, device=weight.device):
         with torch.enable_grad(), recording_calls(blocks, lambda call: call) as calls:
-            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph even with frozen weights
+            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # so frozen weights have a graph
             drawn = kind.drawn(answers, generator)
         # Block outputs are [batch, tokens, width]. There may be no gradients, if the module computes its blocks without
         # them, or if its outputs use only an earlier block.

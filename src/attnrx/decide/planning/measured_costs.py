@@ -286,7 +286,7 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        with ExitStack() as states:  # entered in the call, because a copied module has no state of a call
+        with ExitStack() as states:  # entered per call, because copies of the module have no such state
             if self.last is not None:
                 states.enter_context(self.last.forward_pass(True))
             if self.reduction is not None:
@@ -348,7 +348,7 @@ class _Timer:
         # The model may run a batch in chunks. `whole` then divides by the number of calls per block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
-        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
+        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # cached runs
         self.original = self._prepared(space.model, self.layers)
         # The time of a call without blocks, in units of the original block. A model is called only once, so this is
         # subtracted from the times of blocks.
@@ -536,7 +536,7 @@ class PlanTimer:
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
         self.space, self.requested, self.images, self.log = space, requested, images, requested.log
         self._baseline = baseline
-        self._written: WeakKeyDictionary[nn.Module, Exported] = WeakKeyDictionary()  # the files of plans
+        self._written: WeakKeyDictionary[nn.Module, Exported] = WeakKeyDictionary()  # one file per plan
 
     @cached_property
     def settings(self) -> PlanSettings:

@@ -392,7 +392,7 @@ class Planner:
                 trials = [self._adjusted(allowed, timings[-1][0])]
             elif attempt or self._times_pairs:
                 trials = [self._searched(allowed)]
-            else:  # the closed form's plan corrects the predicted cost before a search
+            else:  # the plan from `Frontier.at` corrects the predicted cost before a search
                 trials = [self._best((self._first(allowed),))]
             if self._times_pairs:
                 cheaper = self._adjusted(max(CHEAPER * trials[0].step.cost, least), trials[0])
@@ -404,7 +404,7 @@ class Planner:
             if searched and any(self.settings.min_ratio * limit <= ratio <= largest_ratio for _, ratio in timed):
                 break
             if searched and allowed <= least and all(ratio > largest_ratio for _, ratio in timed):
-                break  # the fastest plan is not fast enough
+                break  # even the fastest plan is too slow
             # The next limit corrects the plan's own predicted cost, which may be below the limit that it had.
             trial, ratio = min(timed, key=lambda each: abs(each[1] - limit))
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)

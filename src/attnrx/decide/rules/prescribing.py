@@ -281,7 +281,7 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
             spectrum, layer = own_spectra[index], replace(unchanged[index], reasons=reasons)
         elif spectrum.pairs is None:
             layer = replace(layer, basis=basis, reasons=reasons)
-        else:  # the rule decides only the ranks, because a rank's best form does not contain those for smaller ranks
+        else:  # the rule decides only the ranks, because a rank's best form does not contain the smaller forms
             rotary = directions_in(metric, diagnosis.layers[index])
             assert isinstance(rotary, RotaryDirections)
             layer = rotary.decision(layer.ranks, reasons)

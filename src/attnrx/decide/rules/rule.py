@@ -94,7 +94,7 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
-        knobs = spelled_knobs(self)  # without the knobs that are rules
+        knobs = spelled_knobs(self)  # without options that are rules
         return text_name(type(self)) + (f"({parts})" if parts else "") + (f":{knobs}" if knobs else "")
 
 
