@@ -315,7 +315,7 @@ def unit_losses(
     Raises:
         InvalidInput: The ridge is not positive.
     """
-    # Removing a unit is an elimination step in P. The rank-one updates of a block of removals are collected and then
+    # Removing a unit eliminates it from `precision`. The rank-one updates of a block of removals are collected and then
     # applied by matrix products, as in blocked factorizations. The algorithm uses the weights only through their inner
     # products. So a block's rows stay in the cache, however many outputs the map has. Both tables are symmetric, so
     # only their upper halves are updated.
@@ -352,7 +352,7 @@ def _eliminated(
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
-    # Every step updates only what the next choice needs: the diagonal of P and the squared norms of the weights.
+    # Every step updates only what the next choice needs: the diagonal of `precision`, and the squared weight norms.
     diagonal, squares = precision.diagonal().clone(), products.diagonal().clone()
     removed: list[int] = []
     losses: list[float] = []

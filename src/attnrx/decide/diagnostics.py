@@ -116,7 +116,7 @@ class Panel:
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        # If any output is not finite, the sum is not finite either. It takes a tenth of the time of isfinite.
+        # If any output is not finite, the sum is not finite either. The sum takes a tenth of the time of isfinite.
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(

@@ -62,7 +62,7 @@ class _Batch:
 def smaller_decoder(
     model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[Adopted, float] | None:
-    """Returns a copy of a map model with a smaller decoder, and how far the copy diverges from the model on average.
+    """Returns a copy of a dense model with a smaller decoder, and the mean divergence of the copy from the model.
 
     The divergence is measured on images that the copy was not fitted to. The function returns None if the decoder has
     no channels to remove, if removing them saves little, or if the copy diverges too much.

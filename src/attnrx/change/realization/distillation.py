@@ -102,9 +102,9 @@ class Distill:
     `distill` passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of
     Adam. The rates are relative to the root mean square of each tensor, and decay to zero along a cosine.
 
-    With `directions`, the loss is the cosine distance of the embeddings. Use it if a search index holds vectors of the
-    reference, because a search ignores the lengths of embeddings. With `bits=8`, the candidate's linear maps are
-    computed as in an 8-bit file (`EightBits`). Use it for a model that you will export to 8 bits.
+    With `directions`, the loss is the cosine distance of the embeddings. Use `directions` if a search index holds
+    vectors of the reference, because a search ignores the lengths of embeddings. With `bits=8`, the candidate's linear
+    maps are computed as in an 8-bit file (`EightBits`). Use `bits=8` for a model that you will export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
@@ -139,10 +139,10 @@ def distill(
     rate helps, you get the candidate's own weights.
 
     Args:
-        candidate: The compressed model.
-        reference: The original.
-        calibration: Images, normalized for the model.
-        settings: The epochs and learning rates of the fit.
+        candidate: The compressed model. It is not changed.
+        reference: The original model, whose outputs are the targets.
+        calibration: Images to fit to, normalized for the model. Labels are not used.
+        settings: Epochs, batch size and learning rates. None uses the defaults of `Distill`.
 
     Returns:
         The distilled copy, with the divergence before and after.

@@ -333,7 +333,7 @@ def realize_and_fit(
     accepts a model with fewer tokens, and runs last.
 
     Args:
-        model: The original.
+        model: The original model. It is not changed.
         prescription: The prescription for the original.
         images: Images to fit to. A compression that fits strengths uses them, too.
         fits: The settings of the fits. Without fits, the function only realizes.
@@ -390,7 +390,7 @@ def realize_with_effort(
     Returns the model and the settings of the fits that ran.
 
     Args:
-        model: The original.
+        model: The original model. It is not changed.
         prescription: The prescription for the original.
         images: The images to fit to.
         effort: Sets how much is fitted.
@@ -465,7 +465,7 @@ def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
 
 
 def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
-    """Zeroes in place what a layer loses. Every shape stays.
+    """Writes zeros, in place, for everything that a layer loses. Every shape stays.
 
     Raises:
         NotSupported: All heads share the directions of the decision, and the layer has no rows for them.
@@ -564,7 +564,7 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
 
 
 def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the frequencies of the kept rotary pairs of these heads.
+    """Returns the frequencies of the kept rotary pairs, for the heads in `order`.
 
     Raises:
         InvalidInput: The decision is for another form, or keeps only one row of a pair.

@@ -124,10 +124,10 @@ def repair(
     The repair needs memory for about seven copies of all tokens of the images. Prune or merge tokens after the repair.
 
     Args:
-        candidate: The compressed model, with all its tokens.
-        reference: The original.
-        calibration: Images, normalized for the model.
-        settings: The steps and learning rates of the fit.
+        candidate: The compressed model, before tokens are pruned or merged. It is not changed.
+        reference: The original model, whose block outputs are the targets.
+        calibration: Images to fit to, normalized for the model. Labels are not used.
+        settings: Steps, learning rate and budget of the fit. None uses the defaults of `Repair`.
 
     Returns:
         The repaired copy, with the errors of every block before and after.

@@ -28,7 +28,7 @@ def least_needed_blocks(
     `{"depth": ...}`.
 
     Args:
-        model: The model.
+        model: The model, without token pruning or merging.
         images: Images without labels, normalized for the model, in any form that attnrx reads.
         count: How many blocks to remove. At least one block must stay.
         batch_size: Images per forward pass.

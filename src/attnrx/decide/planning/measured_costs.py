@@ -484,8 +484,8 @@ class _Timer:
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
     """Returns times for all numbers of tokens in `counts`, by linear interpolation between the timed numbers."""
     # `times` is [levels, grid + 1]. Its last entry is the time with all tokens before any stage, and is used for all
-    # tokens. Any smaller number means that a stage precedes the block. The grid's own entry for all tokens, after a
-    # stage, only ends that line. No tokens take no time.
+    # tokens. For smaller numbers, a stage precedes the block. The grid's own entry for all tokens, after a stage, only
+    # serves as the end of the interpolation. No tokens take no time.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))

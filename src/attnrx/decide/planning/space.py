@@ -154,7 +154,7 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # Dense outputs of such models use the same relevance, because they diverge less with it
+                    # Dense outputs of models with a class token diverge less with this relevance, too
                     # (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
@@ -303,7 +303,7 @@ class Space(Displayed):
     def even_schedules(self) -> tuple[Choices, ...]:
         """Returns plans that only prune tokens, in equal numbers before every layer but the first.
 
-        The plans that prune most come first. If the number of stages is limited, they are spread over the layers.
+        The plans that prune most come first. If the number of stages is limited, the stages are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()

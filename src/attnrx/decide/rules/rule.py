@@ -239,10 +239,10 @@ class EnergyRetention(Rule):
 class UniformRank(Rule):
     """Keeps the `rank` strongest directions of each head, or this share of them (IrrAtt's TruncAtt, Section 2.3).
 
-    With the metric "weights", the rule is the truncated singular value decomposition of each head's W_Q W_K^T. This is
-    the default metric for scores without norms. Otherwise, TotalRank's default is used. The rank is rounded to a
-    multiple of `multiple`. Kernels load several values at once, and are slower at a rank in between than at the
-    next multiple.
+    With the metric "weights", the rule is the truncated singular value decomposition of each head's W_Q W_K^T.
+    "weights" is the default for scores without norms. Otherwise, the default is the same as for TotalRank. The rank is
+    rounded to a multiple of `multiple`, because kernels load several values at once. They are slower at a rank in
+    between than at the next multiple.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -374,8 +374,8 @@ class Or(Combination):
 class ByLayer(Rule):
     """Applies a separate rule to every layer. The first rule applies to the first layer.
 
-    A target per layer leads to such a rule, because the rank that meets the target differs from layer to layer. An
-    example of its text form is by_layer(total_rank:0.5; total_rank:0.25).
+    A target per layer needs such a rule, because the rank that meets the target differs from layer to layer. An example
+    of the rule's text form is by_layer(total_rank:0.5; total_rank:0.25).
 
     Raises:
         InvalidRule: Raised by `decide` if the diagnosis has another number of layers.
