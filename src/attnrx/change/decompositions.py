@@ -250,7 +250,7 @@ def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> 
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
-    # The last argument bounds the entries of the outputs' moment, and thereby their rounding.
+    # The last argument bounds the entries of the outputs' moment. Their rounding is proportional to this bound.
     return _leading(basis, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
 
 

@@ -121,7 +121,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs.clear()
-        # This calls `source`, because the model itself would compute a large batch in chunks, with one call per chunk.
+        # `source` is called, because the model itself would compute a large batch in chunks, with one call per chunk.
         with model.forward_pass(), _calls_replaced(model, keep):
             rows = rows_of(model.source(pixels))
         if len(outputs) != 1:

@@ -244,5 +244,5 @@ class _OutputFit:
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
-    # The last image of every HELD_OUT is held out. A short last batch may thus have none, but always has images to fit.
+    # The last of every HELD_OUT images is held out. A short last batch may have no such image, but has images to fit.
     return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1

@@ -633,7 +633,8 @@ def _combine_directions_(
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
     """Adapts relative position tables to changed query rows, in place.
 
-    The products of query and table stay the same, as far as the old query rows are combinations of the new ones.
+    The products of query and table stay the same if the old query rows are combinations of the new ones. Otherwise,
+    least squares approximates them.
     """
     if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
         return

@@ -74,7 +74,8 @@ class Frontier:
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
         """
-        # This is the greedy rule for fractional knapsacks. Unlike with `at`, the result depends on the start.
+        # The method is the greedy rule for fractional knapsacks. Unlike the plan from `at`, its result depends on the
+        # start.
         now = self._step(start)
         while now.cost > limit:
             best, gain = None, 0.0

@@ -14,7 +14,7 @@ from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS
 from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
 from attnrx.vit.spec import compression_of
 
-# These parts of a layer's cost grow quadratically with the number of tokens.
+# The parts of a layer's cost that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
 # A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Slightly
 # negative costs are possible, because the savings of attention and MLP are added up. High costs are possible, too. In
@@ -31,12 +31,12 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
     require_all_tokens(model, "compute the costs of a prescription on")
     family, compression = family_of(model), compression_of(by)
     keeps_norms = compression is None or compression.keeps_norms
-    # These are the layer specs after `realize`. Next come the ranks of both MLP maps and the numbers of hidden units.
+    # `specs` holds the layer specs after `realize`. `ranks` and `hidden` hold the sizes of the MLPs.
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, keeps_norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
-            # A map without a decision keeps its rank, and thus its cost. It may already be factored.
+            # A map without a decision keeps its rank and its cost. Such a map may already be factored.
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )

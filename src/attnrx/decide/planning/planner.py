@@ -158,7 +158,7 @@ def plan_sharing(
     settings = settings or PlanSettings()
     format_of(settings)  # an unknown format raises here, before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    # These are the images to plan on, without images that are also used for predictions.
+    # `distinct_images` are the images to plan on, without images that are also used for predictions.
     distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
@@ -579,8 +579,9 @@ class Planner:
         Raises:
             NotSupported: No plan keeps the loss within the limit.
         """
-        # The bisection uses only closed forms, because each cost would need its own search. Plans at cost `low` lose
-        # too much. `high` is the smallest cost so far with an allowed loss, and the final search uses this cost.
+        # The bisection uses only plans from `Frontier.at`, because each cost would need its own search. Plans at cost
+        # `low` lose too much. `high` is the smallest cost so far with an allowed loss, and the final search uses this
+        # cost.
         low, high, cheapest, least = 0.0, 1.0, None, inf
         for _ in range(HALVINGS):
             middle = (low + high) / 2

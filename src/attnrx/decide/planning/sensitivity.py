@@ -113,12 +113,12 @@ class Answers:
         return len(self.outputs)
 
     def first(self, count: int) -> "Answers":
-        """Returns the first batches, as many as are needed for `count` images."""
+        """Returns the answers for the first batches, as many as are needed for `count` images."""
         # Batches stay whole, so that no outputs have to be computed again.
         return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
-        """Returns exactly the first `count` images. The last batch is shortened."""
+        """Returns the answers for exactly the first `count` images. The last batch is shortened."""
         some = self.first(count)
         *whole, last = some.batches
         return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))

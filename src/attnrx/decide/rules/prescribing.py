@@ -148,7 +148,7 @@ def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer.
 
-    The rule for "heads" decides first. The other rules then see a layer without the removed heads. In the metric
+    The rule for "heads" is applied first. The other rules then get layers without the removed heads. In the metric
     "centered", the output projection is refitted to the remaining heads, which becomes a decision about "vo".
 
     The rule for "qk" selects directions by their strengths. Depending on its metric (METRICS), these are rewritten
@@ -321,7 +321,7 @@ def output_metric(rule: Rule, name: str) -> str:
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     """Returns every layer's decision about its heads, or None for a layer in which all heads stay.
 
-    The rule sees a layer as one unit whose directions are the heads. In the metric "centered", a head's squared
+    For the rule, a layer is one unit with the heads as directions. In the metric "centered", a head's squared
     strength is how much the error grows when greedy elimination removes this head (`elimination_losses`).
 
     Raises:
@@ -462,7 +462,7 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
 def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
     """Returns every MLP's decision about its hidden units, or None for a layer in which all of them stay.
 
-    The rule sees an MLP as one unit whose directions are the hidden units. The refit takes most of the time. Without
+    For the rule, an MLP is one unit with the hidden units as directions. The refit takes most of the time. Without
     `refit`, the decisions have no weights for the second map and cannot be realized.
 
     Raises:

@@ -117,7 +117,7 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns every direction's rank in its head: 0 for the largest amount. Ties go by index, and padding is last."""
+    """Returns every direction's rank in its head: 0 for the largest amount. Ties go by index. Padding comes last."""
     # Amounts are never negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
@@ -135,11 +135,11 @@ def fewest_holding(
 ) -> Bool[Tensor, "heads directions"]:
     """Returns a mask of the fewest directions in each head that hold this share of the head's amount.
 
-    With the energy as amount, this is SVDA, Eq. 45. Ties go by index. At least one direction is kept. A share of 1
-    keeps all directions with a nonzero amount.
+    With the energy as amount, this is SVDA, Eq. 45. Ties go to the lower index. At least one direction is kept. A share
+    of 1 keeps all directions with a nonzero amount.
     """
     if share == 1:
-        # This counts directions, because a rounded sum can reach its total before the last amount is added.
+        # Directions are counted, because a rounded sum can reach its total before the last amount is added.
         ranks = ((amount > 0) & used).sum(-1)
     else:
         cumulative = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
@@ -222,9 +222,9 @@ def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
-    At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties go by index. The
-    removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than
-    sqrt(1 - rho) * norm(strength) * scale. The rule needs learned strengths.
+    At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties go to the lower
+    index. The removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than sqrt(1 -
+    rho) * norm(strength) * scale. The rule needs learned strengths.
     """
 
     rho: float
