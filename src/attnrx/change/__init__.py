@@ -1,1 +1,1 @@
-"""Makes a smaller model: decompositions, the realization of prescriptions, and fits."""
+"""Creates and fits smaller models: matrix decompositions, realization of prescriptions, repair and distillation."""

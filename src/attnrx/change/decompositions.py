@@ -1,7 +1,8 @@
-"""Decompositions of matrices. The functions take tensors and do not depend on attention.
+"""Matrix decompositions for pruning and low-rank factors. All functions work on plain tensors, not on models.
 
-The first part finds balanced directions of a bilinear form. The second part finds output directions of a linear map.
-The third part eliminates units greedily, with a compensation. The last part distributes a total rank.
+The module has four parts. The first balances the directions of a bilinear form, such as attention scores. The second
+finds the output directions of a linear map. The third removes units greedily and compensates for them. The last
+distributes a total rank over layers and heads.
 """
 
 from collections.abc import Sequence
@@ -18,32 +19,35 @@ __all__ = [
     "factor_directions", "output_pca", "pays", "plain_svd", "read_out", "svd_directions", "unit_losses", "water_fill",
 ]  # fmt: skip
 
-# A Gram may be asymmetric by this share of its largest entry, because float32 sums round.
+# How asymmetric a Gram matrix may be, as a share of its largest entry. It is rarely exactly symmetric, because float32
+# sums round.
 TOLERANCE = 1e-5
-# Singular values are accurate to about d * 2e-16 of the form's scale. Below this share, dividing a row by its singular
-# value would leave only noise.
+# Singular values below this share of the form's scale count as zero. They are accurate to about d * 2e-16 of the scale,
+# so dividing a row by a smaller one would leave only noise.
 NULL_SHARE = 1e-13
-# Kept features are duplicates if an eigenvalue of their correlations is below this share of the largest one. A feature
-# is also a duplicate if its energy is below this share of the energy of the features that it combines.
+# `read_out` counts kept features as duplicates if an eigenvalue of their correlations is below this share of the
+# largest one. It counts a feature as constant if its energy is below this share of the energy that the feature
+# combines.
 COPY_SHARE = 1e-12
-# The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of the values from
-# 1e-4 to 0.3, it has the smallest KL divergence on images of other classes than the calibration's
+# The default penalty on changes of the MLP's second map, relative to a unit's mean variance. Of the values from 1e-4 to
+# 0.3, this one has the smallest KL divergence on images from classes without calibration images
 # (docs/results/hidden.md).
 RIDGE = 0.1
-# How many eliminated units are deleted from the tables at once.
+# How many units `unit_losses` removes between two updates of its tables.
 BLOCK = 64
-# How many rows of a table are updated at once.
+# How many table rows of `unit_losses` one matrix product updates.
 UPDATED = 512
 # With 1,537 or 4,096 features, computing 256 rows of a Gram at once halves the time (2026-11-28, EPYC, two threads).
 GRAM_BLOCK = 256
-# The increase of every removal is at least this multiple of the previous one, so ties keep the order of elimination.
+# Each removal increases the error by at least this multiple of the previous increase, so ties keep their order.
 STEP = 1 + 1e-9
-# For heads, as a share of the mean variance. Without it, constant or duplicate features make the covariance singular.
+# This share of the mean variance is added to the diagonal of the heads' covariance. Without it, constant or duplicate
+# features would make the covariance singular.
 DAMPING = 1e-8
 
 Weight = Float[Tensor, "outputs inputs"]
 Directions = tuple[Float[Tensor, "most"], Float[Tensor, "most outputs"]]
-"""Descending strengths, and directions. Rank r leaves the sum of all later squared strengths as squared error."""
+"""Descending strengths, and their directions. At rank r, the error is the sum of all later squared strengths."""
 
 Ranks = tuple[int, ...]
 
@@ -55,15 +59,16 @@ Ranks = tuple[int, ...]
 class Balanced:
     """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
 
-    Let old_left and old_right be two tables [d, width]. The form old_left^T old_right becomes the sum over r of
-    strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together give the original form for any
-    input. The first r give the best form of rank r in the metric, and its squared error is the sum of the discarded
-    squared strengths. The bases are nested, so one `Balanced` serves every rank.
+    Let old_left and old_right be two tables [d, width]. Their bilinear form old_left^T old_right becomes the sum over r
+    of strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together give the original form for
+    any input. The first r directions give the best form of rank r in the metric. Its squared error is the sum of the
+    discarded squared strengths. The bases are nested, so one `Balanced` serves every rank.
 
-    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy: left[r] G_left
-    left[r]^T = 1, and the same on the right. The following directions are null, because one of their two sides has no
-    energy. Null directions contribute nothing in the metric, but may contribute for other inputs. They do not have unit
-    energy. Their strength is a placeholder, 1e-13 of the form's scale, which keeps left, right and the order valid.
+    `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy. With
+    G_left as the left Gram, left[r] G_left left[r]^T = 1, and likewise on the right. The remaining directions are null,
+    which means that one of their two sides has no energy. Null directions contribute nothing in the metric, but may
+    contribute for other inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's
+    scale, which keeps both bases invertible and the order descending.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -74,15 +79,15 @@ class Balanced:
 
 @one_thread()
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
-    """Balances the form left . right of two vectors whose second moments are the given Grams (in float64).
+    """Balances the dot product of two random vectors, given their second moments (Grams). Computes in float64.
 
     Let G = R^T R on each side, and R_left R_right^T = U diag(s) V^T. Then the directions are left = diag(1/s) V^T
-    R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation, as in model reduction
-    (Moore, 1981). For independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on
-    the whitened form. No Gram is inverted, so Grams may be singular, zero and of any scale.
+    R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation from model reduction (Moore,
+    1981). If the two vectors are drawn independently, the expected squared error is the sum of the discarded s^2
+    (Eckart and Young). No Gram is inverted, so Grams may be singular or zero, and have any scale.
 
     Rounding in the Grams dominates strengths below about 1e-8 of the form's scale. If you have the rows themselves, use
-    `svd_directions` instead. Raises InvalidInput if Grams are not finite or not symmetric.
+    `svd_directions` instead. Raises InvalidInput if a Gram is not finite or not symmetric.
     """
     return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
@@ -90,9 +95,9 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
 def svd_directions(
     left_rows: Float[Tensor, "heads d left_width"], right_rows: Float[Tensor, "heads d right_width"]
 ) -> Balanced:
-    """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
+    """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], for every head.
 
-    The product is never formed. Two thin QR factorizations and one d x d SVD per head keep small singular values
+    The product itself is never formed. Two thin QR factorizations and one d x d SVD per head keep small singular values
     precise, which a Gram would not. The rewritten rows are orthonormal on each side.
     """
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
@@ -103,12 +108,15 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances in the metric of the Grams factor^T factor, from the two factors. Rows of a factor may be samples.
+    """Balances two vectors like `balance`, but from factors of their Grams, G = factor^T factor.
 
-    Null directions complete the basis. With L and R the other directions, I - L^T diag(s) R is a projector on the
-    remaining space. Its singular vectors are rotated so that each vector, or its partner, has no energy in the metric.
-    Then right = diag(1/strength) left^-T makes the identity hold up to rounding: 2e-16 of the largest |left|^T strength
-    |right|. The error is about 1e-15, or more if the two metrics differ by many orders of magnitude.
+    A factor's rows may be samples.
+
+    Null directions complete the basis. Let L and R hold the other directions. Then I - L^T diag(s) R projects onto the
+    remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other side,
+    has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding, which
+    is 2e-16 of the largest |left|^T strength |right|. The error is about 1e-15. It is larger if the two metrics differ
+    by many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -129,23 +137,23 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
-            # A basis of this projector's row space, rotated to separate rows with left energy from rows without. A row
-            # with left energy has no right energy, because the remaining form is zero in the metric.
+            # The next `rows` span the projector's row space. A rotation then separates rows with left energy from rows
+            # without. A row with left energy has no right energy, because the remaining form is zero in the metric.
             rows = torch.linalg.svd(remaining).U.mT[: size - rank]
             rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
-            # The rows are divided by the root of the strength, which makes both sides equally large.
+            # Dividing the rows by the root of the strength makes both sides equally large.
             full[head, rank:] = rows / floor[head].sqrt()
-    # The sign of every row makes its largest entry positive, so results agree between machines.
+    # The largest entry of every row is made positive, so results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
     full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
-    # Rows of unit length are well conditioned for the inversion.
+    # The rows are scaled to unit length, which makes the inversion well conditioned.
     length = full.norm(dim=-1, keepdim=True)
     right = torch.linalg.inv(full / length).mT / length / strength[..., None]
     return Balanced(full, right, strength, tuple(ranks))
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
-    """Returns an upper bound of the strengths. It does not depend on the features' units, and is never zero."""
+    """Returns an upper bound on the strengths. It scales with the features' units, and is never zero."""
     energy_left, energy_right = left.square().sum(1), right.square().sum(1)
     both = (energy_left * energy_right).sqrt().sum(-1)
     total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
@@ -155,7 +163,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 
 def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
-    """Returns rows^T rows. For wide rows on a CPU, only the upper blocks are computed, and copied to the lower ones."""
+    """Returns rows^T rows. For wide rows on a CPU, computes only the upper blocks and copies them to the lower ones."""
     if rows.device.type != "cpu" or rows.shape[1] < 2 * GRAM_BLOCK:
         return rows.T @ rows
     product = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -167,7 +175,7 @@ def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features featur
 
 
 def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
-    """Returns the symmetric part in float64. Raises InvalidInput if the Gram is not finite or not symmetric."""
+    """Returns a Gram's symmetric part in float64. Raises InvalidInput if the Gram is not finite or not symmetric."""
     gram = gram.detach().double()
     limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
     if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):
@@ -176,7 +184,7 @@ def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d
 
 
 def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
-    """Returns R with R^T R = gram. It is computed from correlations, so badly scaled features keep their precision."""
+    """Returns R with R^T R = gram. Computes it from correlations, so badly scaled features keep their precision."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram)
     if gram.numel() == 0:
@@ -185,7 +193,7 @@ def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]
     spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     unit = torch.where(spread > 0, 1 / spread, 0)
     values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
-    # Smaller eigenvalues are noise, because the correlations are rounded in the precision of the given Gram.
+    # Eigenvalues below `cut` are noise, because the correlations are rounded in the given Gram's precision.
     cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
     root = torch.where(values > cut, values, 0).sqrt()
     return root[:, :, None] * vectors.mT * spread[:, None, :]
@@ -198,11 +206,11 @@ def read_out(
 ) -> Float[Tensor, "features kept"]:
     """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
 
-    Head h gives the features left[kept] @ o_h. Let K be the projection of all heads. If each head is restored
-    separately, the weight is W0 = strength * right. With the `covariance` C of all heads' outputs (features ordered
-    head by head), the weight is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C
-    K^T)^+ minimizes E |o - W K o - constant|^2. If kept features are duplicates, several weights are minima, and the
-    one nearest to W0 is returned.
+    Head h keeps the features left[kept] @ o_h of its output o_h. Let K project all heads' outputs o on the kept
+    features. Without `covariance`, each head is restored separately, with the weight W0 = strength * right. With the
+    `covariance` C of o (features ordered head by head), least squares refits the weight over all heads jointly:
+    W = W0 + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If kept features are
+    duplicates, several weights reach the minimum. The function then returns the weight nearest to W0.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -214,7 +222,7 @@ def read_out(
     moved = projections @ covariance
     moment = moved @ projections.mT
     energy = moment.diagonal().clamp_min(0)
-    # The energy of a constant feature is only rounding, in proportion to the energy of the features that it combines.
+    # A constant feature has only rounding as energy, in proportion to the energy of the features that it combines.
     alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
     # The inverse is computed from correlations, because kept features differ in scale by many orders of magnitude.
     unit = torch.where(alive, energy.rsqrt(), 0)
@@ -224,12 +232,12 @@ def read_out(
 
 # Directions of the outputs of a linear map ----------------------------------------------------------------------------
 
-# Let the rows of V be r orthonormal directions. Projected on them, y = W x + b becomes V^T V W x + b: two factors of
-# rank r. All directions together give the original map for any input.
+# Let the rows of V be r orthonormal directions. Projecting the outputs of y = W x + b on them gives V^T (V W) x + b,
+# which has two factors of rank r. With all directions, the result equals the original map for any input.
 
 
 def plain_svd(weight: Weight) -> Directions:
-    """Returns the directions of the nearest matrix at every rank, in the Frobenius norm (Eckart and Young, 1936)."""
+    """Returns left singular directions: the nearest matrix of every rank in Frobenius norm (Eckart and Young, 1936)."""
     left, strength, _ = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     return strength, left.mT
 
@@ -237,19 +245,19 @@ def plain_svd(weight: Weight) -> Directions:
 def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
     """Returns the directions that minimize E |W x - W' x|^2 over inputs x with this second moment or covariance.
 
-    The directions are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput if the moment is not
-    finite or not symmetric.
+    The directions are the leading eigenvectors of W M W^T, where M is `moment`. M may be singular. Raises InvalidInput
+    if M is not finite or not symmetric.
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
-    # The last argument bounds the entries of the outputs' moment, and thereby their rounding.
+    # The last argument bounds the entries of the outputs' moment. Their rounding is proportional to this bound.
     return _leading(basis, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
 
 
 def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> Directions:
-    """Returns the directions of `activation_aware`, computed only from the second moment or covariance of W x.
+    """Returns the directions of `activation_aware`, computed from the second moment or covariance of the outputs W x.
 
-    No output lies outside the range of W, so statistics outside that range are discarded.
+    Outputs always lie in the range of W, so statistics outside that range are discarded.
     """
     weight, covariance = weight.detach().double(), checked_gram(covariance)
     basis, _ = output_basis(weight)
@@ -269,7 +277,8 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
     """Returns an orthonormal basis of a matrix's possible outputs, and the matrix in that basis.
 
-    A square rotation in this basis rewrites the matrix exactly, for any data. A rotation of a larger space would not.
+    All directions within this basis together rewrite the matrix exactly, for any data. The same number of directions in
+    a larger space could miss a part of the outputs.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -281,7 +290,7 @@ def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[T
 def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
     """Returns the leading eigenvectors of a moment in a basis, and their strengths.
 
-    A strength is set to zero if rounding can explain it. Rounding is estimated for numbers as large as `bound`.
+    Strengths that rounding could explain are set to zero. The rounding is estimated for entries as large as `bound`.
     """
     # The order is reversed, because eigh returns ascending eigenvalues.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
@@ -295,21 +304,21 @@ def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
 def unit_losses(
     covariance: Float[Tensor, "units units"], weight: Float[Tensor, "outputs units"], ridge: float = RIDGE
 ) -> Float[Tensor, "units"]:
-    """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
+    """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    `covariance` belongs to the activations, and `weight` is the map that reads them. Let P = (covariance + penalty)^-1.
-    If unit u is removed and the remaining units compensate for it, the error grows by |w_u|^2 / P_uu (Optimal Brain
-    Surgeon; Hassibi and Stork, 1993). The error is the mean squared error of the output plus the penalty on the weight
-    change. Every removal updates the weights and P by a matrix of rank one. The increases grow strictly in that order,
-    so the k largest belong to the last k units.
+    `covariance` describes the units' activations, and `weight` is the map that reads them. Let P = (covariance +
+    penalty)^-1. If unit u is removed and the remaining units compensate for it, the error grows by |w_u|^2 / P_uu
+    (Optimal Brain Surgeon, Hassibi and Stork, 1993). The error is the mean squared error of the output plus the penalty
+    on the weight change. Each removal updates the weights and P by a rank-one matrix. The increases grow strictly from
+    one removal to the next, so the k largest increases belong to the k units that are removed last.
 
     Raises:
         InvalidInput: The ridge is not positive.
     """
-    # Removing a unit is an elimination step in P. The rank-one updates of a block of removals are collected and then
-    # applied by matrix products, as in blocked factorizations. The algorithm needs only inner products of the weights.
-    # So the rows of a block stay in the cache, however many outputs there are. Both tables are symmetric, and only
-    # their upper halves are updated.
+    # Removing a unit eliminates it from `precision`. The rank-one updates of a block of removals are collected and then
+    # applied by matrix products, as in blocked factorizations. The algorithm uses the weights only through their inner
+    # products. So a block's rows stay in the cache, however many outputs the map has. Both tables are symmetric, so
+    # only their upper halves are updated.
     precision = torch.cholesky_inverse(torch.linalg.cholesky(penalized(covariance, ridge)))
     products = gram(weight.detach().double())
     losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
@@ -336,14 +345,14 @@ def unit_losses(
 def _eliminated(
     precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
-    """Returns the next BLOCK of the remaining units, their errors, and the updates of the tables.
+    """Chooses the next BLOCK of the remaining units. Returns them, their errors, and the updates of both tables.
 
-    The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. This function does
-    not change the tables, because matrix products afterwards take less time than `count` updates.
+    The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The caller applies
+    these updates as matrix products, which takes less time than `count` separate updates would.
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
-    # Every step updates only what the choice needs: the diagonal of P and the squared norms of the weights.
+    # Every step updates only what the next choice needs: the diagonal of `precision`, and the squared weight norms.
     diagonal, squares = precision.diagonal().clone(), products.diagonal().clone()
     removed: list[int] = []
     losses: list[float] = []
@@ -380,8 +389,8 @@ def compensated(
 ) -> Float[Tensor, "outputs kept"]:
     """Returns the weight of the kept units that best approximates the output of all units.
 
-    The weight minimizes the mean squared error about the mean, plus a penalty. The penalty is the squared change of the
-    kept weights, times `ridge`, times the mean variance.
+    The weight minimizes a mean squared error plus a penalty. The error compares outputs with their means subtracted.
+    The penalty is the squared change of the kept weights, times `ridge`, times the mean variance.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -389,7 +398,7 @@ def compensated(
     penalty, weights = penalized(covariance, ridge), weight.detach().double()
     if not bool(keep.any()):
         return weights[:, keep]
-    # The removed units' contribution, projected on the kept units. Only the diagonal has the penalty.
+    # `removed` is the removed units' contribution, projected on the kept units. The penalty is only on the diagonal.
     columns = penalty[:, keep]
     removed = weights[:, ~keep] @ columns[~keep]
     factor = torch.linalg.cholesky(columns[keep])
@@ -397,7 +406,7 @@ def compensated(
 
 
 def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[Tensor, "units units"]:
-    """Returns the covariance plus a penalty on the weights, relative to the mean variance.
+    """Returns the covariance with a penalty on its diagonal: `ridge` times the mean variance.
 
     Raises:
         InvalidInput: The ridge is not positive, or the covariance is not symmetric or not finite.
@@ -413,13 +422,13 @@ def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[T
 def elimination_losses(
     covariance: Float[Tensor, "features features"], gram: Float[Tensor, "units size size"]
 ) -> Float[Tensor, "units"]:
-    """Returns for every unit how much its removal increases the error, in the order of greedy backward elimination.
+    """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    The features of all units are concatenated, and C is their covariance. `gram` is W^T W for the weights that read
-    each unit. Let P = C^-1. The best affine estimate of the removed features S from the others has the error covariance
-    (P_SS)^-1, the block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu)
-    over the removed units u. Every step removes the unit with the smallest error. The increases grow strictly in that
-    order, so the k largest belong to the last k units.
+    C is the `covariance` of the concatenated features of all units. `gram` holds W^T W for the weights that read each
+    unit. Let P = C^-1. If the removed features S are estimated from the others by the best affine map, the error
+    covariance is (P_SS)^-1 (the block form of Optimal Brain Surgeon). So removing units costs the sum of
+    tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit with the smallest error. The
+    increases grow strictly in that order, so the k largest increases belong to the k units that are removed last.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -427,7 +436,7 @@ def elimination_losses(
     scale = moments.diagonal().mean().clamp_min(tiny)
     precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))
     features = torch.arange(len(moments)).unflatten(0, (units, size))
-    # Heads are few, so every candidate is evaluated from scratch, without updates of the inverse.
+    # There are few heads, so every candidate is evaluated from scratch, without updating the inverse.
     losses, removed, error, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
     while len(removed) < units:
         errors = {
@@ -455,20 +464,20 @@ def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[i
 def water_fill(
     strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
 ) -> tuple[Ranks, ...]:
-    """Returns the rank of every unit in every layer that minimizes the sum of the discarded squared strengths.
+    """Returns the ranks of all units in all layers that minimize the sum of the discarded squared strengths.
 
-    `strengths` has one tensor [units, directions] per layer, of any sign and in any order. Units are heads, and layers
-    may have different numbers of directions. Rank r keeps the r strongest directions of a unit. Pass one layer to
-    allocate within it, or all layers to allocate over the model.
+    `strengths` has one tensor [units, directions] per layer, with values of any sign and in any order. Units are heads,
+    for example. Layers may have different numbers of directions. A unit of rank r keeps its r strongest directions.
+    Pass one layer to allocate within it, or all layers to allocate over the model.
 
-    The ranks sum to `total`. Gains decrease along a unit, even in steps of `multiple` and above `minimum`. So taking
-    the largest gains is optimal (an exchange argument). Ties are broken by layer, unit and index. Every rank is a
-    multiple of `multiple`, which must divide every layer's directions. Every rank is also at least `minimum`, rounded
-    up to a multiple. Raises InvalidInput if the total is out of range, or `multiple` does not divide the directions.
+    The ranks sum to `total`. Every rank is a multiple of `multiple`, which must divide every layer's number of
+    directions. Every rank is also at least `minimum`, rounded up to a multiple. A unit's gains never increase, so
+    selecting the largest gains is optimal (an exchange argument). Ties go to the earlier layer, unit and index. Raises
+    InvalidInput if the total is out of range, or `multiple` does not divide the directions.
     """
     for strength in strengths:
         require_directions(strength.shape[1], multiple, minimum)
-    # The energy that each step of `multiple` directions adds, [units, steps], descending along a unit.
+    # [units, steps]: the energy that each step of `multiple` directions adds, in descending order along a unit.
     energies = [each.detach().cpu().double().square().sort(dim=1, descending=True).values for each in strengths]
     layers = [each.unflatten(1, (-1, multiple)).sum(-1) if each.shape[1] else each for each in energies]
     # From here on, ranks are counted in steps of `multiple`. Every unit gets `floor` steps before gains are compared.
@@ -477,7 +486,7 @@ def water_fill(
     gains = [layer[:, floor:] for layer in layers]
     # An empty tensor comes first, because `cat` needs at least one.
     order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
-    # Gains decrease along a unit, so its selected steps are its first ones. Their number is its rank.
+    # Gains decrease along a unit, so the selected steps are the unit's first ones. Counting them gives the rank.
     selection = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
     parts = selection.split([layer.numel() for layer in gains])
     counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]

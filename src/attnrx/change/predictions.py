@@ -21,8 +21,8 @@ BATCH = 64  # images per batch by default
 class Predictions:
     """The outputs of several models by role, on the same images in the same order.
 
-    `labels` belong to the images. An image without a label has a negative number. `kind` defines how outputs are
-    compared.
+    `outputs` maps roles such as "original" to model outputs. `labels` holds one label per image, or a negative number
+    for an image without a label. `kind` defines how outputs are compared, e.g. as logits or as embeddings.
     """
 
     outputs: Mapping[str, Float[Tensor, "images classes"]]
@@ -38,20 +38,20 @@ class Predictions:
         return self.kind.divergence(self.outputs[base], self.outputs[other])
 
     def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
-        """Returns the class of every image, or its predicted labels, or the nearest neighbour of its embedding."""
+        """Returns each image's decision: a class, the predicted labels, or the nearest neighbour of the embedding."""
         return self.kind.decisions(self.outputs[role])
 
     def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the share of decisions on which two models agree, per image."""
+        """Returns the share of each image's decisions on which two models agree."""
         return self.kind.agreement(self.decisions(base), self.decisions(other))
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
-        """Returns whether the label from the model's decision is the true label.
+        """Returns for every image whether the model's decision matches the true label.
 
         Raises:
             DataError: Some of the images have no label.
         """
-        # Labels are required only here, because the other comparisons do not use them.
+        # Only this comparison uses labels, so only this method requires them.
         require_labelled(self.labels)
         return self.kind.correct(self.decisions(role), self.labels)
 
@@ -72,7 +72,7 @@ def outputs_of(
 
 
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
-    """Returns outputs on the CPU in float32 or float64, because half precision would round sums and comparisons."""
+    """Returns outputs on the CPU in float32 or float64. In half precision, sums and comparisons would be rounded."""
     return outputs.detach().cpu().to(torch.promote_types(outputs.dtype, torch.float32))
 
 
@@ -84,18 +84,18 @@ def observe_images(
     task: str,
     batch_size: int = BATCH,
 ) -> list[str]:
-    """Runs a model on images. Calls `observe` with the index of every layer and its intermediate results.
+    """Runs a model on images, and calls `observe` with each layer's index and intermediate results.
 
     Args:
-        model: The model, in evaluation mode during the call.
-        images: The images. If they are not on the model's scale, a ScaleWarning is issued.
+        model: The model. It is in evaluation mode during the call.
+        images: Images, normalized for the model. Images on another scale cause a ScaleWarning.
         observe: A function that is called once per layer and batch.
-        operation: The name of the public function, for errors and warnings.
-        task: The text to show with the progress.
-        batch_size: How many images to run at once.
+        operation: The name of the public function that errors and warnings mention.
+        task: The label of the progress display.
+        batch_size: Images per forward pass.
 
     Returns:
-        Notes on the images.
+        Notes on the images, e.g. about their scale.
 
     Raises:
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
@@ -105,7 +105,7 @@ def observe_images(
     with evaluating([model]), observing(model, family, observe):
         for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
             model(validation.take(batch.images))
-    return validation.notes()  # this also warns
+    return validation.notes()  # also issues the warnings
 
 
 def predict(
@@ -116,14 +116,16 @@ def predict(
     device: torch.device | str | None = None,
     task: str = "comparing predictions",
 ) -> Predictions:
-    """Runs all models on each batch, so images are read only once, and outputs are paired whatever the image order.
+    """Runs all models on the same batches and returns their outputs, paired by image.
+
+    The images are read only once. So outputs stay paired even if the data comes in another order each time it is read.
 
     Args:
-        models: The models by role. The first one defines how outputs are compared.
-        images: The images, on the scale of the models.
-        batch_size: How many images to run at once.
+        models: The models by role. The first model defines how outputs are compared.
+        images: Images, normalized for the models.
+        batch_size: Images per forward pass.
         device: The device of the models. None means the first model's device.
-        task: The text to show with the progress.
+        task: The label of the progress display.
 
     Returns:
         The outputs of all models, on the CPU.

@@ -1,1 +1,1 @@
-"""Decides what a model can do without: diagnoses of its attention, pruning rules, and plans for a budget."""
+"""Decides what to remove from a model: diagnoses of its layers, pruning rules, and plans for a budget."""

@@ -1,4 +1,4 @@
-"""Diagnoses a model: runs it on images while diagnostics observe every layer."""
+"""Diagnoses a model: runs it on images and measures diagnostics of every layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,20 +41,19 @@ def diagnose(
 ) -> Diagnosis:
     """Measures diagnostics of a model in one pass over the images.
 
-    By default the diagnostics are the `suited_diagnostics` of the model. If `Moments` is among them, the MLP maps are
-    observed, too. Afterwards your model has the same weights, mode and backends as before. Memory does not grow with
-    the number of images.
+    By default, `suited_diagnostics` chooses the diagnostics. If `Moments` is among them, MLP maps are observed, too.
+    Your model keeps its weights, mode and backends. Memory does not grow with the number of images.
 
     Args:
         model: The model, without token pruning or merging.
         data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
             ScaleWarning, which is recorded in `about["notes"]`.
         diagnostics: The diagnostics to measure.
-        moments: Whether to measure the moments of values and MLP for models with norms, too. Rules for vo, fc1 and fc2
-            need them, unless their metric is weights. Models without norms always get these moments.
-        images: The largest number of images to use.
+        moments: Whether to measure moments of values and MLPs even if the attention has norms. Rules for vo, fc1 and
+            fc2 need them, unless their metric is weights. For attention without norms, they are always measured.
+        images: The largest number of images to use. None uses all, up to 50,000.
         batch_size: Images per forward pass.
-        seed: Seeds every random draw.
+        seed: Seeds every random draw, e.g. of random transforms.
 
     Returns:
         The spectra and readings of every layer and head.
@@ -71,15 +70,15 @@ def diagnose(
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
-    # The weights are checked before the pass over the images. Afterwards, a NaN would only show as a reading that is
-    # not finite.
+    # The weights are checked before the pass over the images. Afterwards, a NaN in the weights would only show as a
+    # reading that is not finite.
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
     image_set = images_for(model, data, limit=images or MAX_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
-    # The covariance of all hidden units is the largest table of a diagnosis, so it is observed only if it is needed.
+    # The covariance of all hidden units is the largest table of a diagnosis, so it is measured only if it is needed.
     family, observe_mlp = family_of(model), any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
@@ -111,10 +110,10 @@ def diagnose(
 
 @contextmanager
 def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, Positions]]:
-    """Collects the positions that every layer with rotary attention receives in its last call inside the context."""
+    """Inside the context, records the positions that each rotary attention layer receives, by the layer's index."""
     positions: dict[int, Positions] = {}
 
-    # The rows of an observation are rotated already. Only the layer's arguments contain the rotation.
+    # The rows of an observation are already rotated. Only the layer's arguments contain the rotation itself.
     def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
         positions[index] = args[2]
 
@@ -126,9 +125,9 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 
 
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
-    """Adds effective_rank_mix [heads] to the readings of a layer whose directions can be rewritten.
+    """Adds the reading effective_rank_mix [heads] to a layer, if its directions can be rewritten.
 
-    The reading is the effective rank of the scores in the metric that plans use.
+    The reading is the effective rank of the scores in "mix", the metric that plans use.
     """
     if layer.spectrum.heads:
         with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
@@ -139,15 +138,15 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
 
 
 class _MlpWatch:
-    """Moments of every MLP's two maps and hidden units, if they are `observed`, and the diagnoses made from them.
+    """Collects second moments of the MLPs' maps and hidden units if `observed`, and creates their diagnoses.
 
-    For a map, either its inputs or its outputs are observed, whichever have fewer features. So only one square matrix
-    is in memory.
+    For each map, either its inputs or its outputs are measured, whichever have fewer features. So only the smaller
+    square matrix of each map is in memory.
     """
 
     def __init__(self, model: nn.Module, observed: bool):
         family = family_of(model)
-        # One entry per layer. The entry is () if the layer's MLP is not a pair of linear maps.
+        # One entry per layer, or () for a layer whose MLP is not a pair of linear maps.
         self.pairs = family.mlp(model) or [()] * len(family.attention(model))
         self.has_units = family.has_plain_units(model)
         self.weights = {
@@ -168,22 +167,22 @@ class _MlpWatch:
                 self.hidden[layer].add(inputs.flatten(0, -2))
 
     def diagnosed(self, layer: int) -> tuple[tuple[MapDiagnosis | None, ...], HiddenDiagnosis | None]:
-        """Returns the diagnoses of a layer's maps and of its hidden units, or None where a map is not one matrix."""
+        """Returns the diagnoses of a layer's two maps and of its hidden units, or None for a map that is factored."""
         pair, hidden = self.pairs[layer], None
         matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
         if self.has_units and len(matrices) == 2:
-            # The moment is removed from `self.hidden`, because it is as large as the covariance in the diagnosis: 134
-            # MB for 4,096 units.
+            # The moment is removed from `self.hidden` to free memory, because the diagnosis holds a covariance of the
+            # same size: 134 MB for 4,096 units.
             hidden = _hidden_diagnosis(matrices[0], matrices[1], self.hidden.pop(layer, None))
         return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
-        # The weights are copied, because the directions are computed on first use, and you may train the model before.
+        # The weights are copied, because directions are computed on first use. You may train the model before that.
         weight = linear.weight.detach().cpu().clone()
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
-        # The plain SVD needs no images, so every diagnosis has it.
+        # The plain SVD needs no images, so every diagnosis includes it.
         functions = {"weights": partial(_singular_directions, weight, bias)}
         if (layer, which) in self.moments:
             functions["centered"] = partial(_measured_directions, self.moments[layer, which], weight, bias)
@@ -193,7 +192,7 @@ class _MlpWatch:
 def _singular_directions(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> MapDirections:
-    """Returns the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
+    """Returns the weight's left singular directions (plain SVD), in the weight's precision but at least float32.
 
     The center is the bias, so a decomposition does not change the bias.
     """
@@ -206,10 +205,11 @@ def _singular_directions(
 def _measured_directions(
     moment: CentredMoment, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> MapDirections:
-    """Returns the output directions by descending strength, from the moment of the narrower side (`_is_narrowing`).
+    """Returns a map's output directions by descending strength, computed from measured inputs or outputs.
 
-    The first r directions give the best map of rank r. The strength of a direction is the root mean square of the
-    outputs along it, after their mean over all tokens is subtracted.
+    The moment was measured on the outputs if the map has fewer outputs than inputs, else on the inputs. The first r
+    directions give the best map of rank r. A direction's strength is the root mean square of the outputs along it, with
+    their mean over all tokens subtracted.
     """
     weight, mean = weight.double(), moment.mean.cpu().double()
     if _is_narrowing(weight):
@@ -221,16 +221,16 @@ def _measured_directions(
 
 
 def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether a map has fewer outputs than inputs, so that its outputs have the smaller moment."""
+    """Whether a map has fewer outputs than inputs. The moment of its outputs is then the smaller one."""
     return weight.shape[0] < weight.shape[1]
 
 
 def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
-    """Returns the diagnosis of the hidden units between two linear maps.
+    """Returns the diagnosis of the hidden units between an MLP's two linear maps.
 
     `moment` is the moment of the second map's inputs, or None if it was not measured.
     """
-    weight = second.weight.detach().cpu().clone()  # not the model's own memory
+    weight = second.weight.detach().cpu().clone()  # a copy, in case you train the model
     wide = weight.double()
     bias = wide.new_zeros(len(wide)) if second.bias is None else second.bias.detach().cpu().double().clone()
     after = wide.norm(dim=0)
@@ -238,7 +238,7 @@ def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment
     if moment is None or not moment.rows:
         return HiddenDiagnosis(strength, weight, bias)
     covariance = moment.covariance()
-    # The root mean square of a unit's contribution to the outputs, without its mean, because the bias can replace that.
+    # The root mean square of each unit's contribution to the outputs. Means are left out, as the bias can replace them.
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, wide).sqrt()
     return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())

@@ -1,14 +1,14 @@
-"""Diagnostics: readings from spectra, from intermediate results and from the outputs of heads.
+"""Diagnostics measure each layer by its spectrum, its intermediate results and the outputs of its heads.
 
-A `Panel` observes the layers of a model with several diagnostics. `Geometry` and `Moments` measure the moments that
-metrics need, and the selectivity of heads.
+A `Panel` collects the readings of several diagnostics for all layers of a model. `Geometry` and `Moments` measure the
+selectivity of heads, and the second moments that metrics need.
 
-Moments of queries and keys are computed from the rows that enter the scores. If the attention form has norms, the rows
-are divided by their norms. They are not yet multiplied by the strength. Keys are centred over the tokens of their own
-image. A component that all keys of an image share adds a constant to a row of scores, and softmax ignores constants.
+Moments of queries and keys are computed from the rows that enter the scores, before the strengths multiply them. If the
+attention form has norms, the rows are already divided by their norms. Keys are centred over the tokens of their own
+image. A component that all keys of an image share only adds a constant to a row of scores, which softmax ignores.
 
-In a spectrum, `used` is True for existing directions and False for padding, which is ignored. A head without energy
-(all strengths zero, or no directions) has entropy and effective rank 0.
+In a spectrum, `used` is True for existing directions, and False for padding, which is ignored. A head without energy
+(all strengths are zero, or no direction exists) has entropy 0 and effective rank 0.
 """
 
 import math
@@ -27,21 +27,21 @@ from attnrx.vit.spec import Spectrum
 
 
 class CentredMoment:
-    """The sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
+    """Accumulates the sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
-    Every batch is first centred on its own mean, and multiplied in its own precision. The batches are merged in
-    float64. The simpler formula, the sum of x x^T minus the mean's share, would round away small variations of large
-    rows.
+    Every batch is first centred on its own mean, and multiplied in its own precision. Then the batches are merged in
+    float64. A simpler formula would subtract the mean's share from the sum of x x^T. Such a difference would round away
+    small variations of large rows.
     """
 
     def __init__(self):
         self.rows = 0
-        # Scalars broadcast, so the first rows determine device and width.
+        # Scalars broadcast, so the first rows set the device and the width.
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
     def covariance(self) -> Float[Tensor, "features features"]:
-        """Returns the moment divided by the number of rows, symmetric, in float64 on the CPU. Without rows it is 0."""
+        """Returns the moment divided by the number of rows, in float64 on the CPU. Without any rows, it is 0."""
         covariance = self.value.cpu().double() / max(self.rows, 1)
         return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
 
@@ -51,7 +51,7 @@ class CentredMoment:
         mean = rows.mean(0)
         centred = rows - mean
         step = mean.double() - self.mean.to(mean.device)
-        # The pairwise update of a centred second moment. `between` is the spread between the means of both parts.
+        # The pairwise update of a centred second moment. `between` is the spread between the means of the two parts.
         between = self.rows * count / (self.rows + count) * torch.outer(step, step)
         self.value = self.value.to(mean.device) + gram(centred).double() + between
         self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
@@ -59,11 +59,11 @@ class CentredMoment:
 
 
 class Diagnostic:
-    """A family of readings. Every diagnostic is a final frozen dataclass whose fields are its options.
+    """The base class of diagnostics, which compute readings. Each is a final frozen dataclass with options as fields.
 
-    Diagnostics receive spectra and observations, never a model. Two laws hold for all of them. If the heads are
-    permuted, the readings are permuted in the same way. Images give the same readings in any division into batches. The
-    first axis of every reading is the head.
+    Diagnostics receive spectra and observations, never a model. The first axis of every reading is the head. All
+    diagnostics obey two laws. If heads are permuted, the readings are permuted in the same way. The readings do not
+    depend on how images are divided into batches.
     """
 
     reads_outputs: ClassVar[bool] = False
@@ -73,23 +73,23 @@ class Diagnostic:
         require_fields(self)
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings that do not depend on images. By default there are none."""
+        """Returns the readings that need only the spectrum, and no images. By default there are none."""
         return {}
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the readings of one layer for one batch, as means over its images. By default there are none."""
+        """Returns one layer's readings for one batch, averaged over its images. By default there are none."""
         return {}
 
     def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
-        """Returns the readings from one layer's outputs for all images. By default there are none.
+        """Returns the readings of one layer's head outputs over all images. By default there are none.
 
-        `moment` is computed from the outputs with all heads side by side. `readout` is the output projection.
+        `moment` covers the outputs of all heads side by side. `readout` is the output projection.
         """
         return {}
 
 
 class Panel:
-    """The readings of all diagnostics for layers with these spectra. Its size does not depend on the images."""
+    """Collects the readings of all diagnostics, for layers with these spectra. Memory does not grow with the images."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -99,24 +99,24 @@ class Panel:
             raise InvalidInput(f"a diagnosis with {problem}: choose at least one, and each kind once.")
         self.diagnostics, self.spectra = diagnostics, spectra
         self._images = [0] * len(spectra)
-        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of what is measured
+        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of the layers
         self._reads_outputs = any(each.reads_outputs for each in diagnostics)
         self._outputs = [CentredMoment() for _ in spectra]
         self._readouts: dict[int, Tensor] = {}
         for layer, spectrum in enumerate(spectra):
             if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
-                # An observation of one image with one token.
+                # An empty layer gets an artificial observation of one image with one token.
                 rows, maps = torch.zeros(1, 1, 0, spectrum.strength.shape[1]), torch.zeros(1, 0, 1, 1)
                 factors = rows, rows, rows[0, 0], spectrum.scale
                 self.observe(layer, Observation(*factors, maps, maps, maps, maps, maps[0]))
 
     def observe(self, layer: int, observation: Observation, **others: Tensor) -> None:
-        """Adds one layer's results for one batch. `others` are further readings, as means over the batch's images.
+        """Adds one layer's results for one batch. `others` holds extra readings, averaged over the batch's images.
 
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        # The sum is not finite if any output is not finite. It takes a tenth of isfinite's time.
+        # If any output is not finite, the sum is not finite either. The sum takes a tenth of the time of isfinite.
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(
@@ -127,7 +127,7 @@ class Panel:
         self._images[layer] += images
         for means in (*(each.measure(observation) for each in self.diagnostics), others):
             for name, mean in means.items():
-                # Sums are collected, because batches have unequal sizes, and the mean of their means would be wrong.
+                # Batches differ in size, so sums are collected. A mean of batch means would be wrong.
                 total = mean.to(torch.float64) * images
                 sums[name] = sums[name] + total if name in sums else total
         if self._reads_outputs:
@@ -147,7 +147,7 @@ class Panel:
                 found |= each.of_spectrum(spectrum)
                 if each.reads_outputs:
                     found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
-            # The sums stay on the device until here, because a copy to the CPU in every batch would wait for the GPU.
+            # The sums stay on the device until now, because a copy to the CPU in every batch would wait for the GPU.
             found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
             for name, value in found.items():
                 if not bool(torch.isfinite(value).all()):
@@ -161,9 +161,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Geometry(Diagnostic):
-    """Measures selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
+    """Measures the selectivity of heads, and the second moments of their queries and keys.
 
-    The matrices are query_gram and key_covariance [heads, directions, directions]. Their diagonals are the moments.
+    The readings are selectivity [heads], query_moment and key_moment [heads, directions], and the matrices query_gram
+    and key_covariance [heads, directions, directions]. The moments are the diagonals of these matrices.
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -179,9 +180,9 @@ class Geometry(Diagnostic):
 
 
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
-    """Returns one minus the mean entropy of the attention rows, divided by log(keys).
+    """Returns the selectivity of heads: one minus the mean entropy of their attention rows, relative to log(keys).
 
-    The selectivity is 0 for uniform attention, and also for a single key. For one-hot attention it is 1.
+    Uniform attention has selectivity 0, and so has attention to a single key. One-hot attention has selectivity 1.
     """
     attention, keys = widened(attention), attention.shape[-1]
     if keys == 1:
@@ -208,7 +209,7 @@ def key_covariances(
 
 
 def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns the rows in float32, or in their own type if that is wider."""
+    """Returns the rows in float32, or unchanged if their dtype is wider."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
@@ -216,11 +217,13 @@ def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 class Moments(Diagnostic):
     """Measures the moments that some metrics need and `Geometry` does not measure.
 
-    key_gram [heads, directions, directions] is the second moment of the keys. key_softmax is the covariance of the keys
-    under the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T. It describes the
-    curvature of the softmax in the key directions. output_mean [heads, v_head_dim] and output_covariance [heads,
-    v_head_dim, heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images.
-    readout_gram [heads, v_head_dim, v_head_dim] describes the output projection.
+    - key_gram [heads, directions, directions]: the second moment of the keys.
+    - key_softmax [heads, directions, directions]: the covariance of the keys under the attention, which is the
+      curvature of the softmax in the key directions. It is the mean over queries of
+      sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T.
+    - output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim, heads * v_head_dim]: the mean and
+      covariance of all heads' outputs together, over all tokens of all images.
+    - readout_gram [heads, v_head_dim, v_head_dim]: the Gram of each head's part of the output projection.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -246,7 +249,7 @@ def softmax_covariance(
 ) -> Float[Tensor, "heads directions directions"]:
     """Returns the covariance of the keys under each query's own attention, averaged over queries and images.
 
-    If the scores of one query change by d, its attention diverges by about d^T (diag p - p p^T) d / 2.
+    If a query's scores change by a small d, its attention diverges by about d^T (diag p - p p^T) d / 2.
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
@@ -255,14 +258,14 @@ def softmax_covariance(
     # [batch, heads, queries, directions]: the mean key under every query's attention.
     means = weights @ keys
     queries = weights.shape[-2]
-    # The products sum over the queries, so no matrix [directions, directions] per query is formed.
+    # Each product sums over the queries, so no matrix [directions, directions] per query is formed.
     spread = keys.mT @ (keys * weights.sum(-2)[..., None]) - means.mT @ means
     return (spread / queries).mean(0)
 
 
 @dataclass(frozen=True)
 class SpectralShape(Diagnostic):
-    """Measures energy [heads, directions], and entropy and effective_rank [heads]."""
+    """Measures how a head's energy is spread: energy [heads, directions], entropy and effective_rank [heads]."""
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         strength, used = spectrum.strength, spectrum.used
@@ -276,10 +279,10 @@ class SpectralShape(Diagnostic):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros if all are zero."""
+    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros without any energy."""
     magnitude = magnitude_of(strength, used)
     largest = largest_of(magnitude)[..., None]
-    # Magnitudes are first divided by the largest one, because squares might overflow or vanish.
+    # Magnitudes are first divided by the largest one, because their squares might overflow or vanish.
     square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
     total = square.sum(-1, keepdim=True)
     return square / torch.where(total > 0, total, torch.ones_like(total))
@@ -293,14 +296,14 @@ def entropy(
     The entropy is differentiable everywhere. A direction of strength zero receives no gradient.
     """
     share = energy(strength, used)
-    # Where the share is zero, the logarithm is log(1), so 0 log 0 = 0, and autograd multiplies no infinite slope by 0.
+    # Where a share is zero, log(1) replaces log(0). So 0 log 0 = 0, and autograd multiplies no infinite slope by 0.
     return 0 - (share * torch.where(share > 0, share, torch.ones_like(share)).log()).sum(-1)  # 0 -, or zero reads -0.0
 
 
 def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25), at most the number of directions. No energy gives 0."""
+    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25), at most the number of directions, 0 without energy."""
     active = (magnitude_of(strength, used) != 0).sum(-1)
     # By rounding, exp(log(n)) may exceed n. The smallest integer above it would then be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
@@ -309,7 +312,7 @@ def effective_rank(
 def magnitude_of(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns |strength|, and zero for padding."""
+    """Returns the absolute strengths, with zeros for padding."""
     return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
 
 
@@ -319,17 +322,18 @@ def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
-# All diagnostics except `Moments` are standard.
+# All diagnostics in this registry except `Moments` are standard, which means that `diagnose` measures them by default.
 DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, Moments)
 
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
-    """Returns the standard diagnostics, and `Moments` if the layers need it, with their default options.
+    """Returns the diagnostics that `diagnose` measures by default, with their default options.
 
-    Attention without norms can be rewritten in the metrics that `Moments` measures. With `moments=True`, attention with
-    norms gets `Moments`, too, because the values and MLPs have no other metric of the data.
+    The default is all standard diagnostics, plus `Moments` if the layers need it. Attention without norms needs it,
+    because its directions can be rewritten in metrics that use these moments. With `moments=True`, attention with norms
+    gets it, too, because rules for values and MLPs have no other metric that uses data.
     """
-    if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
+    if spectra and not any(spectrum.heads for spectrum in spectra):  # no attention is read, or all is removed
         return (Moments(),)
     standard = tuple(kind() for kind in DIAGNOSTICS.values() if kind is not Moments)
     return (*standard, Moments()) if moments or any(spectrum.norms == "none" for spectrum in spectra) else standard

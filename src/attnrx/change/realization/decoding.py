@@ -1,10 +1,12 @@
-"""A smaller decoder: fewer channels in the parts around a Vision Transformer, fitted to the original's output maps.
+"""Makes the decoder of a dense-prediction model smaller, and fits it to the original's output maps.
 
-Decoders of maps are sequences of convolutions, which cost a fifth or more of the whole model. Their units are removed
-like hidden units of an MLP. Greedy elimination in the metric of the units' inputs chooses them, and a least-squares fit
-of the next map compensates for them. Then all weights around the Vision Transformer are fitted together to the
-original's outputs. The Vision Transformer runs only once for this fit, so a step costs only a pass of the small
-decoder. The fit also corrects some of the changes by merged tokens and smaller layers.
+A decoder here is all code around the Vision Transformer. Such decoders are sequences of convolutions, and cost a fifth
+or more of the whole model. Their channels are removed like the hidden units of an MLP. Greedy elimination chooses them,
+based on second moments of the activations, and a least-squares fit of the next map compensates for them.
+
+After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
+Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
+corrects a part of the errors that merged tokens and smaller layers cause.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,23 +34,25 @@ from attnrx.vit.models.users.units import input_weight, units_last
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import Map, output_kind_of
 
-# The share of the units to keep. With at least MANY units, the kept number is a multiple of STEP, which fills the
-# vectors of convolutions. A decoder of transposed convolutions then needs 28 % of the time (docs/results/dense.md).
+# The share of channels to keep. With at least MANY channels, the kept number is a multiple of STEP, which fills the
+# vector registers in convolutions. A decoder of transposed convolutions then needs 28 % of the time
+# (docs/results/dense.md).
 KEPT, STEP, MANY = 0.375, 16, 64
-# The decoder stays unchanged if a smaller share of the model would be saved, or if its fit leaves a larger divergence.
+# The decoder stays unchanged if removing channels would save less than LEAST_SAVED of the model's MACs. It also stays
+# unchanged if the fitted decoder diverges by more than TOLERATED.
 LEAST_SAVED, TOLERATED = 0.05, 0.02
-# Images per step, and rows of a moment matrix per batch.
+# Images per step, and about how many rows of a batch are added to a moment matrix.
 BATCH, ROWS = 8, 4096
-# The learning rate is relative to the root mean square of a tensor. For a saliency model, it was better than 1e-3.
+# The learning rate is relative to the root mean square of each tensor. For a saliency model, 4e-3 was better than 1e-3.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
-# The methods through which other code calls a Vision Transformer.
+# The methods through which the code around a Vision Transformer may call it.
 METHODS = ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers")
 
 
 @dataclass
 class _Batch:
-    """Images, the output of a model's Vision Transformer for them, and the original's outputs in rows."""
+    """Images, the Vision Transformer's output for them, and the whole model's target outputs (one row per image)."""
 
     images: Tensor
     features: Any
@@ -58,10 +62,10 @@ class _Batch:
 def smaller_decoder(
     model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[Adopted, float] | None:
-    """Returns a copy of a map model with fewer units around its Vision Transformer, and the copy's mean divergence.
+    """Returns a copy of a dense model with a smaller decoder, and the mean divergence of the copy from the model.
 
-    The divergence is measured on images that the copy was not fitted to. The function returns None if there are no such
-    units, if removing them saves little, or if the copy loses too much.
+    The divergence is measured on images that the copy was not fitted to. The function returns None if the decoder has
+    no channels to remove, if removing them saves little, or if the copy diverges too much.
     """
     images = images.take(min(budget.images, len(images)))
     if not isinstance(model, Adopted) or not isinstance(output_kind_of(model), Map):
@@ -86,9 +90,9 @@ def smaller_decoder(
 def fit_decoder(
     model: nn.Module, original: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[nn.Module, str]:
-    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the original's outputs.
+    """Fits a model's decoder, which is all weights around the Vision Transformer, to the original's outputs.
 
-    The second result is a line of text about the fit.
+    Returns a fitted copy, and a line of text that reports the divergence before and after.
     """
     assert isinstance(model, Adopted)
     fitted, images = copy_module(model), images.take(min(budget.images, len(images)))
@@ -102,9 +106,10 @@ def fit_decoder(
 
 
 def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
-    """Returns batches with the Vision Transformer's outputs, and with the targets or else the model's own outputs.
+    """Runs the model, and returns batches with the recorded Vision Transformer outputs and the target outputs.
 
-    Returns [] unless the Vision Transformer is called exactly once per batch.
+    Without `targets`, the model's own outputs are the target. Returns [] unless the model calls its Vision Transformer
+    exactly once per batch.
     """
     weight, found, done = next(model.parameters()), [], 0
     outputs: list[Any] = []
@@ -116,7 +121,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs.clear()
-        # The model itself would compute a large batch in chunks, with one call for each, so this calls `source`.
+        # `source` is called, because the model itself would compute a large batch in chunks, with one call per chunk.
         with model.forward_pass(), _calls_replaced(model, keep):
             rows = rows_of(model.source(pixels))
         if len(outputs) != 1:
@@ -130,12 +135,12 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
 
 @contextmanager
 def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Makes the Vision Transformer inside return `function(call)` whenever the code around it calls it."""
+    """Inside the context, a call of the inner Vision Transformer returns `function(call)` instead of its own output."""
     trunk, depth = model.trunk, 0
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        if depth:  # one of its methods calls another one
+        if depth:  # another of these methods makes this call
             return method(*args, **kwargs)
         depth += 1
         try:
@@ -154,13 +159,13 @@ def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]
 
 
 def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
-    """Returns the model's outputs when its Vision Transformer returns the recorded features."""
+    """Returns the model's outputs, computed from the recorded Vision Transformer outputs of a batch."""
     with _calls_replaced(model, lambda _: batch.features):
         return rows_of(model.source(batch.images))
 
 
 def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
-    """Removes units between two maps, and compensates for them by the remaining units, on the images of the batches."""
+    """Removes channels between two maps, in place. The second map is refitted on the batches to compensate for them."""
     second = model.source.get_submodule(pair.second)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
@@ -173,8 +178,8 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
     with observing_calls((second,), add):
         for batch in batches:
             _outputs(model, batch)
-    # The moments are about zero. At the border of a map, a constant has a different effect than inside, so no bias can
-    # replace it.
+    # The moments are not centred, because no bias can replace a constant. Zero padding gives a constant another effect
+    # at the border of a map than inside.
     weight, moment = weight.double().cpu(), moment / len(batches)
     losses = unit_losses(moment, weight, RIDGE)
     keep, step = torch.zeros(len(losses), dtype=torch.bool), STEP if len(losses) >= MANY else 1
@@ -186,10 +191,9 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
 
 
 def _fit_(model: Adopted, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
-    """Fits all weights around the Vision Transformer in place, and returns the mean divergence before and after.
+    """Fits all weights around the Vision Transformer in place. Returns the mean divergence before and after the fit.
 
-    The divergence is measured on one batch in eight, which is held out from the fit. A fit that does not lower this
-    divergence is undone.
+    One batch in eight is held out to measure the divergence. A fit that does not lower the divergence is undone.
     """
     kind = output_kind_of(model)
     held_out = batches[::HELD_OUT]

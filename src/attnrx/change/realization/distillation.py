@@ -1,6 +1,6 @@
 """Distillation: fits all weights of a compressed model together to the original's outputs, without labels.
 
-As in `repair`, Adam's learning rates are relative to the size of each tensor, and a fit returns a `Fitted`.
+Like `repair`, `distill` uses Adam with learning rates relative to the size of each tensor, and returns a `Fitted`.
 """
 
 import copy
@@ -26,24 +26,26 @@ from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Embeddings, output_kind_of
 
-# One image in this many is held out from the fit. The held-out images decide whether the fit is kept.
+# One image in HELD_OUT is held out from a fit. The fit is kept only if it lowers the error on these images.
 HELD_OUT = 8
 # The reference's outputs on all images are kept for later passes if they are at most this many numbers (0.8 GB).
 MAX_KEPT_NUMBERS = 2e8
-# How many images determine the ranges of activations. The calibration of 8-bit files uses as many.
+# How many images set the ranges of activations with `bits=8`. The calibration of 8-bit files uses the same number.
 RANGE_IMAGES = 256
 
 
 @dataclass
 class Fitted:
-    """A fitted model, the errors before and after the fit, and notes on the images.
+    """A fitted model with its errors before and after the fit, and notes on the images.
 
-    `repair` stores one error per block: the relative squared error of its output on held-out images, after the earlier
-    blocks were repaired. `distill` stores one number, the divergence of the outputs on held-out images
-    (`OutputKind.softened`). For logits it is half the variance of their difference. For logits of several labels it is
-    an eighth of their squared differences. For a regression it is the squared error relative to the variance. For
-    embeddings it is half the squared distance relative to their squared norm. `learning_rate` is the rate that
-    `distill` chose, or None if no fit was an improvement.
+    `repair` stores one error per block in `before` and `after`. The error is the relative squared error of the block's
+    output on held-out images, after the earlier blocks were repaired.
+
+    `distill` stores one number: the divergence of the outputs on held-out images (`OutputKind.softened`). For logits,
+    the divergence is half the variance of their difference. For multi-label logits, it is an eighth of the squared
+    differences. For a regression, it is the squared error relative to the variance. For embeddings, it is half the
+    squared distance relative to the squared norm. `learning_rate` is the rate that `distill` chose, or None if no rate
+    lowered the divergence.
     """
 
     model: nn.Module
@@ -71,14 +73,14 @@ def descend_(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Minimizes an error by steps of Adam on all parameters of a module. `error` draws images or tokens for each step.
+    """Minimizes an error with Adam, over all parameters of a module. `error` draws its images or tokens in each step.
 
-    `learning_rate` is relative to the root mean square of each tensor, and decays to zero by a cosine. Frozen
+    `learning_rate` is relative to the root mean square of each tensor, and decays to zero along a cosine. Frozen
     parameters are fitted, too, and are frozen again afterwards.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
-    # A step of Adam is as large as its learning rate, whatever the scale of the gradient. So the learning rate for a
-    # tensor is relative to the size of its entries.
+    # A step of Adam has the size of its learning rate, whatever the scale of the gradient. So every tensor's learning
+    # rate is relative to the size of its entries.
     sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
     generator = torch.Generator().manual_seed(seed)
     with trainable(module), torch.enable_grad():
@@ -99,17 +101,18 @@ def descend_(
 class Distill:
     """The settings of a distillation.
 
-    It passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of Adam, which
-    are relative to the root mean square of each tensor and decay to zero by a cosine. With `directions`, the loss is
-    the cosine distance of the embeddings. A search in an index of the reference's vectors compares embeddings in the
-    same way, so their lengths do not matter. With `bits=8`, the linear maps of the candidate are computed as an 8-bit
-    file computes them (`EightBits`). Use it for a model that you will export to 8 bits.
+    `distill` passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of
+    Adam. The rates are relative to the root mean square of each tensor, and decay to zero along a cosine.
+
+    With `directions`, the loss is the cosine distance of the embeddings. Use `directions` if a search index holds
+    vectors of the reference, because a search ignores the lengths of embeddings. With `bits=8`, the candidate's linear
+    maps are computed as in an 8-bit file (`EightBits`). Use `bits=8` for a model that you will export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
 
     epochs: int = 2
-    # The first rate is better for a model that lost little, and the second for a model that lost much
+    # 2e-4 is better for a model that lost little, and 1e-3 for a model that lost much
     # (docs/results/plan.md, "What does the last fit add?").
     learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     batch: int = 64
@@ -131,23 +134,24 @@ def distill(
     """Returns a copy of the candidate whose outputs are fitted to the reference's, without labels.
 
     Adam fits all weights together, with tokens pruned and merged as in use. `repair` works block by block and on all
-    tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of outputs that a
-    high temperature softens (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One
-    image in eight is held out from the fit. You get the weights with the least divergence on these images, which may be
-    the candidate's own.
+    tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of the outputs,
+    softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start.
+
+    One image in eight is held out from the fit. You get the weights with the smallest divergence on these images. If no
+    rate helps, you get the candidate's own weights.
 
     Args:
-        candidate: The compressed model.
-        reference: The original.
-        calibration: Images, normalized for the model.
-        settings: The epochs and learning rates of the fit.
+        candidate: The compressed model. It is not changed.
+        reference: The original model, whose outputs are the targets.
+        calibration: Images to fit to, normalized for the model. Labels are not used.
+        settings: Epochs, batch size and learning rates. None uses the defaults of `Distill`.
 
     Returns:
-        The distilled copy with the divergence before and after.
+        The distilled copy, with the divergence before and after.
 
     Raises:
-        InvalidInput: The models return outputs of different widths, there are too few images, or directions are to be
-            fitted although the outputs are not embeddings.
+        InvalidInput: The models return outputs of different widths, there are too few images, or `directions` is set
+            and the outputs are not embeddings.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -190,7 +194,7 @@ def distill(
 
 
 class _OutputFit:
-    """The error of a model's outputs, on the next batch of images or on the held-out images."""
+    """Computes the error of a model's outputs, on the next training batch or on the held-out images."""
 
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
         self.reference, self.images, self.batch = reference, images, knobs.batch
@@ -200,13 +204,13 @@ class _OutputFit:
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
         self._targets: dict[int, Tensor] = {}  # the reference's outputs, by the number of the batch
-        # Images come in the order of the set, which alternates between the classes. So they are decoded once per epoch
-        # and are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
+        # Images keep the order of the set, which alternates between the classes. So they are decoded once per epoch and
+        # are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
         rounds = chain.from_iterable(enumerate(self._batches()) for _ in repeat(None))
         self._next = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """Makes later passes compute the model like a file of `bits` bits. The first images determine the ranges."""
+        """Rounds later passes of the model to `bits` bits, like an exported file. The first images set the ranges."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 
@@ -251,5 +255,5 @@ class _OutputFit:
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
-    # The last image of every group. A short last batch then has images to fit, but perhaps no held-out image.
+    # The last of every HELD_OUT images is held out. A short last batch may have no such image, but has images to fit.
     return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1

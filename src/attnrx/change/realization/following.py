@@ -1,7 +1,8 @@
-"""MLPs outside the blocks that are as wide as the MLPs in the blocks, for example in SigLIP's pooling head.
+"""Narrows MLPs outside the blocks that have the blocks' MLP width, for example in SigLIP's pooling head.
 
-A portable model with another width needs these MLPs to be narrower, too. As in the blocks (`decide_hidden`), the units
-that contribute least to the output on some images are removed. The second map is fitted to the remaining units.
+A library's class often uses one width for all MLPs. So a portable model with narrower blocks needs these MLPs to be
+narrower, too. As in the blocks (`decide_hidden`), units that contribute least to the output are removed, and the second
+map is refitted to the remaining units.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ from attnrx.vit.models import observing_calls
 from attnrx.vit.models.parts.mlp import write_linear_
 
 IMAGES = 128
-"""The most images that are used to measure the moments."""
+"""The largest number of images for measuring the moments of hidden units."""
 
 
 def narrow_(model: nn.Module, pairs: Sequence[tuple[str, str]], hidden: int, images: ImageSet) -> None:
-    """Removes units, in place, from the MLPs whose two maps are at these paths in the library's model."""
+    """Reduces MLPs to `hidden` units, in place. Each pair names an MLP's two maps by paths in the library's model."""
     adopted: Any = model
     weight = next(model.parameters())
     with evaluating((model,)):

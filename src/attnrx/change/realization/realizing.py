@@ -1,11 +1,12 @@
-"""Realizes a prescription: makes its ranks layer by layer, attaches its token policy, and fits the weights.
+"""Realizes a prescription: creates the smaller model, attaches its token policy, and fits the weights.
 
-A layer stores its kept heads by descending rank (`head_order`), but decisions list the heads in their original order.
-The rows of query and key are the directions of a head. They are copies of the model's own rows, or combinations of the
-layer's rows (a basis). Values and output projection are copied, or reduced to the kept dimensions.
+A compressed layer stores its kept heads by descending rank (`head_order`), but decisions list heads in their original
+order. The query and key rows of a head are its directions. They are copied from the model, or combined from the layer's
+rows by a basis. Value and output projections are copied, or reduced to the kept dimensions.
 
-The order of the fits is fixed: repair comes first, then the tokens, then distill. A prescription records the settings
-of every fit, including seeds. From this record, `realize_and_fit` can make a model and its matched controls again.
+The fits run in a fixed order. Repair comes first, then the tokens are attached, and distillation comes last. A
+prescription records the settings of every fit, including seeds. From this record, `realize_and_fit` can recreate a
+model and its matched controls.
 """
 
 import copy
@@ -60,7 +61,7 @@ from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import BIASES, COMPRESSIONS, AttentionSpec, Compression, compression_of
 
 Fit = Repair | Distill
-# The settings class of every fit, and the field that counts its steps. A record stores the count under the fit's name.
+# The settings class of every fit, and its field that counts steps. A record stores this count under the fit's name.
 KINDS: Mapping[str, tuple[type[Any], str]] = dict(zip(FITS, ((Repair, "steps"), (Distill, "epochs")), strict=True))
 
 NO_INDICES = torch.zeros(0, dtype=torch.long)  # starts a concatenation, for layers without any head
@@ -73,28 +74,28 @@ def realize(
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied. Your model is not changed.
 
-    If whole blocks are removed, your library creates the model at a smaller depth. The new model has the modes of the
-    original, but not its hooks. In a mask, the weights of such blocks are zero.
+    With `by="mask"`, every shape stays and zeros are written. Removed directions get strength zero, while norms still
+    use their rows. Removed heads get a zero output projection. Removed blocks get zero weights.
 
-    A mask keeps every shape and writes zeros. Removed directions get strength zero (the original norms remain), and
-    removed heads get a zero output projection. Compression deletes these zeros, and its outputs equal the mask's. If a
-    layer divides the rows of query and key by their norms, "compress" keeps the rows that only the norms need. So in
-    such a layer, only the scores need fewer MACs.
+    With `by="compress"`, the zeros are deleted, and the outputs equal the mask's. If blocks are removed, your library
+    creates the model at a smaller depth. That model has the modes of the original, but not its hooks. If a layer
+    divides query and key rows by their norms, removed rows that the norms need are kept. In such a layer, only the
+    scores need fewer MACs.
 
-    A form of attention may bring further compressions, which you request by name. They delete the rows for the norms as
-    well, so the layer is smaller and only approximates the mask. Some also fit the kept strengths to calibration
-    images. If the fitted logits diverge more from the original's (in KL divergence), the strengths stay as prescribed.
-    docs/exact.md compares them.
+    Some forms of attention have further compressions, which you request by name. These also delete the rows that only
+    the norms need, so the layer is smaller and only approximates the mask. Some also fit the kept strengths to the
+    `calibration` images. If the model's KL divergence is larger with fitted strengths, the strengths stay as
+    prescribed. docs/exact.md compares these compressions.
 
-    A prescription that keeps everything gives identical logits. Tokens are pruned or merged last. If a reducer uses
-    statistics of the attention, it sees the same statistics in the mask and in the compressed model. If it uses keys
-    (`tome`), it does not, because the mask still has keys that the compressed model has lost.
+    A prescription that keeps everything gives identical logits. Tokens are pruned or merged last. A token reducer that
+    uses attention statistics gets the same statistics in the mask and in the compressed model. A reducer that uses keys
+    (`tome`) does not, because the mask still has keys that the compressed model has lost.
 
     Args:
         model: The model for which the prescription was made.
         prescription: Decisions about the maps, the heads and the tokens.
-        by: "compress" deletes what is pruned, and "mask" sets it to zero. The name of another compression also works.
-        calibration: Images for a compression that fits strengths.
+        by: "compress" deletes what is pruned, and "mask" sets it to zero. You can also name another compression.
+        calibration: Images for a compression that fits strengths. Other compressions ignore them.
 
     Returns:
         The smaller model, or the masked one.
@@ -121,20 +122,20 @@ def realize(
     if calibration is None:
         raise InvalidInput(f"by={by!r} fits strengths to data: pass calibration images, e.g. splits.train.take(512).")
     images = images_for(model, calibration, "calibration")
-    # Of equal candidates, the first one is returned, so the fitted strengths come first.
+    # On a tie, the first candidate is returned, so the candidate with fitted strengths comes first.
     fits = (compression.fit(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, compression) for layers in fits]
     return nearest_candidate(candidates, model, images)
 
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns the candidate whose outputs diverge least from the model's on average, or the first of equal ones."""
-    # Outputs are compared, not layers, because a fit that is better in every layer may be worse in the model.
+    """Returns the candidate whose outputs diverge least from the model's on average. On a tie, returns the first."""
+    # Whole outputs are compared. A fit that is better in every single layer may still be worse in the model.
     names = [f"candidate {index}" for index in range(len(candidates))]
     models = {"original": model, **dict(zip(names, candidates, strict=True))}
     found = predict(models, images, task="comparing candidates")
     divergences = torch.stack([found.divergence("original", name).mean() for name in names])
-    # If a candidate returns NaN, its divergence is NaN, and argmin would choose it.
+    # A candidate that returns NaN has the divergence NaN, which argmin would choose.
     return candidates[int(divergences.nan_to_num(nan=math.inf).argmin())]
 
 
@@ -144,7 +145,7 @@ def _realized(
     family, by = family_of(model), "mask" if compression is None else "compress"
     changed, attentions, kept = copy_module(model), family.attention(model), prescription.kept_blocks
     if prescription.depth is not None:
-        shallower = working_copy(shallower_form(model, kept))  # also for a mask, to prove that tokens pass the blocks
+        shallower = working_copy(shallower_form(model, kept))  # also for a mask, as it checks that blocks can go
         if compression is not None:
             changed, attentions, layers = shallower, [attentions[at] for at in kept], [layers[at] for at in kept]
     with torch.no_grad():
@@ -198,7 +199,7 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         # The output is decode @ encode @ (y - center) + center. All constants are collected in one bias.
         first, constant = encode @ weight, center + decode @ (encode @ (bias - center))
         if by == "mask":
-            # The product is rounded once, so in the model's precision a mask differs from the two factors by rounding.
+            # The product is rounded once. So in the model's precision, a mask differs from the two factors by rounding.
             linear.weight.copy_(decode @ first)
             _required_bias(linear).copy_(constant)
             continue
@@ -211,19 +212,19 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
-    """Removes hidden units of one MLP, and refits its second linear map. A mask has zeros in their place."""
+    """Removes hidden units of one MLP, and refits its second linear map. A mask zeroes their columns instead."""
     first, second = family.mlp(model)[index]
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
         raise NotSupported(f"the MLP of layer {index + 1} has factored maps; prescribe hidden on the original model.")
     keep = hidden.keep.to(first.weight.device)
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
-    # In a mask, removed units are still computed, but their columns are zero, so their activations do not matter.
+    # A mask still computes the removed units. Their columns are zero, so their activations do not matter.
     if by == "mask":
         second.weight.zero_()
         second.weight[:, keep] = weight
         _required_bias(second).copy_(bias)
         return
-    # The first map loses rows. The refitted weight, which has only the kept columns, replaces the second map.
+    # The first map loses rows. The refitted weight replaces the second map, and has only the kept columns.
     num_kept = int(keep.sum())
     small = (
         NativeLinear(first.in_features, num_kept, bias=first.bias is not None),
@@ -241,16 +242,16 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
 
 
 def _required_bias(linear: nn.Module) -> Tensor:
-    """Returns the bias of a map. In a mask, the bias holds the mean of what is removed before the map or after it."""
+    """Returns a map's bias, which a mask needs to hold the mean of what it removes. Raises InvalidInput without one."""
     if not isinstance(linear.bias, Tensor):
         raise InvalidInput("a map without a bias cannot hold the mean of what a mask removes; use by='compress'.")
     return linear.bias
 
 
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
-    """Returns the policy attached to a model as a prescription, with copies of its predictors if they are learned.
+    """Returns the token policy of a model as a prescription, with copies of its predictors if they are learned.
 
-    So you can train predictors in one model, and realize them together with other ranks.
+    Use it to train predictors in one model, and realize them in a model with other ranks.
 
     Raises:
         InvalidInput: The model does not prune or merge tokens.
@@ -269,7 +270,7 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
         InvalidInput: The predictors were made for another model.
         NotSupported: The code of a user's module needs all tokens between its blocks.
     """
-    # Fresh predictors depend only on the prescription's seed, and the caller's random state does not change.
+    # Fresh predictors depend only on the prescription's seed. The caller's random state does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tokens.seed)
         reduction = attach_tokens_(model, family, tokens.policy, by, heads)
@@ -285,8 +286,8 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
 
 
 def require_fewer_tokens(model: nn.Module) -> None:
-    """Raises NotSupported if a user's module needs all tokens between its blocks, but has a token policy."""
-    if not isinstance(model, Adopted) or model.around is None:  # libraries' blocks accept any number of tokens
+    """Raises NotSupported if the code of a user's module fails with fewer tokens between its blocks."""
+    if not isinstance(model, Adopted) or model.around is None:  # library blocks accept any number of tokens
         return
     try:
         with evaluating((model,)):
@@ -302,16 +303,16 @@ def require_fewer_tokens(model: nn.Module) -> None:
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
-    """Returns the fits with these numbers of steps by name, and one seed. A fit with 0 steps is left out."""
+    """Returns the settings of the fits with these numbers of `steps` by name. A fit with 0 steps is left out."""
     return tuple(kind(**{count: steps[name], "seed": seed}) for name, (kind, count) in KINDS.items() if steps.get(name))
 
 
 def fits_record(*fits: Fit) -> dict[str, Any]:
-    """Returns the steps of every fit under its name, and all other settings, including seeds, under "settings"."""
+    """Returns the record of fits: the steps under each fit's name, and other settings, with seeds, under "settings"."""
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)
-        # The record has the form that JSON returns, so that a prescription equals its saved copy.
+        # The record has the form that JSON returns, so a prescription equals its saved copy.
         record["settings"][name] = to_dict(settings, typed=False)
         record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
@@ -326,18 +327,18 @@ def realize_and_fit(
     by: str = "compress",
     log: Log = no_log,
 ) -> nn.Module:
-    """Realizes a prescription like `realize`, and fits the weights of the result to the model, without labels.
+    """Realizes a prescription like `realize`, and fits the resulting weights to the model, without labels.
 
-    Repair compares each token with the model's token, so it precedes the pruning or merging of tokens. Distillation
-    accepts a model with fewer tokens, and comes last.
+    Repair compares each token with the original's token, so it runs before tokens are pruned or merged. Distillation
+    accepts a model with fewer tokens, and runs last.
 
     Args:
-        model: The original.
-        prescription: The prescription of the original.
-        images: The images for calibrating and fitting.
-        fits: The settings of the fits.
-        by: As in `realize`. The weights of a mask are not fitted.
-        log: Receives the result of the distillation, and whether the budget reduces the images or steps of a repair.
+        model: The original model. It is not changed.
+        prescription: The prescription for the original.
+        images: Images to fit to. A compression that fits strengths uses them, too.
+        fits: The settings of the fits. Without fits, the function only realizes.
+        by: A compression, as in `realize`. Masks cannot be fitted.
+        log: Is called with the result of the distillation, and with a line if the budget reduces a repair.
 
     Raises:
         InvalidInput: Fits are requested for a mask, or without images.
@@ -384,19 +385,21 @@ def realize_with_effort(
     log: Log = no_log,
     bits: int | None = None,
 ) -> tuple[nn.Module, tuple[Fit, ...]]:
-    """Realizes a prescription with those fits of an effort that are possible. Returns the model and these fits.
+    """Realizes a prescription with the fits of an effort, and skips a repair that is not possible.
+
+    Returns the model and the settings of the fits that ran.
 
     Args:
-        model: The original.
-        prescription: The prescription of the original.
+        model: The original model. It is not changed.
+        prescription: The prescription for the original.
         images: The images to fit to.
-        effort: The fits.
+        effort: Sets how much is fitted.
         bfloat16: Whether a repair may compute products in bfloat16 if the device is faster with them.
-        log: Receives a line if the model cannot be repaired, and what the fits report.
-        bits: 8 for a model that will become an 8-bit file.
+        log: Is called with the reports of the fits, and with a line if the model cannot be repaired.
+        bits: 8 for a model that will become an 8-bit file, else None.
     """
     fits, seed = list[Fit](), effort.settings.seed
-    # Without its tokens, the prescription has rules only for ranks and units. Without these rules, no map needs repair.
+    # Without tokens, the remaining rules are for ranks and units. If there are none, no map needs a repair.
     if effort.repair is not None and replace(prescription, tokens=None).rules:
         steps, at_once, macs = effort.repair
         fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16, bits=bits))
@@ -420,7 +423,7 @@ def _name_of(settings: Fit) -> str:
 
 
 def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_norms: bool) -> Attention:
-    """Returns the smaller attention of a layer, which stores its heads by descending rank.
+    """Returns a layer's compressed attention, which stores its heads by descending rank.
 
     Raises:
         NotSupported: The original norms are requested (`keeps_norms`), but the layer has lost directions before.
@@ -444,14 +447,14 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_n
         value, output, bias = _reduced_values(attention, values)
         features = _in_order(values.ranks, order)
         _write_values_(result, value[features], output[:, features], bias)
-    # These are the library's modules with their own weights. A spec has only their names.
+    # The inner norms are the library's modules with their own weights. A spec holds only their names.
     result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
     result.kept_patches = attention.kept_patches
     return _frozen_as(result, attention).train(attention.training)
 
 
 def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
-    """Freezes the weights of a smaller part if their counterparts are frozen, and returns the part."""
+    """Freezes the weights of a smaller part if the matching original weights are frozen, and returns the part."""
     own = dict(original.named_parameters())
     for name, parameter in small.named_parameters():
         owner = name.rpartition(".")[0]
@@ -462,7 +465,7 @@ def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
 
 
 def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
-    """Writes zeros in place of what a layer loses, and keeps every shape.
+    """Writes zeros, in place, for everything that a layer loses. Every shape stays.
 
     Raises:
         NotSupported: All heads share the directions of the decision, and the layer has no rows for them.
@@ -481,10 +484,10 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
     else:
         _mask_combined_directions_(attention, layer.qk, layer.qk.basis)
     _follow_queries_(attention.scores, before)
-    # The output projection's columns for removed heads, as a mask [sum of value dimensions].
+    # This mask [sum of value dimensions] selects the output projection's columns for removed heads.
     removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
     attention.output.weight[:, removed] = 0
-    # The values of a removed head do not affect the output. They are set to zero for reducers that use value norms.
+    # A removed head's values do not affect the output. They are zeroed for token reducers that use value norms.
     attention.value.weight[removed] = 0
     if attention.value.bias is not None:
         attention.value.bias[removed] = 0
@@ -494,8 +497,8 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
 
 
 def head_order(layer: LayerPrescription) -> list[int]:
-    """Returns the kept heads in the order in which the compressed layer stores them, by descending rank."""
-    # Heads of equal rank become neighbours, and a backend can compute them as one bucket.
+    """Returns the kept heads by descending rank, which is the order in the compressed layer."""
+    # Heads of equal rank become neighbours, so a backend can compute them together as one bucket.
     heads, ranks = torch.nonzero(layer.heads).flatten().tolist(), layer.qk.ranks
     return sorted(heads, key=lambda head: -ranks[head])
 
@@ -503,7 +506,7 @@ def head_order(layer: LayerPrescription) -> list[int]:
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: bool = True) -> AttentionSpec:
     """Returns the spec of the compressed layer, by default with the original norms.
 
-    Rewritten directions need no key bias, because the softmax cancels it. Rewritten values need no bias either, because
+    Rewritten directions need no key bias, because the softmax cancels it. Rewritten values need no value bias, because
     the bias of the output projection absorbs it.
 
     Raises:
@@ -521,7 +524,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
         ranks = large.ranks[: len(order)]
         biases.discard("key")
     elif spec.traits.shares_directions and not (order and bool(scores.keep[order].all())):
-        # Directions are no longer shared, and each head stores its own rows.
+        # Heads no longer share directions, so each head stores its own rows.
         large, kept_norms = replace(spec, form="dense", blocks=None), "none"
     elif spec.traits.rotates:
         # The bias of a rotated key depends on the position, so the softmax does not cancel it.
@@ -530,22 +533,22 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
         biases.discard("key")
     elif keeps_norms and _needs_original_norms(spec, scores, order):
         kept_norms = "original"
-    # `heads` keep their numbers in the original model. Ranks and value ranks refer to the heads of `spec`.
+    # `heads` keeps the numbers from the original model. Ranks and value ranks refer to the heads of `spec`.
     small = large.with_ranks(ranks, tuple(spec.heads[head] for head in order), kept_norms, pairs)
     if values is not None:
         kept_dims = tuple(values.ranks[head] for head in order)
         biases.add("output")
-        # Whole heads keep their value biases, which are then zero, because the library's own attention has biases.
+        # If a head keeps all value dimensions, its value bias stays (as zeros), because library attention has biases.
         if kept_dims != tuple(spec.value_dims[head] for head in order):
             biases.discard("value")
         small = replace(small, value_ranks=kept_dims)
-    # The biases are in the order of BIASES, so that equal layers compare equal.
+    # Biases are listed in the order of BIASES, so that equal layers compare equal.
     return replace(small, biases=tuple(name for name in BIASES if name in biases))
 
 
 def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> bool:
-    """Whether removed rows are still needed for the norms. Raises NotSupported if these rows are gone already."""
-    # If no head loses only a part of its directions, the norms are the same, and no row is stored only for them.
+    """Whether the norms still need removed rows. Raises NotSupported if an earlier compression deleted such rows."""
+    # If every head keeps all or none of its directions, the norms do not change, so no extra row is stored.
     loses = any(0 < scores.ranks[head] < spec.ranks[head] for head in order)
     if not spec.has_norms or spec.keeps_original_norms or not loses:
         return False
@@ -561,7 +564,7 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
 
 
 def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the frequencies of these heads' kept pairs. Real parts come before imaginary parts.
+    """Returns the frequencies of the kept rotary pairs, for the heads in `order`.
 
     Raises:
         InvalidInput: The decision is for another form, or keeps only one row of a pair.
@@ -569,7 +572,7 @@ def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]
     table = None if scores.basis is None else scores.basis.pairs
     if table is None and scores.basis is not None:
         raise InvalidInput("directions of a rotary layer need the frequencies of their pairs; prescribe again.")
-    # [heads, directions]: frequencies, and -1 for rows that are not rotated.
+    # [heads, directions]: the frequency of every row, or -1 for a row that is not rotated.
     rows = row_pairs(spec) if table is None else table
     chosen = [rows[head, : scores.keep.shape[1]][scores.keep[head, : rows.shape[1]]] for head in order]
     pairs = [row[row >= 0].tolist() for row in chosen]
@@ -579,7 +582,7 @@ def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]
 
 
 def _in_order(sizes: Sequence[int], order: Sequence[int]) -> Int[Tensor, "indices"]:
-    """Returns the row indices of these heads, in this order. Head h has `sizes[h]` rows."""
+    """Returns the row indices of the heads in `order`, if head h has `sizes[h]` rows."""
     rows = torch.arange(sum(sizes)).split(list(sizes))
     return torch.cat([NO_INDICES, *(rows[head] for head in order)])
 
@@ -588,7 +591,7 @@ def _in_order(sizes: Sequence[int], order: Sequence[int]) -> Int[Tensor, "indice
 
 
 def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecision, order: Sequence[int]) -> None:
-    """Copies the kept rows of query and key, and the strengths, into a layer of matching shape."""
+    """Copies the kept query and key rows and their strengths into a smaller layer."""
     spec, small = source.spec, target.spec
     if small.traits.shares_directions:
         rows = torch.arange(sum(small.rows))
@@ -599,8 +602,8 @@ def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecisio
         for head in order:
             kept = torch.zeros(spec.rows[head], dtype=torch.bool)
             kept[: spec.ranks[head]] = scores.keep[head, : spec.ranks[head]]
-            # If the small layer divides by norms over all rows, the removed rows follow the kept ones. A head without
-            # directions attends uniformly and needs no norm.
+            # If the small layer divides by norms over all rows, it stores the removed rows after the kept ones. A head
+            # without directions attends uniformly and needs no norm.
             stores_all = small.keeps_original_norms and bool(kept.any())
             chosen = torch.cat([torch.nonzero(kept), torch.nonzero(~kept)[: None if stores_all else 0]])
             parts.append(starts[head] + chosen.flatten())
@@ -614,23 +617,24 @@ def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecisio
 def _combine_directions_(
     target: Attention, source: Attention, scores: ScoreDecision, basis: Basis, order: Sequence[int]
 ) -> None:
-    """Writes the kept directions of a basis into a layer of matching shape.
+    """Writes the kept directions of a basis into a smaller layer.
 
-    Query and key are each scaled by the root of the strength.
+    Without shared directions, query and key are each scaled by the root of the strength.
     """
     kept = scores.keep[order].any(0)
     for name, table in (("query", basis.left), ("key", basis.right)):
         rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
         _write_rows_(getattr(target.scores, name), rows[0, kept] if basis.shared else _scaled(rows, scores, order))
     if basis.shared:
-        # A direction is stored once if any head keeps it. For the other heads, its strength is zero.
+        # A shared direction is stored if any head keeps it. For the other heads, its strength is zero.
         target.scores.set_strengths_(list(torch.where(scores.keep, scores.strength, 0.0)[order][:, kept]))
 
 
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
-    """Writes relative positions for the changed rows of the query.
+    """Adapts relative position tables to changed query rows, in place.
 
-    Their products stay the same, as far as the earlier rows are combinations of the new rows.
+    The products of query and table stay the same if the old query rows are combinations of the new ones. Otherwise,
+    least squares approximates them.
     """
     if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
         return
@@ -649,7 +653,7 @@ def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
 
 
 def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basis: Basis) -> None:
-    """Writes the kept directions of a basis into their head's rows, and zeros into the rest. Every shape stays."""
+    """Writes the kept directions of a basis into each head's rows, and zeros into the other rows. Every shape stays."""
     spec = attention.spec
     if basis.shared:
         raise NotSupported(
@@ -657,14 +661,14 @@ def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basi
             "Realize the prescription by='compress'."
         )
     pairs = None if basis.pairs is None else _kept_pairs(spec, scores, range(len(spec.heads)))
-    # [heads, directions, 1]. If the form has no strengths, the rows of each side contain the root of the strength.
+    # [heads, directions, 1]. Query and key rows each get the root of the strength, as this form stores no strengths.
     root = torch.where(scores.keep, scores.strength, 0.0).sqrt()[..., None]
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
         rows = _combined(side, spec, table, shared=False)
         if pairs is None:
             parts = [head_rows[:rank] for head_rows, rank in zip(root * rows, spec.rows, strict=True)]
         else:
-            # Pairs are always the last rows of a head (`row_pairs`), so zeros go between them and the other rows.
+            # Pairs are always the last rows of a head (`row_pairs`), so zeros are inserted before them.
             parts = []
             for head, frequencies in enumerate(pairs):
                 kept = _scaled(rows, scores, [head])
@@ -679,8 +683,8 @@ def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basi
 def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
-    """Returns the rows of a basis with their bias, in float64 on the CPU."""
-    # The rows are combined in float64, because a basis may be ill-conditioned. The bias is just another column.
+    """Returns the query or key rows that a basis combines, with the bias as last column, in float64 on the CPU."""
+    # The rows are combined in float64, because a basis may be ill-conditioned. The bias is treated like a feature.
     stored, owners = side.augmented(), (sum(spec.rows),) if spec.traits.shares_directions else spec.rows
     num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]
     padded = stored.new_zeros(len(owners), num_rows, stored.shape[1])
@@ -690,7 +694,7 @@ def _combined(
 
 
 def _scaled(rows: Tensor, scores: ScoreDecision, order: Sequence[int]) -> Float[Tensor, "rows augmented"]:
-    """Returns the kept rows of these heads, times the roots of their strengths."""
+    """Returns the kept rows of the heads in `order`, times the roots of their strengths."""
     roots = [scores.strength[head, scores.keep[head]].sqrt()[:, None] for head in order]
     parts = [root * rows[head, scores.keep[head]] for root, head in zip(roots, order, strict=True)]
     return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])  # also works without any head
@@ -712,11 +716,11 @@ def _write_rows_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -
 
 
 def _mask_values_(attention: Attention, values: OutputDecision) -> None:
-    """Writes the reduced values into the first features of every head, and zeros into the rest. Every shape stays."""
+    """Writes the reduced values into each head's first features, and zeros into the rest. Every shape stays."""
     value, output, bias = _reduced_values(attention, values)
     spec = attention.spec
     _required_bias(attention.output)
-    # The first features are used, because a reduced direction combines all features and belongs to none of them.
+    # A reduced direction combines all features and belongs to no single one, so the first features are used.
     starts = torch.tensor([0, *spec.value_dims]).cumsum(0).tolist()
     indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
     rows = value.new_zeros(sum(spec.value_dims), value.shape[1])
@@ -728,17 +732,17 @@ def _mask_values_(attention: Attention, values: OutputDecision) -> None:
 def _reduced_values(
     attention: Attention, values: OutputDecision
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
-    """Returns the reduced value rows, output columns and output bias, in float64. Heads are ordered as in `attention`.
+    """Returns reduced value rows, output columns and output bias in float64, with heads in the order of `attention`.
 
-    The rows of the softmax sum to one, so a constant in the values adds a constant to the output. Let o = attention @ x
-    + value bias. Then the bias of the output projection absorbs all constants in decode @ encode @ (o - center) +
-    center.
+    Attention rows sum to one, so a constant in the values only adds a constant to the output. Let o = attention @ x +
+    value bias be a head's output. It is replaced by decode @ encode @ (o - center) + center. The bias of the output
+    projection absorbs all constants.
     """
     dims = attention.spec.value_dims
-    # Everything is in float64, like the factors, so values are rounded to the weights' precision only when written.
+    # Everything is in float64, like the factors. Values are rounded to the weights' precision only when written.
     stored = attention.value.augmented()
     encodes = values.encode.double().split(values.ranks)
-    # `encode` rows are padded to the largest head. Each part is [ranks[head], width + 1], with the bias as last column.
+    # `encode` rows are padded to the widest head. Each part is [ranks[head], width + 1], with the bias as last column.
     parts = zip(encodes, stored.split(list(dims)), strict=True)
     rows = [encode[:, : block.shape[0]] @ block for encode, block in parts]
     augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
@@ -750,7 +754,7 @@ def _reduced_values(
     output = weight @ decode
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
-    # encode @ center, head by head, because a row of `encode` is nonzero only for its own head.
+    # encode @ center is computed per head, because a row of `encode` is nonzero only for its own head.
     by_head = zip(encodes, center.split(dims), strict=True)
     encoded_centers = torch.cat([encode[:, : len(mean)] @ mean for encode, mean in by_head])
     bias = bias + weight @ center + output @ (augmented[:, -1] - encoded_centers)

@@ -48,39 +48,39 @@ from attnrx.vit.models import (
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
-# IMPORTANCE_IMAGES is how many images are used to measure the importance of tokens. A budget allows a quarter of its
-# images. EVEN is the share of the importance that is equal for all tokens. In a class-token model, the outputs do not
-# depend on the patches of the last block, but the dense features do.
+# IMPORTANCE_IMAGES is how many images measure the importance of tokens. If a budget limits the repair, a quarter of its
+# images are used. EVEN is the share of the importance that all tokens get equally. In a class-token model, the outputs
+# do not depend on the last block's patches, but dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
-# At most this many images of a user's data are read.
+# The largest number of images that are read from a user's data.
 MOST_REPAIRED = 4096
-# The number of images in a forward pass of one block.
+# How many images a forward pass of one block takes at once.
 CHUNK = 32
-# How many multiply-accumulates one gradient computation may take. This allows 16 images for a ViT-B, and 4 for a ViT-L,
-# where 16 would need 5 GB.
+# The most multiply-accumulates per gradient computation, which limits memory. This number allows 16 images for a ViT-B
+# and 4 for a ViT-L, where 16 would need 5 GB.
 GRAPH_MACS = 2.9e11
 
 
 @dataclass(frozen=True)
 class Repair:
-    """The settings of a repair: the penalty of the least-squares fit, and the steps of Adam per attention and per MLP.
+    """The settings of a repair: how many steps of Adam each attention and MLP gets, and how least squares is penalized.
 
-    A step for an attention uses all tokens of `images` images. A step for an MLP uses `tokens` single tokens, which are
-    drawn from all images in proportion to their importance.
+    Every Adam step for an attention uses all tokens of `images` images. Every step for an MLP uses `tokens` single
+    tokens, drawn from all images in proportion to their importance. `learning_rate` is relative to the root mean square
+    of each tensor, and decays to zero along a cosine.
 
-    `macs` is the most multiply-accumulates of the whole repair, estimated beforehand. Large models are repaired on
-    fewer images, but at least MIN_REPAIR_IMAGES. If that is not enough, they get fewer steps, but at least half of
-    them. None sets no limit.
+    `macs` limits the multiply-accumulates of the whole repair, which are estimated beforehand. To stay within this
+    limit, a large model is repaired on fewer images, but at least on MIN_REPAIR_IMAGES. If it still exceeds the limit,
+    it gets fewer steps, but at least half of them. None sets no limit.
 
     With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
 
-    `removed` are the numbers of the reference's blocks that the candidate lacks, counted from 1. The block before them
-    is fitted to their output.
+    `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before missing ones is
+    fitted to the output of the last missing block.
 
-    With `bits=8`, the linear maps of the candidate's blocks are computed as an 8-bit file computes them.
+    With `bits=8`, the linear maps of the candidate's blocks are computed as in an 8-bit file.
 
-    `ridge` weights the squared change of an MLP's second map, relative to the mean variance of its inputs. The learning
-    rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
+    `ridge` penalizes changes of an MLP's second map, relative to the mean variance of its inputs.
     """
 
     example = "attnrx.realization.repair.Repair(steps=300)"
@@ -108,30 +108,29 @@ class Repair:
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None
 ) -> Fitted:
-    """Returns a copy of the candidate whose blocks are fitted to the reference's, without labels.
+    """Returns a copy of the candidate whose blocks are fitted to the reference's blocks, without labels.
 
-    The blocks are fitted one after the other. The input of a block is the output of the repaired blocks before it. Its
-    target is the reference's own output, so the fit also corrects errors of earlier blocks. Each block is fitted in
-    three stages:
+    Blocks are fitted one after the other. A block's input comes from the repaired blocks before it, and its target is
+    the reference's own output. So the fit also corrects errors of earlier blocks. Each block is fitted in three stages:
 
     1. The maps of the attention, by steps of Adam.
     2. The second map of the MLP, in closed form: least squares with a penalty on its change.
     3. Both maps of the MLP, by steps of Adam.
 
-    The squared error of a token is weighted by its importance: the root mean square gradient of the reference's outputs
-    with respect to the block's output. One image in eight is held out, and a stage is kept only if it reduces the error
-    of the block's output on these images. Blocks that have all weights of the reference are not fitted.
+    A token's squared error is weighted by the token's importance. The importance is the root mean square gradient of
+    the reference's outputs with respect to the block's output. One image in eight is held out. A stage is kept only if
+    it reduces the error of the block's output on these images. A block with unchanged weights is not fitted.
 
-    You need memory for about seven copies of all tokens of the images. Prune and merge tokens afterwards.
+    The repair needs memory for about seven copies of all tokens of the images. Prune or merge tokens after the repair.
 
     Args:
-        candidate: The compressed model, with all its tokens.
-        reference: The original.
-        calibration: Images, normalized for the model.
-        settings: The steps and learning rates of the fit.
+        candidate: The compressed model, before tokens are pruned or merged. It is not changed.
+        reference: The original model, whose block outputs are the targets.
+        calibration: Images to fit to, normalized for the model. Labels are not used.
+        settings: Steps, learning rate and budget of the fit. None uses the defaults of `Repair`.
 
     Returns:
-        The repaired copy with the errors of every block before and after.
+        The repaired copy, with the errors of every block before and after.
 
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
@@ -164,8 +163,8 @@ def repair(
     device = _weight(reference).device
     precision = bfloat16_products(device, knobs.bfloat16 and has_fast_bfloat16(device.type))
     with evaluating((reference, result.model)), trainable(result.model), precision:
-        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks.
-        # The targets of a block are the reference's outputs for the reference's own inputs.
+        # `base` holds the tokens in the reference, and `tokens` the tokens in the repaired model. A block's targets are
+        # the reference's outputs for the reference's own inputs.
         weights = token_importance(reference, importance)
         blocks, own = (blocks_of(model, family_of(model)) for model in (reference, result.model))
         kept = [index for index in range(len(blocks)) if index + 1 not in requested.removed]
@@ -183,8 +182,8 @@ def repair(
             for missing in originals[index + 1 : following]:  # `block` is fitted to the output after all of these
                 base = missing.run_all(base if is_chain else _tokens_before(reference, missing.module, images)[0])
             fit = _BlockFit(block, tokens, base, weights[following - 1], knobs)
-            # The input of an unchanged block differs only by the errors of earlier blocks. Fitting the block does not
-            # reduce that difference (docs/results/plan.md).
+            # An unchanged block only passes on the errors of earlier blocks. Fitting it would not reduce them
+            # (docs/results/plan.md).
             is_whole = following == index + 1 and _are_equal(original.module, block.module)
             is_fitted = fit.before > 0 and not is_whole
             tokens = fit.run(without_mlp) if is_fitted else fit.run_all(tokens)
@@ -212,7 +211,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the settings with the steps that the budget of MACs allows, and how many images it allows."""
+    """Returns the repair's settings with the steps, and the number of images, that its budget of MACs allows."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -222,7 +221,7 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     maps = family_of(candidate).mlp(candidate)
     units: list[Any] = [second for _, second in maps]
     moments = sum(layer.tokens * second.in_features**2 for layer, second in zip(layers, units, strict=True))
-    # An image takes one pass of the reference and two of the candidate (before and after its attention is fitted), and
+    # Each image takes one pass of the reference, two of the candidate (before and after its attention is fitted), and
     # the products for the closed form. A gradient takes two more passes. Token importance takes one gradient per image.
     per_image = whole + 2 * (attentions + mlps) + moments
     per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
@@ -237,9 +236,9 @@ Tokens = Float[Tensor, "images tokens width"]
 
 @dataclass(frozen=True)
 class _Layout:
-    """The form in which a block receives the tokens of an image: as `windows` sequences, or as a grid.
+    """How a block expects an image's tokens: as `windows` sequences, or as a grid.
 
-    In a grid, the features are on `width_axis`, and `sides` are its rows and columns.
+    For a grid, `width_axis` is the axis of the features, and `sides` holds its numbers of rows and columns.
     """
 
     windows: int
@@ -252,11 +251,11 @@ class _Layout:
         return cls(family.windows(model), family.grid_axis(model))
 
     def at(self, tokens: Tensor) -> "_Layout":
-        """Returns the layout with the `sides` of the grid that these tokens form."""
+        """Returns this layout with `sides` set to the grid size of these tokens."""
         return self if self.width_axis is None else replace(self, sides=tokens.movedim(self.width_axis, -1).shape[1:3])
 
     def by_image(self, tokens: Tensor) -> Tokens:
-        """Returns the tokens of every image side by side."""
+        """Converts tokens from the block's layout to one sequence per image."""
         if self.width_axis is not None:
             return tokens.movedim(self.width_axis, -1).flatten(1, 2)
         return tokens if self.windows == 1 else tokens.unflatten(0, (-1, self.windows)).flatten(1, 2)
@@ -269,9 +268,9 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block, its attention, the two maps of its MLP, and the arguments that its model passes besides the tokens.
+    """A block with its attention, the two maps of its MLP, and the arguments that its model passes besides the tokens.
 
-    Here the tokens of an image are side by side, whatever `layout` the block expects.
+    The methods take and return one sequence of tokens per image, and convert it to the `layout` that the block expects.
     """
 
     module: nn.Module
@@ -286,14 +285,14 @@ class _Block:
         return self.layout.by_image(output if isinstance(output, Tensor) else output[0])
 
     def run_all(self, tokens: Tokens) -> Tokens:
-        """Returns the outputs for all images."""
+        """Runs the block on all images, in chunks, and returns its outputs."""
         return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
-        """Returns the outputs for all images, first with the MLP's output replaced by zeros, then unchanged."""
+        """Runs the block on all images. Returns its outputs without the MLP's contribution, and its full outputs."""
         scale = self.scale(tokens[:2])
         without_mlp, outputs = [], []
-        # One pass is enough, because the MLP's recorded output is what it adds to the stream.
+        # One pass is enough. The MLP's recorded output is subtracted, because the block adds it to the stream.
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
@@ -302,17 +301,17 @@ class _Block:
 
     @contextmanager
     def without_mlp(self) -> Iterator[None]:
-        """Replaces the output of the MLP by zeros inside the context, without computing its maps."""
-        # The block's own code still runs: residual sums, norms, LayerScale.
+        """Inside the context, the MLP returns zeros and its maps are not computed."""
+        # The rest of the block's code still runs: residual sums, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
                 stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
             yield
 
     def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
-        """Returns the factors between the MLP's output and its share of the block's output (LayerScale)."""
-        # If the MLP is added linearly, a feature's factor is a slope: the derivative of the block's output, summed over
-        # all entries, with respect to the MLP's output. The slope must be the same for all tokens, which is checked.
+        """Returns the factor per feature by which the block scales its MLP's output before adding it (LayerScale)."""
+        # If the MLP is added linearly, the factor is the derivative of the block's summed output with respect to the
+        # MLP's output. This derivative must be the same for all tokens, which is checked below.
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
@@ -335,13 +334,13 @@ class _Block:
         return factors
 
     def features(self, tokens: Tokens) -> nn.Module:
-        """Returns a module that computes the input of the second map from the input of the first.
+        """Returns a module that computes the second map's input from the first map's input.
 
-        If the modules between the maps are called one after another, the result is their sequence. Otherwise it is the
-        module around both maps.
+        If the modules between the maps are called one after another, the result is their sequence. Otherwise the result
+        is the module around both maps.
         """
-        # Leaf modules in the order of their calls between the two maps: activation, dropout, norm. Functional calls
-        # have no hook, so the output of the sequence is compared with the block's.
+        # The leaf modules between the two maps, in the order of their calls: activation, dropout, norm. Hooks miss
+        # functional calls, so the sequence's output is compared with the recorded input of the second map.
         inside = {id(part) for linear in self.maps for part in linear.modules()}
         leaves = [part for part in self.module.modules() if id(part) not in inside and not list(part.children())]
         with recording_calls((*self.maps, *leaves), lambda call: call) as calls:
@@ -351,7 +350,7 @@ class _Block:
         called, inputs, units = modules[first + 1 : last], calls[first].tokens, calls[last].tokens
         candidates: list[nn.Module] = [nn.Sequential(self.maps[0], *called)]
         around = [part for part in self.module.modules() if {*self.maps} <= {*part.modules()}]
-        if len(around) > 1:  # the smallest such module, e.g. a gated MLP
+        if len(around) > 1:  # the smallest module around both, e.g. a gated MLP
             candidates.append(_UpTo(around[-1], self.maps[1]))
         for candidate in candidates:
             with suppress(RuntimeError):  # e.g. a part of a gate gets different inputs
@@ -364,8 +363,8 @@ class _Block:
 
 
 def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
-    """Yields the blocks of a model, with the arguments that the model passes to them."""
-    # Two images are enough, because the arguments (positions, masks) are the same for every image.
+    """Yields a model's blocks, together with the arguments that the model passes to them."""
+    # Two images are enough, because arguments such as positions and masks are the same for every image.
     family, blocks = family_of(model), blocks_of(model, family_of(model))
     layout = _Layout.of(model)
     with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs, layout.at(call.tokens)))) as calls:
@@ -384,7 +383,7 @@ def _are_equal(block: nn.Module, other: nn.Module) -> bool:
 
 
 def _zeros(features: int, tokens: Tensor) -> Tensor:
-    """Returns zeros for `features` features of every token, without using memory."""
+    """Returns zeros with `features` features for every token, without allocating them."""
     return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
@@ -393,7 +392,7 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 
 def _are_chained(model: nn.Module, images: ImageSet) -> bool:
-    """Whether every block receives exactly the output of the previous block, without e.g. positions added between."""
+    """Whether every block receives exactly the previous block's output. Some models add e.g. positions in between."""
     blocks, weight = blocks_of(model, family_of(model)), _weight(model)
 
     # The tokens are copied, because a module may overwrite the outputs of its blocks.
@@ -418,7 +417,7 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
-    """Runs a forward pass up to one part of a model, and returns that part's first argument."""
+    """Runs a forward pass until it reaches `part`, and returns the tokens that this part receives."""
     found: list[Tensor] = []
 
     def reach(*args: Tensor, **kwargs: Any) -> None:
@@ -431,20 +430,22 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the part whose input is needed."""
+    """Ends a forward pass when it reaches the part whose input is needed."""
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
-    """Returns the weights of the tokens after every block, by their effect on the outputs.
+    """Returns for every block the importance of its output tokens, by their effect on the model's outputs.
 
-    A weight is the root mean square of a gradient with respect to the token, scaled to mean 1, and mixed with EVEN. It
-    is the gradient of the log-probability of an answer that is drawn from the outputs (`OutputKind.drawn`), e.g. a
-    class drawn from the predicted probabilities. So its second moment is the Fisher information. For embeddings, it is
-    the gradient of a random projection of the normalized embedding. If a block has no gradient, all tokens after it
-    have the same weight.
+    The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of it
+    is then made equal for all tokens.
+
+    The function differentiates the log-probability of a sampled answer (`OutputKind.drawn`), e.g. of a class drawn from
+    the predicted probabilities. So the gradient's second moment is the Fisher information. For embeddings, it
+    differentiates a random projection of the normalized embedding. If no gradient reaches a block, all of its tokens
+    have the same importance.
     """
     # One sampled class per image estimates the diagonal of the Fisher matrix, without labels and without a pass per
-    # class. The root of this diagonal fits better than the diagonal itself (docs/results/hidden.md).
+    # class. The root of this diagonal gives better fits than the diagonal itself (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
     layout, blocks = _Layout.of(model), blocks_of(model, family)
     sums: dict[nn.Module, Tensor] = {}
@@ -453,16 +454,16 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     at_once = min(max(int(GRAPH_MACS / family.costs(model).macs), 1), CHUNK // 2)
     for batch in chosen.batches(at_once, device=weight.device):
         with torch.enable_grad(), recording_calls(blocks, lambda call: call) as calls:
-            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph even with frozen weights
+            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # so frozen weights have a graph
             drawn = kind.drawn(answers, generator)
-        # Outputs of blocks, [batch, tokens, width]. The list is empty if the module computes its blocks without
-        # gradients, or if its outputs use only an earlier block.
+        # Block outputs are [batch, tokens, width]. There may be no gradients, if the module computes its blocks without
+        # them, or if its outputs use only an earlier block.
         outputs = [call.output_tokens for call in calls if call.output_tokens.requires_grad]
         known = outputs if drawn.requires_grad else []
         found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
         for call in calls:
-            # A module may call a block several times. The block is fitted to sequences like those in the first call.
+            # A module may call a block several times. Only calls with as many tokens as the first call are counted.
             count = layout.by_image(call.tokens).shape[1]
             total = sums.setdefault(call.module, call.tokens.new_zeros(count))
             slope = slopes.get(id(call.output_tokens))
@@ -475,7 +476,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
 
 
 class _UpTo(nn.Module):
-    """A module that runs only until the input of one of its parts is known, and returns this input."""
+    """Runs a module only until one of its parts is called, and returns that part's input."""
 
     def __init__(self, module: nn.Module, part: nn.Module):
         super().__init__()
@@ -487,12 +488,12 @@ class _UpTo(nn.Module):
 
 
 class _BlockFit:
-    """The fits of one block to the output of the reference's block, and the relative error on held-out images.
+    """Fits one block to the reference block's output, and measures the relative error on held-out images.
 
-    `tokens` are the inputs of the block. `targets` and `without_mlp` are the outputs of the reference's block with and
-    without its MLP. First, Adam fits the attention to the stream before the MLP. Then the second map of the MLP is
-    fitted in closed form. Finally, Adam fits both maps of the MLP from there. Each fit is kept only if it lowers the
-    error of the block's output on held-out images.
+    `tokens` holds the block's inputs. `targets` holds the reference block's outputs, and `without_mlp` its outputs
+    without the MLP. The fit has three stages. Adam fits the attention to `without_mlp`. Least squares fits the MLP's
+    second map in closed form. Then Adam fits both maps of the MLP. A stage is kept only if it lowers the error of the
+    block's output on held-out images.
     """
 
     def __init__(self, block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair):
@@ -511,7 +512,7 @@ class _BlockFit:
         return self._fit_mlp()
 
     def run_all(self, tokens: Tokens) -> Tokens:
-        """Returns the outputs of the block for all images."""
+        """Returns the block's outputs for all images."""
         return torch.cat([self._block(part) for part in tokens.split(CHUNK)])
 
     def _error_of(self, outputs: Tokens) -> float:
@@ -532,9 +533,9 @@ class _BlockFit:
             run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # A step uses whole images, because attention mixes their tokens, but only a few, because each has many.
+            # Attention mixes the tokens of an image, so a step uses whole images. A few images have enough tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
-            # The error is computed inside the block, which may divide tokens for its attention and scale its output.
+            # The block itself computes the error, because it may split tokens for its attention and scale its output.
             with block.without_mlp():
                 missed = run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
@@ -542,7 +543,7 @@ class _BlockFit:
         self._descend(block.attention, self._block_error, images_error)
 
     def _fit_mlp(self) -> Tokens:
-        """Fits the MLP, and returns the outputs of the block."""
+        """Fits the MLP in place, and returns the block's outputs."""
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
         scale = block.scale(self.tokens[:2])
@@ -556,15 +557,15 @@ class _BlockFit:
         compute = rounded(mlp, inputs.split(CHUNK), self.knobs.bits)
 
         def outputs_of(images: Tensor) -> Tokens:
-            # The block's outputs, computed from its stream before the MLP, so the rest of the block need not run again.
+            # The MLP's output is added to the stream before it, so the rest of the block need not run again.
             return torch.cat([stream[part] + scale * compute(inputs[part]) for part in images.split(CHUNK)])
 
         def mlp_error() -> float:
             return self._error_of(outputs_of(self.held_out))
 
         def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
-            # An MLP treats tokens one by one. They are sampled in proportion to their importance, so the error needs no
-            # weights. Single tokens of many images differ more than all tokens of a few images.
+            # An MLP computes each token separately. Tokens are sampled in proportion to their importance, so the error
+            # needs no weights. Single tokens from many images vary more than all tokens of a few images.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
             return ((compute(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
@@ -578,8 +579,8 @@ class _BlockFit:
 def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
-    """Fits the second map, or its second factor, by least squares with a penalty on the change of its weight."""
-    # The normal equations are in float64. They are accumulated over chunks, so memory does not grow with the tokens.
+    """Fits the MLP's second map, or its second factor, by least squares with a penalty on the weight change."""
+    # The normal equations are summed in float64 over chunks, so memory does not grow with the number of tokens.
     units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
     features = nn.Sequential(units, *([second.first] if isinstance(second, LowRankLinear) else []))
@@ -590,7 +591,7 @@ def _fit_second_(
     for part in fitted.split(CHUNK):
         rows = features(inputs[part])  # [images, tokens, units]
         rows = torch.cat([rows, torch.full_like(rows[..., :1], float(has_bias))], dim=-1)
-        # The residual of the current map is fitted, so the penalty applies to the map's change.
+        # The current map's residual is fitted, so the penalty applies to the map's change.
         residuals = wanted[part] - linear(rows[..., :-1])
         rows, residuals = ((root * each).flatten(0, -2) for each in (rows, residuals))
         with bfloat16_products(inputs.device, False):
@@ -598,12 +599,11 @@ def _fit_second_(
             joint += (rows.T @ residuals).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
-    # The last feature is 1, so the last column holds the means. Without a bias this feature is 0, and the variance
-    # becomes the mean square.
+    # The last feature is 1, so the last column holds the means. Without a bias, this feature is 0, and the mean square
+    # replaces the variance.
     mean = moment[:-1, -1]
     variance = float((moment.diagonal()[:-1] - mean.square()).clamp_min(0).mean())
-    # There is no penalty on the bias. Without a bias, its row is zero, and a 1 on the diagonal keeps the matrix
-    # invertible.
+    # The bias has no penalty. Without a bias, its row is zero, and a 1 on the diagonal keeps the matrix invertible.
     penalty = moment.new_full((size,), max(ridge * variance, 1e-30))
     penalty[-1] = 0.0 if has_bias else 1.0
     change = torch.linalg.solve(moment + penalty.diag(), joint).T

@@ -1,4 +1,4 @@
-"""Linear maps as an 8-bit file computes them, but with gradients, for fitting models that will be quantized."""
+"""Simulates the linear maps of an 8-bit file with gradients, to fit models that will be quantized."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 
-# SmoothQuant (Xiao et al., 2023, Eq. 4) moves this share of an input channel's range into the weights. NNCF uses it.
+# The share of an input channel's range that SmoothQuant (Xiao et al., 2023, Eq. 4) moves into the weights, as in NNCF.
 SMOOTHED = 0.95
 INPUT_STEPS, WEIGHT_STEPS = 255, 127
 
@@ -35,14 +35,15 @@ class ChannelRanges:
 
 
 class EightBits(TorchFunctionMode):
-    """Computes every linear map with both operands rounded to 8 bits, as in NNCF's scheme for transformers.
+    """Computes every linear map with inputs and weights rounded to 8 bits, as in NNCF's scheme for transformers.
 
-    Inputs are divided by a factor per channel (SmoothQuant), and rounded within one range. The range covers the inputs
-    in all passes under `calibrating`. Every row of weights has its own range. The mean error of every output is
-    subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al., 2013).
+    Every input channel is divided by a factor (SmoothQuant), and all channels are rounded within one range. This range
+    covers the inputs of all passes under `calibrating`. Every row of weights has its own range. The mean error of every
+    output is subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al.,
+    2013).
 
-    The order of the calls identifies the maps, so every `pass_` must be one pass of the same module. Gradients are
-    enabled during the pass. Without them, a module may compute several maps in one kernel, which would not be rounded.
+    Maps are identified by the order of the calls, so every `pass_` must be one pass of the same module. Gradients are
+    enabled during the pass. Otherwise a module may compute several maps in one kernel, which would not be rounded.
     """
 
     def __init__(self):
@@ -52,7 +53,7 @@ class EightBits(TorchFunctionMode):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Widens the ranges by the inputs of the passes inside the context, and rounds nothing."""
+        """Widens the ranges to cover the inputs of all passes inside the context. Nothing is rounded there."""
         self._calibrates = True
         try:
             yield
@@ -60,7 +61,7 @@ class EightBits(TorchFunctionMode):
             self._calibrates = False
 
     def pass_(self, run: Callable[[], Tensor]) -> Tensor:
-        """Runs `run`, which must be one pass of the module, with rounded maps, and returns its output."""
+        """Returns the output of `run`, which must be one pass of the module, computed with rounded maps."""
         has_gradients = torch.is_grad_enabled()
         self._calls = 0
         with torch.enable_grad(), self:
@@ -105,7 +106,7 @@ class EightBits(TorchFunctionMode):
 def smoothing_factors(ranges: ChannelRanges, weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "inputs"]:
     """Returns the factors that SmoothQuant divides input channels by (Xiao et al., 2023, Eq. 4).
 
-    For channels without a range the factor is 1.
+    The factor is 1 for a channel whose inputs or weights are all zero.
     """
     inputs, weights = torch.maximum(-ranges.low, ranges.high), weight.detach().abs().amax(0)
     factors = inputs**SMOOTHED / weights ** (1 - SMOOTHED)
@@ -120,7 +121,7 @@ def rounded_inputs(inputs: Float[Tensor, "*_"], low: Float[Tensor, ""], high: Fl
 
 
 def rounded_rows(weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "outputs inputs"]:
-    """Returns the weights rounded to 255 evenly spaced numbers around zero, in every row."""
+    """Returns the weights rounded to 255 evenly spaced numbers around zero, with a separate step for every row."""
     step = (weight.detach().abs().amax(1, keepdim=True) / WEIGHT_STEPS).clamp_min(torch.finfo(weight.dtype).tiny)
     return _with_gradient(weight, (weight / step).round() * step)
 
@@ -130,9 +131,9 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function that runs a module's pass as a file of `bits` bits computes it, or exactly if `bits` is None.
+    """Returns `run` with its linear maps computed as in a file of `bits` bits, or unchanged if `bits` is None.
 
-    One pass for each of the `inputs` [any shape] determines the ranges.
+    `run` is one pass of a module. It is first called with each of the `inputs` [any shape], to measure the ranges.
     """
     if bits is None:
         return run

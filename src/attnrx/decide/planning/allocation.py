@@ -1,4 +1,7 @@
-"""Allocates a budget: finds the optimal plan under the assumption that the sensitivities of choices add up."""
+"""Finds the optimal plan for a budget, assuming that the sensitivities of single choices add up.
+
+A stage is a place before a layer where tokens are pruned or merged.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -13,20 +16,20 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
-# Smaller savings and sensitivities are rounding errors. It is also the smallest divisor of the greedy gain.
+# Savings and sensitivities below NOTHING are rounding errors. The greedy gain also divides by at least NOTHING.
 NOTHING = 1e-12
-# Savings are rounded to 1 / GRID of the unchanged model's cost. A stage has a cost, so savings may be negative, by up
-# to MAX_DEFICIT parts. Because of the rounding, plans that miss the target by up to ROUNDING_SLACK parts are checked,
-# too.
+# Savings are rounded to 1 / GRID of the unchanged model's cost. A stage has a cost, so savings may be negative, down to
+# -MAX_DEFICIT parts of 1 / GRID. To make up for the rounding, plans that miss the target by up to ROUNDING_SLACK parts
+# are checked, too.
 GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
-# `few_stages` considers one to FEW stages. Its numbers of tokens are multiples of TILE, which fill the vectors and
-# tiles of kernels. There are at most NUMBERS different ones.
+# `few_stages` considers plans with one to FEW stages. Their numbers of tokens are multiples of TILE, which fill the
+# vectors and tiles of kernels. At most NUMBERS different numbers are considered.
 FEW, TILE, NUMBERS = 3, 16, 16
 
 
 @dataclass(frozen=True)
 class Step:
-    """One plan, its cost as a share of the original's, and its predicted divergence."""
+    """One plan with its cost, as a share of the original's cost, and its predicted divergence."""
 
     choices: Choices
     cost: float
@@ -35,13 +38,13 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """The plans with the least predicted divergence for every cost.
+    """Finds the plans with the least predicted divergence for every cost.
 
-    This is a multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the
-    number of pruned patches and the savings so far. The costs and sensitivities of later layers depend on nothing else.
-    If the number of stages is limited (`Space.most_stages`), it belongs to the state, too. For every state, the plan
-    with the lowest sensitivity is kept. The only approximation is that savings are rounded to 1 / `GRID` of the
-    unchanged model's cost.
+    The search is a multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is
+    the number of pruned patches and the savings so far. Costs and sensitivities of later layers depend on nothing else.
+    If the number of stages is limited (`Space.most_stages`), the state also counts the stages so far. For every
+    state, the plan with the lowest sensitivity is kept. The only approximation is that savings are rounded to
+    1 / `GRID` of the unchanged model's cost.
     """
 
     space: Space
@@ -49,29 +52,30 @@ class Frontier:
     sensitivities: Sensitivities
 
     def at(self, limit: float) -> Step:
-        """Returns the plan with the least predicted divergence whose cost, as a share, is at most `limit`.
+        """Returns the plan with the least predicted divergence whose cost share is at most `limit`.
 
         Raises:
             NotSupported: No plan is cheap enough by the cost table.
         """
-        # The table holds rounded savings, but exact costs decide. Up to the rounding, the first plan that is cheap
-        # enough is optimal. Savings beyond the budget are undone.
+        # Plans are sorted by rounded savings, but checked by exact costs. Up to the rounding, the first plan that is
+        # cheap enough is optimal. Then savings beyond the budget are undone.
         for choices in self._by_sensitivity(1 - limit / self.nothing):
             if self.cost_table.total(choices) <= limit:
                 return self._without_surplus(limit, self._step(choices))
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     def near(self, limit: float, start: Choices) -> Step:
-        """Meets a budget greedily, starting from any plan.
+        """Returns a plan within the budget near `start`, found by greedy moves.
 
-        Repeats the move with the largest savings per added divergence. Then it undoes choices that the budget does not
-        require. A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
+        Each step makes the move with the largest savings per added divergence. A move lowers one axis's rank in one
+        layer, or prunes more patches before a layer (`Space.moves`). Finally, choices that the budget does not require
+        are undone.
 
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
         """
-        # This is the greedy rule for fractional knapsacks. Unlike the plan from `at`, the result depends on the start.
-        # So it meets the budget near a given plan.
+        # The method is the greedy rule for fractional knapsacks. Unlike the plan from `at`, its result depends on the
+        # start.
         now = self._step(start)
         while now.cost > limit:
             best, gain = None, 0.0
@@ -87,20 +91,20 @@ class Frontier:
         return self._without_surplus(limit, now)
 
     def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, in one to FEW stages, and whose cost share is at most `limit`.
+        """Returns plans within the budget that only prune tokens, in one to FEW stages.
 
-        For every number of stages, the function finds the best token counts for each set of layers. It returns the
-        `count` sets with the lowest predicted divergence.
+        For every set of layers, the function finds the best token counts. For every number of stages, it returns the
+        `count` sets with the lowest predicted divergence. `limit` is the largest cost share.
         """
         # Costs and sensitivities add up over the stages. A stage's contribution depends only on the numbers of tokens
-        # before and after it, so all plans can be compared.
+        # before and after it, so all plans can be compared at once.
         table, space, found = self.cost_table, self.space, list[Choices]()
         if TOKENS not in space.axes:
             return ()
         tokens = np.arange(table.prefix + table.patches + 1)
         gone = np.minimum(tokens[::-1], table.patches)
         blocks = table.attention[:, 0, 0] + table.mlp[:, 0]
-        # [layer, tokens]: the cost of this layer and all later ones, and the divergence when pruning before the layer.
+        # [layer, tokens]: the cost of this layer and all later ones, and the divergence from pruning before this layer.
         costs = blocks[::-1].cumsum(0)[::-1] / table.whole
         pruned = self.sensitivities.of_pruned
         changes = np.array([[pruned(layer, int(count)) for count in gone] for layer in range(space.depth)])
@@ -129,9 +133,10 @@ class Frontier:
         return Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
-        """Undoes choices within the budget. Repeats the change that keeps more and reduces the divergence most."""
-        # Every round lowers the divergence, so the loop ends. The loop is needed after rounding and after greedy moves,
-        # because the last move may save more than necessary. Latency rises in steps, so some patches cost nothing.
+        """Undoes choices that the budget does not require, and returns the plan with the lower divergence."""
+        # Each round makes the change that lowers the divergence most. The divergence falls in every round, so the loop
+        # ends. The loop is needed after rounding and greedy moves, because the last move may save too much. Latency
+        # rises in steps, so keeping some more patches may cost nothing.
         step = 1 if self.cost_table.quantity == "latency" else None
         while True:
             best = now
@@ -145,24 +150,24 @@ class Frontier:
 
     @property
     def reachable(self) -> float:
-        """The smallest cost for which `at` finds a plan, as a share, rounded up."""
+        """The smallest cost share for which `at` finds a plan, rounded up."""
         return self.cheapest + self.nothing * ROUNDING_SLACK / GRID
 
     @property
     def cheapest(self) -> float:
-        """The smallest cost that any plan has, as a share, up to rounding."""
-        # The last column that is finite for any final state.
+        """The smallest cost share that any plan has, up to rounding."""
+        # These are the largest savings that any final state reaches.
         saved = np.flatnonzero(np.isfinite(self._solved[0].min(0))).max() - MAX_DEFICIT
         return self.nothing * (1 - float(saved) / GRID)
 
     @cached_property
     def nothing(self) -> float:
-        """The unchanged model's cost. For latency it is not exactly 1, because the reference is the library's model."""
+        """The unchanged model's cost share. For latency it may differ from 1, the cost of the library's own model."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
     def _numbers(self) -> np.ndarray:
-        """The possible numbers of pruned patches."""
+        """The possible total numbers of pruned patches."""
         # Only the offset plus multiples of the step are possible, which keeps the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
@@ -170,11 +175,11 @@ class Frontier:
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """The number of pruned patches of every state: none first, then all numbers, repeated for each stage count."""
+        """The number of pruned patches in every state: first 0, then all numbers, repeated for each stage count."""
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
     def _after_stage(self, before: int, largest: int) -> slice:
-        """Returns the states that one more stage can reach, up to `largest` pruned patches."""
+        """Returns the states that one more stage can reach from state `before`, up to `largest` pruned patches."""
         pruned, each = self._gone[before], len(self._numbers) - 1
         stages = 0 if not before or self.space.most_stages is None else (before - 1) // each + 1
         if stages == self.space.most_stages:
@@ -188,8 +193,8 @@ class Frontier:
 
         Index MAX_DEFICIT of `saved` means no savings.
         """
-        # [gone, saved]. Infinity means that no plan reaches the state. Before the first layer there is only one state:
-        # nothing is saved.
+        # [gone, saved]. Infinity marks a state that no plan reaches. Before the first layer, only one state is reached,
+        # in which nothing is pruned or saved.
         least = np.full((len(self._gone), MAX_DEFICIT + GRID + 1), np.inf)
         least[0, MAX_DEFICIT] = 0.0
         backpointers = []
@@ -201,20 +206,20 @@ class Frontier:
         return least, backpointers
 
     def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds a stage before a layer. Returns the lowest sensitivity [gone, saved] and the previous indices."""
+        """Allows a stage before a layer. Returns the lowest sensitivity [gone, saved] and the previous states."""
         previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])  # no stage: the same state
         # A stage needs the attention of a previous layer.
         if not layer or len(least) == 1:
             return least, previous
         updated, patches = least.copy(), self.space.patches
-        # The divergence at every total number of pruned patches. A stage adds the difference between two totals, as in
-        # `Sensitivities.total`.
+        # The divergence at every total number of pruned patches. As in `Sensitivities.total`, a stage adds the
+        # difference between two totals.
         at_totals = np.array([self.sensitivities.of_pruned(layer, int(gone)) for gone in self._gone])
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
-            # Only the loop over the totals before the stage is in Python. The totals after it are one array.
+            # Python loops only over the totals before the stage. The totals after it are computed as one array.
             after = self._after_stage(before, largest)
-            # [saved]. The cost of the stage shifts the savings down.
+            # [saved]: the cost of the stage shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
             candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
             # `after` is a slice, so `updated[after]` is a view, and the masked assignments change `updated`.
@@ -224,8 +229,7 @@ class Frontier:
         return updated, previous
 
     def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Chooses the ranks of a layer. Returns the lowest sensitivity [gone, saved], the chosen option, and the
-        options."""
+        """Chooses a layer's ranks. Returns the lowest sensitivity [gone, saved], the chosen option, and all options."""
         updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
         by_number = {int(gone): self._options(layer, int(gone)) for gone in self._numbers}
         for index, gone in enumerate(self._gone):
@@ -238,14 +242,14 @@ class Frontier:
         return updated, chosen, options
 
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns savings (in units of 1 / GRID), sensitivities and levels of a layer's Pareto-optimal rank choices."""
+        """Returns a layer's Pareto-optimal rank choices: savings (in units of 1 / GRID), sensitivities and levels."""
         # Dominated options are removed to shorten the loop in `_choose_ranks`. An option stays only if it saves more
         # than every option with a lower sensitivity.
         levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
             sensitivity += self.sensitivities.ranks[axis][layer, level]
         tokens = self.cost_table.prefix + self.cost_table.patches
-        # Savings are relative to the layer with all patches, so they include the savings by pruned patches.
+        # Savings are relative to the layer with all patches, so they include what pruned patches save.
         full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)
         scores, values, mlp = levels.T
         costs = (
@@ -254,7 +258,7 @@ class Frontier:
         )
         saved = np.array([self._parts(float(cost)) for cost in full - costs])
         order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
-        # The first option has no predecessor. Every layer saves more than -MAX_DEFICIT - GRID.
+        # The first option has no predecessor, so it is compared with savings below those of any layer.
         optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-MAX_DEFICIT - GRID], saved[order][:-1]]))
         return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
 
@@ -264,21 +268,20 @@ class Frontier:
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Returns what the stage itself saves, in units of 1 / GRID. It is negative or zero."""
+        """Returns the savings of a stage itself, in units of 1 / GRID. They are never positive: a stage has a cost."""
         tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        # The savings are a share of the unchanged model's own cost, which may be higher than the original's.
+        # Savings are shares of the unchanged model's own cost, which may be higher than the original's.
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields plans by increasing sensitivity if they save at least this share of the unchanged model's cost.
+        """Yields plans that save at least a share `saved` of the unchanged model's cost, by increasing sensitivity.
 
-        The savings may be lower by ROUNDING_SLACK parts.
+        Some of these plans save up to ROUNDING_SLACK parts less, because savings are rounded.
         """
-        # [gone, saved], flattened. The final number of pruned patches is free, so all states with enough savings
-        # compete.
+        # [gone, saved], flattened. All final states with enough savings compete, whatever their number of patches.
         first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)
         least = self._solved[0][:, first:]
         for index in least.argsort(None, kind="stable"):
@@ -290,7 +293,7 @@ class Frontier:
     def _traced(self, gone: int, saved: int) -> Choices:
         """Follows the backpointers from the final state [gone, saved] to the plan."""
         choices = Choices.nothing(self.space.depth)
-        # The steps of `_solved` in reverse order: in every layer the ranks first, then the stage before it.
+        # Follows `_solved` in reverse order. In every layer, the ranks come first, then the stage before the layer.
         for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
             parts, *levels = (int(value) for value in options[gone][chosen[gone, saved]])
             for axis, level in zip(RANKS, levels, strict=True):
@@ -305,10 +308,10 @@ class Frontier:
 
 
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
-    """Returns a lower bound of every plan's cost. Raises NotSupported if the bound is above `limit`.
+    """Returns a lower bound on the cost share of all plans. Raises NotSupported if the bound is above `limit`.
 
-    The bound needs no sensitivities. It assumes the cheapest ranks in every layer. It also assumes that stages before
-    every layer prune as many patches as they can, at no cost.
+    The bound needs no sensitivities. It assumes the cheapest ranks in every layer. It also assumes a stage before every
+    layer that prunes as many patches as possible and costs nothing.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches

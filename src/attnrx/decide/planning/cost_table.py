@@ -1,4 +1,4 @@
-"""Cost tables: the cost of every layer by rank and number of tokens, in closed form or corrected by timed models."""
+"""Cost tables hold the cost of every layer by rank and number of tokens, computed in closed form or measured."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,29 +14,29 @@ from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS
 from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
 from attnrx.vit.spec import compression_of
 
-# The cost parts that grow quadratically with the number of tokens.
+# The parts of a layer's cost that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
-# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Costs
-# can be slightly negative, because the savings of attention and MLP are added up. They can also be high. For example, a
-# block of a small model is one kernel call. After a merging stage its parts were called separately, which took seven
-# times as long.
+# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Slightly
+# negative costs are possible, because the savings of attention and MLP are added up. High costs are possible, too. In
+# one case, a block of a small model ran as one kernel call. After a merging stage, its parts were called separately,
+# which took seven times as long.
 BELOW, ABOVE = 0.1, 10.0
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
     """Returns the model's costs after the prescription (qk, vo, MLP and tokens), without realizing it.
 
-    `by` is a compression, as in `realize`.
+    `by` names a compression, as in `realize`.
     """
     require_all_tokens(model, "compute the costs of a prescription on")
     family, compression = family_of(model), compression_of(by)
     keeps_norms = compression is None or compression.keeps_norms
-    # The layer specs after `realize`. Below are the ranks of both MLP maps and the numbers of hidden units.
+    # `specs` holds the layer specs after `realize`. `ranks` and `hidden` hold the sizes of the MLPs.
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, keeps_norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
-            # A map without a decision keeps its cost. It may be factored already.
+            # A map without a decision keeps its rank and its cost. Such a map may already be factored.
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
@@ -56,12 +56,15 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 class CostTable:
     """The cost of every layer by rank and number of tokens.
 
-    The `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost.
+    `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost. `outside` is the
+    cost outside the blocks.
 
-    `attention` is [layer, level of qk, level of vo, tokens], and `mlp` is [layer, level, tokens]. Both have an entry
-    for every number of tokens, from none to all. `stages` [layer, tokens] is the cost of a token reducer before a
-    layer, by the number of its input tokens. `outside` is the cost outside the blocks. `spread` is the interquartile
-    range of the timings as a share of their median. It is 0 for exact costs.
+    `attention` has the axes [layer, level of qk, level of vo, tokens], and `mlp` has [layer, level, tokens]. Level 0 is
+    the full rank. The token axis has an entry for every number of tokens, from none to all. `stages` [layer, tokens] is
+    the cost of a token reducer before a layer, by its number of input tokens.
+
+    `prefix` counts the tokens before the patches, and `patches` counts the patches. `spread` is the interquartile range
+    of the timings, as a share of their median. For exact costs, it is 0.
     """
 
     quantity: str
@@ -75,15 +78,15 @@ class CostTable:
     spread: float = 0.0
 
     def problem(self) -> str | None:
-        """Returns why no model can have these costs, or None if they are possible.
+        """Returns why the table's costs are implausible, or None if they are plausible.
 
-        If other processes load the machine, timed costs may be negative, or rise although less is computed.
+        Other processes disturb timings. Then measured costs may be negative, or may rise although less is computed.
         """
         numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
         if not all(np.isfinite(each).all() for each in numbers):
             return "a cost is not finite"
-        # Block costs with the full MLP, and the least and largest costs with any MLP. The least costs are only compared
-        # at numbers of tokens that are timed.
+        # `full` is the attention's cost with full ranks. `least` and `largest` are block costs over all levels. `least`
+        # uses only numbers of tokens that are timed.
         full, timed = self.attention[:, 0, 0, -1], (self.prefix + self.patches) // 4
         least = (self.attention + self.mlp.min(axis=1)[:, None, None])[..., timed:].min(axis=(1, 2, 3))
         largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
@@ -112,21 +115,21 @@ class CostTable:
         return (self.outside + layers + stages) / self.whole
 
     def stage_inputs(self, choices: Choices) -> dict[int, int]:
-        """Returns the number of input tokens of every stage, by the layer that follows the stage."""
+        """Returns how many tokens enter each stage, by the layer that follows the stage."""
         tokens = self.prefix + self.patches
         before = zip((0, *choices.left), choices.num_pruned, strict=False)
         return {layer: tokens - gone for layer, (gone, count) in enumerate(before) if count}
 
 
 def exact_cost_table(space: Space, quantity: str) -> CostTable:
-    """Returns the cost table for MACs or parameters, in closed form."""
+    """Returns the exact cost table for MACs or parameters, computed in closed form."""
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
-    # Costs are linear or quadratic in the number of tokens, so one evaluation per level determines them at all numbers.
+    # Costs are linear or quadratic in the number of tokens, so one evaluation per level gives them for all numbers.
     steps = np.arange(tokens + 1) / tokens
     tables = {axis: _by_level(space, before, axis, quantity, steps) for axis in RANKS}
-    # No part of the cost depends on both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
+    # No part of the cost depends on both qk and vo, so their costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, quantity))
     inside = float(attention[:, 0, 0, -1].sum() + tables["mlp"][:, 0, -1].sum())
@@ -135,15 +138,15 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     if space.reducer is not None and quantity == "macs":
         shape = replace(space.shape, directions=max((*family_of(model).attention(model)[0].spec.ranks, 1)))
         for count in range(prefix + 2, tokens + 1):
-            # The table has no axis for the number of kept patches, so the stage's cost assumes that it prunes one.
+            # The table has no axis for the number of kept patches, so every stage is assumed to prune one patch.
             stages[:, count] = space.reducer.predictor_macs(shape, count - prefix, max(count - prefix - 1, 1))
     return CostTable(quantity, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
 
 
 def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
-    """Returns the costs of an axis, [layer, level, tokens]."""
+    """Returns the costs of one axis, as a table [layer, level, tokens]."""
     table = np.empty((space.depth, len(space.levels), len(steps)))
-    # Unavailable levels are never chosen. They get the original's costs, so that no entry is undefined.
+    # Levels that are not available are never chosen. They get the original's costs, so every entry is defined.
     allowed = (0, *space.available(axis))
     for level in range(len(space.levels)):
         piece = space.piece(axis, level) if level in allowed and level else None
@@ -158,16 +161,16 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
     return table
 
 
-# The cost of a stage is measured by models with these numbers of stages. None means one stage before every layer but
-# the first. Files have fewer stages, because a file with twelve takes as long to write as three other files.
+# Models with these numbers of stages are timed to find the cost of a stage. None means one stage before every layer but
+# the first. Files get at most three stages, because a file with twelve takes as long to write as three other files.
 STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 3)
-# An axis may save at most this multiple in the whole model, compared with its blocks. Larger factors are limited to
-# it, because timings of whole models are noisy.
+# The largest factor between an axis's savings in a whole model and in its timed blocks. Larger factors are cut to MOST,
+# because timings of whole models are noisy.
 MOST = 1.5
-# The most that a whole model saves by fewer tokens beyond its blocks, as a share. Blocks are timed including the
+# The most that a whole model may save by fewer tokens in addition to its blocks, as a share. Timed blocks include the
 # operations for token sizes.
 MORE = 0.15
-# Predicted savings below this share of the latency are rounding.
+# Predicted savings below this share of the latency are rounding errors.
 LEAST = 1e-6
 OWN, JOINT = "own", "qk+vo"
 
@@ -179,21 +182,21 @@ def corrected(
     axes: Collection[str] = RANKS,
     stages: Sequence[int | None] = STAGES,
 ) -> CostTable:
-    """Converts the costs to shares of the baseline's latency, by timing whole models.
+    """Corrects a table of block costs by timing whole models. The new costs are shares of the baseline's latency.
 
-    `latency_shares` returns the latencies of models by name, as shares of the reference's latency. The timings are
-    interleaved. These models determine the numbers of the table:
+    `latency_shares` times models in turns, and returns their latencies by name as shares of the reference's latency.
+    It is called with these models:
 
-    - The unchanged model determines the overall scale.
-    - For every axis, a model with a middle level in all layers scales the axis's savings.
-    - A model with both qk and vo scales what they save together beyond the sum.
-    - Models with token reduction at these numbers of `stages` determine three numbers by least squares. Two are the
-      cost of a stage: a constant, and a part proportional to its number of input tokens. The third is the share of the
-      token savings that a whole model misses, because a block that is timed alone finds its weights in the cache. If
-      the whole model saves more, this share is negative.
+    - The unchanged model, which sets the overall scale.
+    - For every axis, a model with a middle level in all layers. It sets a factor for the axis's savings.
+    - A model with both qk and vo. It sets a factor for what they save together beyond the sum.
+    - Models with token reduction at these numbers of `stages`. They set three numbers by least squares. Two of them are
+      the cost of a stage: a constant, and a part proportional to its number of input tokens. The third is the share of
+      the token savings that a whole model misses. A block that is timed on its own finds its weights in the cache, so
+      it may save more than in a model. If the whole model saves more, this share is negative.
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
-    # determine a few numbers, one after the other: scale, axes, tokens.
+    # correct for them, one after the other: first the scale, then the axes, then the tokens.
     unchanged = Choices.nothing(space.depth)
     available = {axis: levels for axis in axes if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
@@ -204,13 +207,13 @@ def corrected(
         joint = {}  # the table adds them up
     models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
     shares = latency_shares({OWN: space.model, **models})
-    # Total costs are divided by `whole`. Afterwards the table has the measured share for the unchanged model.
+    # Total costs are divided by `whole`. Scaling it gives the unchanged model its measured share.
     cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
-    # Measured and predicted savings for every axis.
+    # For every axis, the measured savings and the predicted savings.
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
     factors = {axis: saving_factor(*both) for axis, both in saved.items()}
     for at in joint.values():
-        # The measured saving minus the savings of both axes, and the table's prediction for this difference.
+        # What both axes save together beyond their sum, as measured and as the table predicts it.
         of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
         factors[JOINT] = saving_factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
@@ -218,18 +221,19 @@ def corrected(
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
-    # Three unknowns by non-negative least squares over the models: measured minus predicted share = constant * stages +
-    # slope * input tokens of all stages + missed * predicted savings. All of them are costs, and noise must not make
-    # costs negative. The constant is the time to call a stage's many operations, most of its cost for one image.
+    # For the timed models, measured minus predicted share = constant * stages + slope * input tokens of all stages +
+    # missed * predicted savings. Non-negative least squares finds these three unknowns. All of them are costs, and
+    # noise must not make costs negative. The constant is the time to call a stage's many operations. For one image, it
+    # is most of the stage's cost.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     inputs = [cost_table.stage_inputs(choices).values() for choices in some.values()]
     stage_tokens = np.array([*map(sum, inputs)]) / cost_table.whole
     num_stages = np.array([*map(len, inputs)]) / cost_table.whole
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
-    # Tokens are counted as shares of all tokens, so both parts of a stage's cost have the same unit. A shallow model
-    # has fewer different plans than unknowns. The constant is then left out.
+    # Tokens are counted as shares of all tokens, so both parts of a stage's cost have the same unit. In a shallow
+    # model, some plans coincide, and there may be fewer plans than unknowns. The constant is then left out.
     columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
-    # A whole model may also save more than its blocks, so the fitted share is missed + MORE >= 0.
+    # A whole model may also save more than its blocks. So the fitted share is missed + MORE, which is never negative.
     fit = nonnegative_fit(columns, missing + MORE * saved_by_tokens)
     slope, missed, constant = [*fit, *(0.0, MORE, 0.0)[len(fit) :]]
     missed -= MORE
@@ -242,18 +246,18 @@ def corrected(
 
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
-    """Returns costs [..., tokens] that lose the share `missed` of what fewer tokens save."""
+    """Reduces what fewer tokens save by the share `missed`, in costs [..., tokens]."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
 def saving_factor(measured: float, predicted: float) -> float:
-    """Returns the ratio of a measured to a predicted saving, or 1 if no saving is predicted."""
-    # The ratio is not negative, because noise must not turn a saving into a cost.
+    """Returns the measured saving divided by the predicted one, at most MOST. Returns 1 if no saving is predicted."""
+    # The ratio must not be negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
 
 def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
-    """Scales what every axis saves, and what qk and vo save together beyond their sum."""
+    """Scales the savings of every axis by its factor, and the interaction of qk and vo by the factor of JOINT."""
     attention, mlp = cost_table.attention, cost_table.mlp
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]
@@ -268,7 +272,7 @@ def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTab
 
 
 def _some_at(space: Space, stages: int | None) -> Choices:
-    """Returns the plan that prunes half of the patches in equal numbers, at stages spread over the layers."""
+    """Returns a plan that prunes half of the patches, in equal numbers at stages spread over the layers."""
     layers = space.spread(stages)
     count = max(space.patches // (2 * len(layers)), 1)
     return replace(
@@ -279,15 +283,15 @@ def _some_at(space: Space, stages: int | None) -> Choices:
 def never_slower(
     times: np.ndarray, levels: Collection[int], others: Collection[int] = (), from_zero: bool = False
 ) -> np.ndarray:
-    """Returns the least-squares fit of times [level, level of another axis, tokens] in which no lower level is slower.
+    """Fits times [level, level of another axis, tokens] by least squares so that no lower level is slower.
 
-    The savings of both axes add up. Levels that both axes have reached have an interaction term, because a kernel may
-    pad one axis to the other. The savings are subtracted from a common intercept. With `from_zero` they are subtracted
-    from zero, because the times are then differences from the full level. Fitting few parameters to many times also
-    reduces measurement noise.
+    The savings of both axes add up. A kernel may pad one axis to the other, so levels that both axes have reached have
+    an interaction term. Savings are subtracted from a common intercept. With `from_zero`, they are subtracted from
+    zero. Use `from_zero` for times that are differences from the full level. The fit has few parameters for many times,
+    so it also reduces measurement noise.
     """
-    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings per indicator
-    # are not negative, so the fitted times cannot rise from one level to the next.
+    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings of an
+    # indicator cannot be negative, so the fitted times cannot rise from one level to the next.
     pairs = [(one, other) for one in (0, *levels) for other in (0, *others)]
     axes = sorted(levels), sorted(others), sorted({*levels} & {*others})
     steps = np.array(
@@ -307,7 +311,7 @@ def never_slower(
 def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Returns the x >= 0 that minimizes ||factors x - target||, by the active-set method of Lawson and Hanson (1974).
 
-    The sum of the squares decreases at every step, so no set of positive entries occurs twice.
+    The squared error decreases in every step, so no set of positive entries occurs twice, and the loop ends.
     """
     found, positive = np.zeros(factors.shape[1]), np.zeros(factors.shape[1], dtype=bool)
     tolerance = 1e-10 * np.abs(factors.T @ target).max(initial=0.0)
@@ -322,7 +326,7 @@ def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
             blocked = positive & (free <= 0)
             if not blocked.any():
                 break
-            # All entries move until the first one reaches zero.
+            # All entries move toward the free solution, until the first of them reaches zero.
             found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
             positive &= found > 1e-15
         found = free

@@ -1,4 +1,4 @@
-"""Finds the blocks that a model needs least, by measuring the divergence without them."""
+"""Finds the blocks that a model needs least, by measuring how far its outputs diverge without them."""
 
 from typing import Any
 
@@ -22,18 +22,19 @@ from attnrx.vit.models.boundary.verbs import verb
 def least_needed_blocks(
     model: nn.Module, images: ImageData, count: int = 1, *, batch_size: int = 32
 ) -> DepthPrescription:
-    """Chooses blocks to remove, one after the other. Each time, the outputs diverge least without the chosen block.
+    """Chooses blocks to remove, one after the other, so that the outputs diverge least after each removal.
 
-    The divergence from the original is measured on all images, and nothing is fitted. Pass the result to `prescribe`.
+    The divergence from the original is measured on all images. Nothing is fitted. Pass the result to `prescribe` as
+    `{"depth": ...}`.
 
     Args:
-        model: The model.
+        model: The model, without token pruning or merging.
         images: Images without labels, normalized for the model, in any form that attnrx reads.
-        count: How many blocks to remove.
+        count: How many blocks to remove. At least one block must stay.
         batch_size: Images per forward pass.
 
     Returns:
-        The blocks to remove. The reason of each block states the divergence without it.
+        The blocks to remove. Each block's reason contains the divergence after its removal.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

@@ -1,4 +1,4 @@
-"""Cost tables of measured latency: the time of a block by rank and number of tokens, on this machine.
+"""Measures cost tables for latency: the time of a block by rank and number of tokens, on this machine.
 
 Blocks run in PyTorch or in the runtime of a file format.
 """
@@ -70,33 +70,34 @@ from attnrx.vit.models import (
 from attnrx.vit.models.working.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
 
-# Blocks are timed at these shares of the tokens. Times in between are interpolated.
+# Blocks are timed at these shares of all tokens. Times in between are interpolated.
 TIMED = (0.25, 0.5, 0.75, 1.0)
-# Kernels compute tokens in groups, e.g. 16 in a vector, so the time rises in steps. To find the steps, the unchanged
-# block is timed at every FINE tokens. The runtime of a format may compile for each number, so there it is timed at
-# every FINE_IN_FILES tokens. The steps are not timed if a pass takes LONG_PASS multiply-accumulates (LONG_PASS_IN_FILES
-# for a format).
+# Kernels compute tokens in groups, e.g. 16 in a vector, so the time rises in steps. To find these steps, the unchanged
+# block is timed at every multiple of FINE tokens. A format's runtime may compile for each number of tokens, so it is
+# timed only at every FINE_IN_FILES tokens. For long passes, the steps are not timed. In PyTorch, a pass is long from
+# LONG_PASS multiply-accumulates on, and in a format's runtime from LONG_PASS_IN_FILES on.
 FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 16, 1e11
-# The stage is before this layer. The layer after this one is timed, or this one if it is the last.
+# The timed stage is before layer STAGE_LAYER (counted from 1), and keeps STAGE_KEEP of the patches. The timed block is
+# the next layer, or STAGE_LAYER itself if it is the last.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
-# How many successive blocks are timed together in the runtime of a format. There, a call costs as much as a part of a
-# block, and a call without blocks has only half of that cost.
+# How many successive blocks are timed together in a format's runtime. There, one call costs as much as a part of a
+# block. Timing a call without blocks would account for only half of this cost.
 BLOCKS_OF_FORMAT = 4
 HEADER = 64  # bytes in a safetensors file for every tensor, in addition to its name
-# How many tables are measured before a plan gives up. A table is kept only if its timings spread less than STEADY, and
-# the unchanged model takes less than SLOWEST times the original's latency. If other processes run, kernels wait for
-# threads, and the times become longer.
+# A plan gives up after measuring ATTEMPTS implausible tables. A table is stored only if its timings spread by less than
+# STEADY, and if the unchanged model takes less than SLOWEST times the original's latency. Both numbers rise if other
+# processes run, because kernels then wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 OLDEST = 30  # days after which a table is measured again
 REFERENCE, ALL = "original", "all"
-# The folders of attnrx with code that affects the timings: models, compressed layers and files, measurements.
+# The folders of attnrx whose code affects timings: models, compressed layers and files, and the measurements.
 PACKAGE, MEASURED_CODE = Path(__file__).parents[2], (("vit", "change", "exporting", "decide/planning"))
 
 
 @cache
 def measured_code() -> str:
-    """Returns the hash of the source files of MEASURED_CODE."""
-    # The version is not enough, because its code may change between releases, e.g. in a checkout.
+    """Returns a hash of the source files in MEASURED_CODE."""
+    # The version number is not enough, because code may change between releases, e.g. in a checkout.
     files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
     digest = sha256()
     for path in files:
@@ -107,16 +108,17 @@ def measured_code() -> str:
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns a stored cost table for a model of this shape under these conditions, or else measures one.
 
-    Tables are stored in the cache folder for OLDEST days. A stored table applies only to the same hardware and
-    governor, versions of torch and the runtime, code of attnrx (`measured_code`) and kernels. If no model can have the
-    costs in a table (`CostTable.problem`), the costs are measured again. If other processes ran during the
-    measurement, or the timings are noisy, this call uses the table and logs the problem, but does not store it.
+    Tables stay in the cache folder for OLDEST days. A stored table is used only on the same hardware and governor, with
+    the same versions of torch and the runtime, and the same code of attnrx (`measured_code`) and kernels.
+
+    If a measured table is implausible (`CostTable.problem`), it is measured again. If other processes ran during the
+    measurement, or if the timings are noisy, this call logs the problem and uses the table. It does not store it.
 
     Raises:
-        NotSupported: All of ATTEMPTS tables were implausible.
+        NotSupported: ATTEMPTS measured tables were implausible.
     """
     family = family_of(space.model)
-    # Weights are not part of the key. Latency does not depend on them, so models of one architecture share a table.
+    # Latency does not depend on weights, so they are not part of the key. All models of one architecture share a table.
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
     outside = family.costs(space.model).macs  # includes the parts around the blocks, e.g. a decoder
@@ -129,8 +131,8 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         kernel_version(),
         {} if form is None else installed_versions(*form.libraries),
     )
-    # The layout is part of the key. Models with another patch size have the same layers and input shape, but another
-    # number of tokens.
+    # The token layout is part of the key. A model with another patch size has the same layers and input shape, but
+    # another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple, space.width_multiple
     timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
     timing.append(form)
@@ -171,7 +173,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
-        # numpy converts the numbers. torch would store floats in float32, and a plan from the cache would differ.
+        # numpy converts the numbers to float64. torch would store floats in float32, so a cached plan would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
 
@@ -179,27 +181,28 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
 def measured_cost_table(
     space: Space, protocol: LatencyProtocol, images: Float[Tensor, "batch channels height width"], levels: Sequence[int]
 ) -> CostTable:
-    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
+    """Times one block at several levels and numbers of tokens, and the whole model, on a batch of images.
 
-    After a stage, attention may use token sizes (proportional attention), and so does the timed block. Each time is
-    divided by the original block's time in the same round. The costs are shares of the latency that attnrx's own model
-    has. They do not include token reducers, which `corrected` adds. In the fitted times, no lower level is slower.
+    After a token stage, attention may use token sizes (proportional attention), so the timed block uses them, too. Each
+    time is divided by the original block's time in the same round. The costs are in units of the attnrx model's own
+    latency. They do not include token reducers, which `corrected` adds. The times are fitted so that no lower level is
+    slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
     """
     timer, counts = _Timer(space, protocol, images), np.arange(space.shape.layout.tokens + 1)
-    # Blocks are timed on a grid of levels and numbers of tokens. qk and vo share the attention kernel, so they interact
-    # and are timed in all pairs. The MLP is timed separately. The rest of the table is interpolated, made monotone, and
-    # scaled to the time of the whole model.
+    # Blocks are timed on a grid of levels and numbers of tokens. qk and vo share the attention kernel, and affect each
+    # other's time, so they are timed in all pairs. The MLP is timed separately. The rest of the table is interpolated,
+    # made monotone, and scaled to the whole model's time.
     grid = timer.grid
-    # [level of qk, level of vo, grid]: times of a whole block with the full MLP. The last entry of the grid is a block
-    # before any stage. The MLP table contains differences from these times, so the sum of both is the time of a block.
+    # [level of qk, level of vo, grid]: times of a whole block with the full MLP. The grid's last entry is the time
+    # before any stage. The MLP table holds differences from these times, so adding both gives a block's time.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
     qk, vo, mlp_levels = ((0, *space.measured(axis, levels)) for axis in RANKS)
     for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
         attention[level, other] = timer.block({"qk": level, "vo": other})
-    # Times are interpolated along qk for the measured levels of vo, then along vo for all levels of qk.
+    # Times are first interpolated along qk for measured levels of vo, and then along vo for all levels of qk.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space.available("qk"), space.available("vo"))
     mlp = np.zeros((len(space.levels), len(grid) + 1))
@@ -207,9 +210,9 @@ def measured_cost_table(
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = between_levels(space, "mlp", mlp, mlp_levels, 0)[:, None]
     mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
-    # The last block is timed only without compression. Its share of a block's time is assumed to hold for all levels.
+    # The last block is timed only at full rank. Its share of another block's time is assumed to be equal at all levels.
     last = timer.last() / attention[0, 0]
-    # The tables of all layers. The last layer may be cheaper if it computes only the class token.
+    # All layers get the same table. Only the last layer may be cheaper, if it computes only the class token.
     tables = [
         np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
         for part in (attention, mlp)
@@ -225,10 +228,10 @@ def file_cost_table(
     form: Format,
     baseline: Baseline,
 ) -> CostTable:
-    """Times some unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
+    """Times unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    A lower level is assumed to save the same share of a block's time as of its multiply-accumulates, times a factor for
-    each axis. The factor is measured at one level in some blocks.
+    Lower levels are not timed one by one. A level is assumed to save the same share of a block's time as of its
+    multiply-accumulates, times a factor for its axis. The factor is measured at one level.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -238,7 +241,7 @@ def file_cost_table(
     exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
     unchanged = (exact.attention[:, 0, 0] + of_mlp[:, 0])[timer.layers.start]
-    # The time of one multiply-accumulate, [tokens]. A last block that only computes the class token has the same one.
+    # [tokens]: the time of one multiply-accumulate. A last block that computes only the class token has the same one.
     unit = np.divide(times, unchanged, out=np.zeros_like(times), where=unchanged > 0)
     attention, mlp = unit * (exact.attention + of_mlp[:, None]), unit * (exact.mlp - of_mlp)
     factors = {}
@@ -250,11 +253,11 @@ def file_cost_table(
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
-    """Interpolates times linearly in the kept share, between the `known` levels of an axis, along dimension `dim`.
+    """Interpolates times along dimension `dim` between the `known` levels of an axis, linearly in the kept share.
 
-    Below the last known level, the line through the last two is continued.
+    Below the last known level, the line through the last two known levels is extrapolated.
     """
-    # The weight depends on the share, not on the level number, because `space.levels` need not be evenly spaced.
+    # The weight depends on the kept share. Level numbers would not do, because `space.levels` may be unevenly spaced.
     complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
@@ -265,10 +268,10 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Successive blocks, with the arguments that their model passes in addition to the tokens, e.g. rotary positions.
+    """Runs successive blocks with recorded arguments that their model passes besides the tokens, e.g. rotary positions.
 
-    With a `reduction`, the blocks are in their state after a stage. Every token has a size and the index of a patch.
-    With `last`, the shortcut of the last block, the last block computes only the class token.
+    With a `reduction`, the blocks run in their state after a token stage, where every token has a size and the index of
+    a patch. With `last`, the model's shortcut for its last block, that block computes only the class token.
     """
 
     def __init__(
@@ -283,12 +286,12 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        with ExitStack() as states:  # entered in the call, because a copied module has no state of a call
+        with ExitStack() as states:  # entered per call, because copies of the module have no such state
             if self.last is not None:
                 states.enter_context(self.last.forward_pass(True))
             if self.reduction is not None:
-                # Sizes make attention proportional. Patch indices make it gather biases or rotations. Both take time,
-                # whatever their values are.
+                # Sizes make attention proportional. Patch indices make it gather position biases or rotations. Both
+                # take time, whatever their values are.
                 run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
                 run.patches = self.reduction.shape.layout.patches
                 run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, because a runtime could fold it
@@ -297,15 +300,15 @@ class _Called(nn.Module):
             for block in self.blocks:
                 output = block(tokens, *self.args, **self.kwargs)
                 tokens = output[0] if isinstance(output, tuple) else output
-        # Without blocks, one operation remains that a runtime does not remove.
+        # Without blocks, one operation remains, because a runtime might remove an empty module.
         return tokens if self.blocks else 2 * tokens
 
 
 class _Timer:
-    """Times blocks and models in one runtime, at the numbers of tokens of the `grid`.
+    """Times blocks and models in one runtime, at the numbers of tokens in `grid`.
 
-    Times are in units of the original block with all tokens. If the plan has the axis of tokens, the timed blocks
-    follow a stage. Otherwise they are the first blocks.
+    Times are in units of the original block with all tokens. If the plan has the token axis, the timed blocks follow a
+    stage. Otherwise, they are the first blocks of the model.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -318,19 +321,19 @@ class _Timer:
             )
         self.space, self.protocol, self.images = space, protocol, images
         tokens = space.shape.layout.tokens
-        # Without the axis of tokens, the grid has only the full number of tokens. torch.export fixes a size of 1, so
-        # there are at least two patches.
+        # Without the token axis, the grid has only the full number of tokens. torch.export treats a size of 1 as fixed,
+        # so there are at least two patches.
         least = min(space.shape.layout.prefix + 2, tokens)
         grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
         first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
-        # The last layer is excluded, because it may compute less.
+        # The last layer is left out, because it may compute less.
         count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
         self.layers = range(first, first + count)
-        # A real forward pass records the arguments of a block, e.g. rotary tables, and the number of images per call,
-        # which may be a part of the batch. The pass is not compiled, because hooks would break the graphs.
+        # A real forward pass records a block's arguments, e.g. rotary tables, and the number of images per call, which
+        # may be only a part of the batch. The pass is not compiled, because hooks would break graphs.
         to = self.conditions.device, PRECISIONS[self.conditions.precision]
         model, plain = copy_module(space.model).eval().to(*to), replace(self.conditions, compiled=False, graphs=False)
         blocks = blocks_of(model, self.family)[:1]
@@ -339,15 +342,15 @@ class _Timer:
         self.call = calls[-1]
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
-        # Noise replaces the tokens, because the operations of a block do not depend on their values.
+        # Noise replaces the real tokens, because a block takes the same time for all values.
         self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
         self.all_tokens = self.rows[grid[-1]]
-        # A batch may run in chunks, and `whole` then divides by the number of block calls.
+        # The model may run a batch in chunks. `whole` then divides by the number of calls per block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
-        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
+        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # cached runs
         self.original = self._prepared(space.model, self.layers)
-        # The time of a call without blocks, in units of the original block. It occurs only once in a model, so it is
+        # The time of a call without blocks, in units of the original block. A model is called only once, so this is
         # subtracted from the times of blocks.
         self.calls = dict.fromkeys(grid, 0.0)
         if form is not None:
@@ -358,19 +361,19 @@ class _Timer:
     def _prepared(
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
-        """Returns a function that runs these blocks in the runtime, before any stage or in their state after one."""
+        """Returns a function that runs these blocks in the runtime, either before any stage or after one."""
         key = layers, shortened, after_stage
         if model is self.space.model and key in self._ready:
             return self._ready[key]
-        # After a stage, the example has fewer tokens. The full number might equal the size of a position table, and the
-        # export would then fix it.
+        # After a stage, the example has fewer tokens. The full number could equal the size of a position table, and the
+        # export would then treat it as fixed.
         rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
         if after_stage:
             reducer, staged = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
             assert reducer is not None
             policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
             reduction = attach_tokens_(staged, self.family, policy)
-            # The caller passes the tokens to be timed, so a stage of the block itself must keep all of them.
+            # The caller passes tokens as they are after a stage, so a stage inside the block must keep all of them.
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(staged, self.family)[layers.start : layers.stop]
         called = _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction)
@@ -380,7 +383,7 @@ class _Timer:
         return run
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Returns the times of a block at several numbers of tokens after a stage.
+        """Returns a block's times at the grid's numbers of tokens after a stage, with these levels of the axes.
 
         The last entry is the time with all tokens before any stage.
         """
@@ -393,7 +396,7 @@ class _Timer:
         return self._times(model, self.layers, False) / len(self.layers)
 
     def saved(self) -> dict[str, tuple[int, float]]:
-        """Returns a middle level of every axis, and the time that it saves in a block with all tokens."""
+        """Returns a middle level for each axis, and the time that this level saves in a block with all tokens."""
         space, levels, runs = self.space, dict[str, int](), dict[str, Callable[[], object]]()
         for axis in RANKS:
             if available := space.available(axis):
@@ -404,15 +407,15 @@ class _Timer:
         return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, level in levels.items()}
 
     def last(self) -> np.ndarray:
-        """Returns the times of the last block, which computes only the class token if the model has this shortcut."""
+        """Returns the last block's times. If the model has this shortcut, the block computes only the class token."""
         depth = self.space.depth
         return self._times(self.space.model, range(depth - 1, depth), True)
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
-        """Returns factors [counts] for the linear interpolation between the grid's times.
+        """Returns factors [counts] that correct interpolated times for the steps in which the time rises.
 
-        Multiplied by its factor, an interpolated time becomes the time of the unchanged block. A factor is 1 if the
-        block is not timed at that number of tokens.
+        An interpolated time multiplied by its factor is the unchanged block's time. The factor is 1 where the block is
+        not timed at such fine steps.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -422,15 +425,15 @@ class _Timer:
         fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
         seconds = self._turns({str(n): partial(after, self.all_tokens[:, :n].contiguous()) for n in fine})
         times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
-        # The time must not fall as the number of tokens rises.
+        # More tokens must not take less time.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
-        # A number between two timed numbers takes the time of the larger one.
+        # A number of tokens between two timed numbers takes as long as the larger one.
         stairs = times[np.searchsorted(fine, counts).clip(max=len(fine) - 1)]
         factors = stairs / np.interp(counts, [0, *self.grid], [0.0, *stairs[self.grid]]).clip(min=times[0] / counts[-1])
         return np.where((counts < fine[0]) | (counts == counts[-1]), 1.0, factors)
 
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
-        """Returns the total time of these layers, at every number of tokens. The last layer may be `shortened`."""
+        """Returns the time of these layers together, at every number of tokens. The last layer may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
         runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
@@ -439,13 +442,13 @@ class _Timer:
         return np.array([seconds[name] for name in (*runs, ALL)]) - calls
 
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Returns the median of every time over the rounds, in units of the original block in the same round."""
-        # Runs take turns with the original block. Other processes slow down both in a round, so their load cancels in
-        # the ratio.
+        """Returns every run's median time over the rounds, in units of the original block's time in the same round."""
+        # Runs take turns with the original block. Other processes slow down both of them in a round, so their load
+        # cancels in the ratio.
         runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
-            # A single block is not repeated. In a model it follows other blocks, which leave little of it in the
-            # caches. Several blocks of a format follow each other, so they are repeated.
+            # A single block runs once per turn. In a model, it follows other blocks, which leave little of it in the
+            # caches. A format's blocks already follow each other, so their run is repeated.
             clock = protocol.resolved_clock
             repeated = not self.is_in_library
             seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=repeated)
@@ -457,19 +460,19 @@ class _Timer:
         return {name: float(values.median()) for name, values in ratios.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray, files: Sequence[Exported | None] = ()) -> CostTable:
-        """Times the whole model and the model without blocks, and returns the cost table.
+        """Times the whole model and the model without blocks, and returns the scaled cost table.
 
-        If there are `files`, they are timed in place of the models.
+        If `files` are passed, they are timed in place of the two models.
         """
         space, images = self.space, self.conditions.prepare_images(self.images)
-        # The time of all blocks together is the model's time minus its time with identity blocks.
+        # The time of all blocks together is the model's time minus its time with identity blocks in their place.
         models, runs = (space.model, without_blocks(space.model)), dict[str, Callable[[], object]]()
         for name, model, file in zip_longest(("own", "empty"), models, files):
             runs[name] = partial(file or self.runtime.prepare(model, images), images)
         seconds = self._turns(runs)
-        # The unit is one call of the original block, on `images` images. A batch in chunks calls it `parts` times.
+        # The unit is one call of the original block. A model that runs the batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
-        # In a model, the input of a block is in the cache. So the block times are scaled to the whole model.
+        # In a model, a block finds its input in the cache. So the block times are scaled to the whole model's time.
         scale = (total - outside) / float(attention[:, 0, 0, -1].sum())
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
@@ -479,10 +482,10 @@ class _Timer:
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
-    """Returns the times at every number of tokens, by linear interpolation between the times after a stage."""
-    # [levels, grid + 1]. No tokens take no time. Fewer than all tokens mean that a stage precedes the block. The grid's
-    # entry for all tokens only ends that line. The last entry is the time with all tokens before any stage, and it is
-    # used for the full number.
+    """Returns times for all numbers of tokens in `counts`, by linear interpolation between the timed numbers."""
+    # `times` is [levels, grid + 1]. Its last entry is the time with all tokens before any stage, and is used for all
+    # tokens. For smaller numbers, a stage precedes the block. The grid's own entry for all tokens, after a stage, only
+    # serves as the end of the interpolation. No tokens take no time.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
@@ -491,9 +494,9 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
 def timing_conditions(
     model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
 ) -> Conditions:
-    """Returns the conditions of the timings.
+    """Returns the conditions under which a plan's models or files are timed.
 
-    Models are timed in their own precision if possible, and files in the precision of their format. On a CUDA device,
+    Models are timed in their own precision if possible, and files in their format's precision. On a CUDA device, CUDA
     graphs are recorded if the model allows it.
     """
     # Neither models nor files are timed in float64.
@@ -504,8 +507,8 @@ def timing_conditions(
     conditions = Conditions(str(weight.device), precision, threads)
     if not conditions.on_cuda or form is not None:
         return conditions
-    # With fewer than some hundred images, an eager pass takes as long as the processor needs to launch its kernels.
-    # This time depends on the processor's load, and hardly on what is removed.
+    # With fewer than a few hundred images, an eager pass takes as long as the CPU needs to launch its kernels. Its
+    # time depends on the CPU's load, and hardly on what is removed.
     recorded = replace(conditions, graphs=True)
     images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
     try:
@@ -519,30 +522,30 @@ def timing_conditions(
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
-    """Returns the protocol for final results: whole batches, wall clock, several processes."""
+    """Returns the protocol for timing final results: whole batches, wall clock, several processes."""
     rounds = final_rounds(batch, family_of(model).costs(model).macs)
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
 class PlanTimer:
-    """Times whole plans in turns with the `baseline`: as models in PyTorch or, with a format, as files.
+    """Times whole plans in turns with the `baseline`. With a format, plans are timed as files, else in PyTorch.
 
-    Files are calibrated on `images`.
+    `images` calibrates the files.
     """
 
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
         self.space, self.requested, self.images, self.log = space, requested, images, requested.log
         self._baseline = baseline
-        self._written: WeakKeyDictionary[nn.Module, Exported] = WeakKeyDictionary()  # the files of plans
+        self._written: WeakKeyDictionary[nn.Module, Exported] = WeakKeyDictionary()  # one file per plan
 
     @cached_property
     def settings(self) -> PlanSettings:
-        """The settings for timings during planning."""
+        """The settings for timings while the search runs."""
         return self.requested.while_planning(family_of(self.space.model).costs(self.space.model).macs)
 
     @cached_property
     def baseline(self) -> Baseline:
-        """The reference for latencies: your model without attnrx, in PyTorch or as a file of the format."""
+        """The reference for latencies, which is your model without attnrx, in PyTorch or as a file of the format."""
         form = format_of(self.settings)
         if self._baseline is not None or form is None:
             return self._baseline or Baseline.eager(self.space.model)
@@ -555,30 +558,30 @@ class PlanTimer:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
             if form is None:
-                # Blocks are timed in a process of their own. So are whole models, because they were slower in a process
-                # that had timed blocks.
+                # Blocks are timed in a separate process, and whole models in another one. Whole models were slower in a
+                # process that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
                 blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
-            # In files, the savings of ranks and hidden units were measured in some blocks.
+            # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), axes, stages)
 
         return cached_cost_table(self.space, self.settings, measure)
 
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
-        """Returns how fast models or their files are, relative to the baseline, with intervals and the conditions.
+        """Times models or their files in turns with the baseline.
 
-        They are timed in turns.
+        Returns one record per model, with its speed relative to the baseline, the interval and the conditions.
         """
         settings, baseline = self.settings, self.baseline.model
         noise = settings.noise(self.space.model)
-        # Shorter rounds cost less, so more of them are run, and their median is more precise.
+        # Shorter rounds cost less, so there can be more of them, and their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested or settings.to else 1)
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.to is not None:
-            # A repeated timing uses the same files.
+            # If a plan is timed again, its file is used again.
             missing = {str(index): model for index, model in enumerate(models) if model not in self._written}
             for name, file in self._files(missing).items():
                 self._written[missing[name]] = file
@@ -587,8 +590,8 @@ class PlanTimer:
             speeds = compare_latencies(files, baseline, noise, protocol)
         else:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
-                # A part of so few images would not be representative. With decoders and chunks, the speed was 1.53x at
-                # 4 images, and 1.58x at 8.
+                # A part of so few images would not represent the batch. With decoders and chunks, the speed was 1.53x
+                # at 4 images, and 1.58x at 8.
                 settings = replace(settings, batch=self.requested.batch)
                 noise = settings.noise(self.space.model)
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
@@ -620,14 +623,14 @@ class PlanTimer:
         }
 
     def megabytes(self, model: nn.Module) -> float:
-        """Returns the size of a model's file in the requested format. Without a format, returns its weights' size."""
+        """Returns the size of the model's file in megabytes, or without a format, the size of its weights."""
         if self.settings.to is None:
             # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
         return self._file(model).bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Returns the latency of models, or of their files, relative to the baseline, measured in turns."""
+        """Times models, or their files, in turns with the baseline, and returns their shares of its latency."""
         settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
         protocol, unchanged = replace(settings.protocol, rounds=rounds), self.baseline.unchanged
         if unchanged is not None:
@@ -646,7 +649,7 @@ class PlanTimer:
         return self._files({"": model})[""]
 
     def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
-        """Writes files for timing. They are quantized on a few images, and have the operations of final files.
+        """Writes files for timing. They have the operations of final files, but are quantized on only a few images.
 
         Raises:
             NotSupported: A model cannot be written in the format.

@@ -1,7 +1,7 @@
-"""The planner: measures costs and sensitivities, allocates the budget, and refines the plan by measured divergence.
+"""The planner measures costs and sensitivities, allocates the budget, and refines the plan by measured divergence.
 
 The search changes a few choices of the best plan at random, and then meets the budget by greedy moves. Each plan
-depends only on the trials before it.
+depends only on the plans tried before it.
 """
 
 from collections.abc import Sequence
@@ -38,36 +38,39 @@ from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
 
-# The phases of planning and their usual shares of the time (`progress.Phases`).
+# The phases of planning, with their usual shares of the time in percent (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
 PHASES["predicting on other images"] = 5.0
-# After a miss, the next attempt of a plan for latency aims at RETRY_FACTOR times the target. A quick plan has few
-# attempts to correct a miss, and short timings. It aims at QUICK_FACTOR times the target, so the result still reaches
-# the target when its speed is measured again.
+# If a plan misses its latency target, the next attempt aims at RETRY_FACTOR times the target. A quick plan has few
+# attempts to correct a miss, and its timings are short. So it aims at QUICK_FACTOR times the target, which leaves a
+# margin for a second measurement.
 RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
-# After all attempts, a plan may miss a target of latency by less than this factor, because machines vary by as much. It
-# is returned if the plans that reach the target diverge by more than TOLERATED nats and by more than twice as much.
+# A plan may miss a latency target by less than a factor MISSED, because machines vary as much. Such a plan is returned
+# if the plans that reach the target have much worse outputs. They must diverge by more than TOLERATED nats and by more
+# than twice as much.
 MISSED, TOLERATED = 1.05, 0.01
-# The files of two plans are written at the same time, so a quick plan for a file is timed together with a plan at this
-# multiple of its cost. If the cost table errs, one of the two is often fast enough, and close to the target.
+# A quick plan for a file is timed together with a plan at CHEAPER times its cost, because two files can be written at
+# once. If the cost table errs, one of the two is often fast enough and close to the target.
 CHEAPER = 0.97
-# A timing is repeated if it differs from the prediction by a larger share.
+# A timing is repeated if it differs from the prediction by more than this share.
 DOUBTFUL = 0.08
-# The largest share of the latency that a plan aims at. A plan for 1 would be the unchanged model.
+# The largest share of the latency that a plan may aim at. A plan at a share of 1 would be the unchanged model.
 LARGEST = 0.99
-# A plan is measured on one batch first, and on more only if its divergence is at most this multiple of the best plan's.
+# Plans are measured on one batch first. A plan is measured on more images only if its divergence on this batch is at
+# most HOPELESS times the best plan's.
 HOPELESS = 1.2
-# A search for latency also measures this many plans each with one, two and three stages.
+# A search for latency also measures FEW_STAGES plans with one stage, as many with two, and as many with three.
 FEW_STAGES = 5
-# The first trials start from at most EVEN even schedules of pruned patches. The others vary the best plan by at most
-# MOST_VARIED choices. Several new variations (`PlanSettings.variations`) are drawn in at most ATTEMPTS attempts. Only
-# the variation with the lowest predicted divergence is measured.
+# The first trials of a search start from at most EVEN even schedules of pruned patches. Later trials change the best
+# plan in at most MOST_VARIED choices. Each draws several variations (`PlanSettings.variations`) in at most
+# ATTEMPTS attempts, and measures only the variation with the lowest predicted divergence.
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
-# A plan's outputs are kept if an image has at most this many. Dense models have more, e.g. as many as pixels.
+# A plan's outputs are kept in memory if the model has at most this many numbers per image. Dense models have more, e.g.
+# one per pixel.
 KEPT = 4096
-# Bisection steps of the search for an allowed loss. They determine the cost to 1 / 64.
+# The number of bisection steps in the search for an allowed loss. It finds the cost to within 1 / 64.
 HALVINGS = 6
-# A plan for a size is not corrected if its file has at least this share of the target size.
+# A plan for a file size is good enough if its file has at least this share of the target size.
 NEARLY = 0.98
 
 
@@ -82,22 +85,23 @@ def plan(
     *,
     settings: PlanSettings | None = None,
 ) -> Plan:
-    """Allocates one budget to ranks and tokens, minimizing the divergence of the outputs.
+    """Allocates one budget to ranks and tokens so that the outputs diverge least.
 
-    The costs of all choices come from a cost table, in closed form for MACs and parameters, measured for latency. Each
-    choice's sensitivity is measured separately, on the first of `images`. If sensitivities added up exactly, `Frontier`
-    would be optimal. They add up only approximately, so a search then varies the best plan and measures the divergence
-    of whole plans. It measures all of them on a part of `images`, and the best on all images. The images are in memory.
+    A cost table holds the costs of all choices. It is computed for MACs and parameters, and measured for latency. The
+    sensitivity of each choice is measured separately, on the first of `images`. If sensitivities added up exactly, the
+    optimum would be known (`Frontier`). They add up only approximately, so a search varies the best plan and measures
+    the divergence of whole plans. All plans are measured on a part of `images`, and the best plans on all of them. The
+    images are held in memory.
 
-    The predictions are measured on `others`, which influence no choice. You need labels only for a target of accuracy.
-    If `others` have no labels, the plan predicts no change of accuracy.
+    The predictions are measured on `others`, which influence no choice. You need labels only for an accuracy target. If
+    `others` have no labels, the plan predicts no change of accuracy.
 
     Args:
-        model: The model.
-        diagnosis: The diagnosis of the model, with moments for a plan of values and MLP.
+        model: The model, without token pruning or merging.
+        diagnosis: The diagnosis of the model. To plan values and MLPs, it must include moments.
         target: A target or its text, e.g. "macs=0.6x" or "faster=1.6". A speed is relative to your model as you would
             run it without attnrx.
-        images: The images for choosing the plan.
+        images: Images for choosing the plan. Images that are also among `others` are not used.
         others: Other images, for measuring the predictions.
         settings: The search space, the conditions of timings, and how much is measured.
 
@@ -138,9 +142,10 @@ def plan_sharing(
 ) -> Plan | TargetMet:
     """Returns a plan like `plan` does, or `TargetMet` if the unchanged model meets the target.
 
-    Targets for the same cost share a planner. It is taken from `planners`, or added to them. All divergences and cost
-    shares are relative to the `reference`, by default the model. The model may also be a copy of the reference with a
-    smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs without attnrx.
+    Targets for the same kind of cost share one planner from `planners`. If there is none yet, it is added. All
+    divergences and cost shares are relative to the `reference`, by default the model. The model may also be a copy of
+    the reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs
+    without attnrx.
 
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair.
@@ -153,7 +158,7 @@ def plan_sharing(
     settings = settings or PlanSettings()
     format_of(settings)  # an unknown format raises here, before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    # The images that are not used for measuring predictions.
+    # `distinct_images` are the images to plan on, without images that are also used for predictions.
     distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
@@ -171,7 +176,7 @@ def plan_sharing(
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured plan and its mean deviations. The search minimizes `softened` (see `Deviation`)."""
+    """One measured plan and its mean divergences. The search minimizes `softened` (see `Deviation`)."""
 
     step: Step
     divergence: float
@@ -182,9 +187,9 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Applies 1 to `MOST_VARIED` random changes: more is kept or more is pruned in one layer, or a stage moves."""
+    """Applies 1 to `MOST_VARIED` random changes. Each keeps or prunes more in one layer, or moves a stage."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        # Changes go in both directions, because greedy moves meet the budget again, whatever they cost or save.
+        # Changes may raise or lower the cost, because greedy moves meet the budget again afterwards.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
@@ -192,11 +197,11 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 
 
 class Planner:
-    """Makes the plans for one kind of cost. All targets for this cost share the planner.
+    """Makes plans for one kind of cost, such as latency. All targets for this cost share the planner.
 
-    Everything is measured once: costs and sensitivities of single choices, deviations and latencies of whole plans.
-    Deviations are measured from the `reference`, by default the model of the space. The model may also be a copy of the
-    reference with a smaller decoder. Sensitivities are measured from the model itself, because choices change it.
+    The planner measures everything only once: costs and sensitivities of single choices, deviations and latencies of
+    whole plans. Deviations are relative to the `reference`, by default the model. The model may also be a copy of the
+    reference with a smaller decoder. Sensitivities are relative to the model itself, because choices change this model.
     """
 
     def __init__(
@@ -218,7 +223,7 @@ class Planner:
         self._realized: dict[Choices, nn.Module] = {}  # only the last plan, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timings`
 
-    # The outputs are computed after the cost table, because the table shows whether a target is impossible.
+    # Outputs are computed only after the cost table, which shows whether a target is impossible.
     @cached_property
     def answers(self) -> Answers:
         """The reference's outputs on all images."""
@@ -237,15 +242,15 @@ class Planner:
 
     @cached_property
     def sensitivities(self) -> Sensitivities:
-        """Half the variance of the change in the logits, for every single choice."""
-        # This variance ranks plans better than the KL divergence of few images (docs/results/plan.md).
+        """The sensitivity of every single choice: half the variance of the change in the logits."""
+        # This variance ranks plans better than a KL divergence on few images (docs/results/plan.md).
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
         return measure_sensitivities(self.space, answers, self.settings)
 
     @cached_property
     def frontier(self) -> Frontier:
-        """The optimal plans. The dynamic program is solved once for all costs."""
+        """The optimal plans for every budget. The dynamic program is solved once for all of them."""
         return Frontier(self.space, self.cost_table, self.sensitivities)
 
     def realized(self, choices: Choices) -> nn.Module:
@@ -255,10 +260,10 @@ class Planner:
         return self._realized[choices]
 
     def deviation(self, choices: Choices, answers: Answers) -> Deviation:
-        """Returns the deviation of a plan on some of the images."""
+        """Returns a plan's deviation on the images in `answers`, which are the first of all images."""
         key = len(answers), choices
         if key not in self._deviations:
-            # A larger set begins with the same images, so earlier outputs are not computed again.
+            # A larger set begins with the same images, so earlier outputs are reused.
             outputs = self._outputs.get(choices, [])
             if len(outputs) < len(answers.batches):
                 outputs = [*outputs, *answers.outputs_of(self.realized(choices), len(outputs))]
@@ -268,20 +273,20 @@ class Planner:
         return self._deviations[key]
 
     def trial(self, step: Step, answers: Answers) -> Trial:
-        """Measures a plan on some images, and returns it as a trial."""
+        """Measures a plan on the images in `answers`, and returns it as a trial."""
         deviation = self.deviation(step.choices, answers)
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns the last timing of a plan, as a file if a format is requested. The plan promises this speed."""
+        """Returns a plan's last timing, which sets the promised speed. With a format, the plan is timed as a file."""
         if choices not in self._latencies:
             (self._latencies[choices],) = self.timer.timings([self.realized(choices)])
         return self._latencies[choices]
 
     def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
-        """Returns the plan for a target, with explained choices and with predictions measured on other images.
+        """Returns the plan for a target, with a reason for every choice, and predictions measured on other images.
 
-        Returns `TargetMet` if the unchanged model meets the target.
+        If the unchanged model meets the target, returns `TargetMet` instead.
 
         Raises:
             NotSupported: No plan meets the target.
@@ -293,7 +298,7 @@ class Planner:
         if self.minimized == "latency":
             latency = self.latency(choices)
         begin("predicting on other images")
-        # The original's outputs on the other images are computed after the search, so they take no memory during it.
+        # The outputs on the other images are computed only after the search, so they take no memory during it.
         answers = Answers.of(self.reference, others, self.settings.batch_size)
         deviation = answers.measure(self.realized(choices))
         self._realized.clear()
@@ -327,11 +332,11 @@ class Planner:
     def best(self, target: Target) -> Trial | TargetMet:
         """Returns the best plan for a target.
 
-        Plans for latency or size are measured repeatedly. For an allowed loss, the cheapest plan is the best. Returns
-        `TargetMet` if the unchanged model meets the target.
+        Plans for a latency or a file size are measured and corrected several times. For an allowed loss, the cheapest
+        plan is the best. If the unchanged model meets the target, returns `TargetMet` instead.
 
         Raises:
-            NotSupported: No plan is cheap enough or keeps the drop within the limit, or measured latencies differ too
+            NotSupported: No plan is cheap enough or keeps the loss within the limit, or measured latencies differ too
                 much from the predictions.
         """
         self.trials = ()
@@ -348,7 +353,7 @@ class Planner:
     def _require_reachable(self, limit: float) -> None:
         """Raises NotSupported if every plan costs more than `limit`, before sensitivities are measured.
 
-        If the target is a speed, also logs the unchanged model's speed and the speed that is out of reach.
+        For a speed target, also logs the unchanged model's speed and the largest possible speed.
         """
         is_speed = self.minimized == "latency"
         if is_speed:
@@ -362,22 +367,23 @@ class Planner:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
-        """Plans repeatedly, and corrects the target by the measured latency each time.
+        """Plans several times, each time correcting the target by the measured latency.
 
         Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is fast enough.
         """
-        # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost, and timed.
-        # The next plan is made for that cost times target / measured, as in a fixed-point iteration. Of all plans that
-        # are fast enough, the plan with the lowest divergence is returned, which need not be the last.
+        # The cost table errs by a factor that depends on the plan. So each plan is made for a predicted cost and then
+        # timed. The next plan is made for this cost times target / measured, as in a fixed-point iteration. Of all
+        # plans that are fast enough, the plan with the lowest divergence is returned, which need not be the last.
         limit, unchanged = target.limit, self.frontier.nothing
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
         timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
-        # A correction never asks for more than plans can save. If the target itself does, `Frontier.at` raises.
+        # Corrections never ask for more than plans can save. If the target itself does, `Frontier.at` raises.
         least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
-        # The baseline is the model without attnrx. attnrx's kernels and files may be faster.
+        # The unchanged model may already be fast enough, because attnrx's kernels and files may be faster than the
+        # baseline, which is the model without attnrx.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
@@ -386,20 +392,20 @@ class Planner:
                 trials = [self._adjusted(allowed, timings[-1][0])]
             elif attempt or self._times_pairs:
                 trials = [self._searched(allowed)]
-            else:  # the closed form's plan corrects the predicted cost before a search
+            else:  # the plan from `Frontier.at` corrects the predicted cost before a search
                 trials = [self._best((self._first(allowed),))]
             if self._times_pairs:
                 cheaper = self._adjusted(max(CHEAPER * trials[0].step.cost, least), trials[0])
                 trials += [cheaper] * (cheaper.step.choices != trials[0].step.choices)
             timed = [*zip(trials, self._timed([trial.step for trial in trials]), strict=True)]
             timings += timed
-            # The first attempt uses the closed form, to measure the cost table's error before an expensive search.
+            # The first attempt times the plan from `Frontier.at`, to measure the cost table's error before a search.
             searched = attempt or self._times_pairs or self.settings.trials < 2
             if searched and any(self.settings.min_ratio * limit <= ratio <= largest_ratio for _, ratio in timed):
                 break
             if searched and allowed <= least and all(ratio > largest_ratio for _, ratio in timed):
-                break  # the fastest plan is not fast enough
-            # Corrects the plan's own predicted cost, which may be below the allowed cost.
+                break  # even the fastest plan is too slow
+            # The next limit corrects the plan's own predicted cost, which may be below the limit that it had.
             trial, ratio = min(timed, key=lambda each: abs(each[1] - limit))
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
         enough = [timed for timed in timings if timed[1] <= largest_ratio]
@@ -408,7 +414,7 @@ class Planner:
         near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
-            # A plan that is fast enough with far worse answers is less useful than a plan that is nearly fast enough.
+            # A nearly fast enough plan is more useful than a fast enough plan with far worse outputs.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
                 if best[1] > limit:
@@ -425,11 +431,11 @@ class Planner:
 
     @property
     def _times_pairs(self) -> bool:
-        """Whether two plans are timed at once. Another process writes the second file, so it takes no more time."""
+        """Whether each attempt times two plans. Another process writes the second file, so it takes no extra time."""
         return self.settings.adjusts and self.settings.to is not None and self.settings.in_subprocess
 
     def _timed(self, steps: Sequence[Step]) -> list[float]:
-        """Times plans, or their files, in turns. Returns their latencies as shares of the baseline's."""
+        """Times plans, or their files, in turns with the baseline. Returns their latencies as shares of its latency."""
         models, ratios = [self.realized(step.choices) for step in steps], list[float]()
         for _ in range(2):  # every call times anew, because the machine may have been busy
             found = self.timer.timings(models)
@@ -443,9 +449,9 @@ class Planner:
         return ratios
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
-        """Returns the best plan at this cost, of plans near the best trials and plans with few stages."""
-        # Greedy moves start from plans that are already measured. So no search is needed, and few plans are measured at
-        # the new cost. Plans with few stages are included, because the trials may have been for a wrong cost.
+        """Returns the best plan at this cost, among plans near the best trials and plans with few stages."""
+        # Greedy moves start from plans that are already measured. So no new search is needed, and few plans are
+        # measured at the new cost. Plans with few stages are added, because the trials may have been for a wrong cost.
         order = sorted(self.trials, key=BY_SOFTENED)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         starts += self.frontier.few_stages(limit, 1)
@@ -465,16 +471,17 @@ class Planner:
         return self.tried(self.frontier.at(limit))
 
     def _searched(self, limit: float) -> Trial:
-        """Measures the optimal plan at a cost and further plans, and returns the best of them."""
+        """Searches for the best plan at a cost. Measures the plan of `Frontier.at` first, and then further plans."""
         trials, few = [self._first(limit)], ()
         if self.minimized == "latency":
-            # A stage takes time, and pruning many patches at once changes more than the sum of sensitivities predicts.
+            # Each stage takes time. But pruning many patches at once changes the outputs more than the sum of
+            # sensitivities predicts. So plans with few stages are measured.
             few = self.frontier.few_stages(limit, FEW_STAGES)
         number = self.settings.trials + len(few) if self.settings.trials > 1 else 0
         starts = (*few, *self.space.even_schedules()[:EVEN]) if number else ()
         for _ in track(range(number), "searching plans"):
             step = self._proposed(limit, trials, starts)
-            # A plan that is far worse than the best known one is measured on fewer images.
+            # A plan that is far worse than the best plan so far is measured on fewer images.
             trials.append(self.tried(step, min(trials, key=BY_SOFTENED)))
         self.trials = tuple(trials)
         return self._best(trials)
@@ -482,7 +489,7 @@ class Planner:
     def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
         """Returns the next plan to measure: first a plan near each of the `starts`, then variations of the best plan.
 
-        The first of the `trials` is the closed form's plan.
+        The first of the `trials` must be the plan from `Frontier.at`.
         """
         number = len(trials) - 1
         if number < len(starts):
@@ -490,7 +497,7 @@ class Planner:
                 return self.frontier.near(limit, starts[number])
             return trials[0].step
         random = np.random.default_rng((self.settings.seed, number))
-        # The best plan may be the closed form's.
+        # The best plan so far may still be the plan from `Frontier.at`.
         measured, best = {trial.step.choices for trial in trials}, min(trials, key=BY_SOFTENED).step.choices
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
@@ -502,12 +509,12 @@ class Planner:
         return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan on one batch. Unless it is far worse than the best plan, also uses all images for trials."""
+        """Measures a plan on one batch, and on all trial images if it is not far worse than the best plan there."""
         few, about = self.answers.first(1), ""  # one batch
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)
         if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
-            # The batch may be easier or harder than the other images, by the same factor for this plan and the best.
+            # A batch may be easier or harder than all images. The best plan's ratio corrects for this difference.
             factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
@@ -519,8 +526,8 @@ class Planner:
         return trial
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
-        """Returns the trial with the lowest divergence on all images, among the finalists on fewer images."""
-        # Trials are stored by choices, because several may have the same plan.
+        """Measures the best trials on all images, and returns the trial with the lowest divergence there."""
+        # A dict by choices removes repetitions, because several trials may have the same plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.answers
@@ -532,15 +539,16 @@ class Planner:
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
-        """Plans repeatedly for a share of the parameters, and corrects the share by the measured file size.
+        """Plans several times for a share of the parameters, each time correcting the share by the measured file size.
 
-        Returns the plan with the least divergence whose file is small enough, or `TargetMet` if the unchanged model's
-        file is.
+        Returns the plan with the lowest divergence whose file is small enough. If the unchanged model's file is small
+        enough, returns `TargetMet` instead.
 
         Raises:
             NotSupported: No plan's file is small enough.
         """
-        # Some parameters cannot be removed, and parameters differ in their bytes.
+        # The file size is not proportional to a plan's share. Some parameters cannot be removed, and bytes per
+        # parameter differ.
         whole, limit = self.timer.megabytes(self.space.model), target.limit
         what = "the weights" if self.settings.to is None else f"the file in {self.settings.to}"
         if whole <= limit:
@@ -553,8 +561,7 @@ class Planner:
             found.append((trial, size))
             if NEARLY * limit <= size <= limit or (size > limit and share <= least):
                 break
-            # The slope is in megabytes per removed share of the parameters. The next plan aims slightly below the
-            # limit.
+            # `slope` is in megabytes per removed share of the parameters. The next plan aims slightly below the limit.
             slope = max(whole - size, 1e-9) / (1 - trial.step.cost)
             share = 1 - (whole - (1 + NEARLY) / 2 * limit) / slope
         fitting = [trial for trial, size in found if size <= limit]
@@ -572,13 +579,14 @@ class Planner:
         Raises:
             NotSupported: No plan keeps the loss within the limit.
         """
-        # The bisection uses only closed forms, because every cost would need its own search. Plans at cost `low` lose
-        # too much. `high` is the smallest cost so far with an allowed loss, and the search follows there.
+        # The bisection uses only plans from `Frontier.at`, because each cost would need its own search. Plans at cost
+        # `low` lose too much. `high` is the smallest cost so far with an allowed loss, and the final search uses this
+        # cost.
         low, high, cheapest, least = 0.0, 1.0, None, inf
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
-                # If `at` raises NotSupported, no plan is this cheap, so the smallest possible cost is above.
+                # `at` raises NotSupported if no plan is this cheap. The smallest possible cost is then higher.
                 step = self.frontier.at(middle)
             except NotSupported:
                 low = middle
@@ -592,13 +600,13 @@ class Planner:
         if cheapest is None:
             raise NotSupported(f"no plan keeps {target}: the least that one loses is {least:.3g}. Allow more.")
         found = self._searched(high)
-        # The search minimizes the divergence, so its plan may lose more accuracy than the closed form's.
+        # The search minimizes the divergence, so its plan may lose more accuracy than the plan from `Frontier.at`.
         if self._loss(found.step, target) > target.limit:
             found = self.trial(cheapest, self.answers)
         return found
 
     def _loss(self, step: Step, target: Target) -> float:
-        """Returns a plan's loss on the images: points of accuracy, or the mean divergence."""
+        """Returns a plan's loss on the images: lost points of accuracy, or the mean divergence."""
         deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
         if target.quantity != DROP:
             self.details(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
@@ -610,7 +618,7 @@ class Planner:
 
 
 class UniformPlanner(Planner):
-    """Makes plans for portable models. The search compares the numbers of heads, each with the largest width."""
+    """Makes plans for portable models. The search compares numbers of heads, each with the largest possible width."""
 
     space: UniformSpace
 
@@ -651,7 +659,7 @@ class UniformPlanner(Planner):
 
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
-    """Returns the predictions for other images.
+    """Returns the predictions for other images, as means with their standard deviations.
 
     Raises:
         InvalidInput: There are fewer than two images.
@@ -661,8 +669,8 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # One changed image is added as a pseudo-count. Otherwise, without any change, the estimated spread would be zero.
-    # The divergence of an image with a doubtful decision is `outputs.flip_divergence`.
+    # One changed image is added as a pseudo-count. Without it, the estimated spread would be zero if nothing changed.
+    # This image has the divergence `outputs.flip_divergence`, at which a decision may change.
     more = {"divergence": outputs.flip_divergence**2, "agreement": 1.0, "change": 1.0}
     spreads = {
         name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
@@ -675,7 +683,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Returns one line per choice: what it saves given all other choices, and its separate sensitivity."""
+    """Returns one line of text per choice: what it saves, given all other choices, and its own sensitivity."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):
@@ -686,7 +694,7 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
             what = f"{value} patches pruned"
             if axis != TOKENS:
                 what = f"{100 * space.levels[value]:g} % of the ranks of {AXIS_WORDS[axis]} kept"
-            # Savings assume all other choices, because the savings by ranks depend on the remaining tokens.
+            # Savings assume all other choices, because savings by ranks depend on the remaining tokens.
             saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
             cost = sensitivities.total(nothing.with_choice(axis, layer, value))
             gain = f"saves {saved:.2f} % of the {cost_table.quantity}"

@@ -1,6 +1,6 @@
-"""Measures how far outputs deviate from the original's, and how each single choice changes them (sensitivities).
+"""Measures how far outputs deviate from the original's, and how each single choice changes them (its sensitivity).
 
-Sensitivities are measured by running the model from the changed layer on.
+To measure a sensitivity, the model runs only from the changed layer on.
 """
 
 import copy
@@ -36,19 +36,19 @@ from attnrx.vit.models import (
 from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
 
-# The change by bfloat16 is measured on ROUNDED images. It may be at most MOST_ROUNDING times the divergence of an image
-# with a doubtful decision.
+# Before plans are compared in bfloat16, the effect of rounding is measured on ROUNDED images. The divergence by
+# rounding may be at most MOST_ROUNDING times a divergence at which a decision may change (`flip_divergence`).
 ROUNDED, MOST_ROUNDING = 4, 0.01
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The deviation of a candidate from the original, per image.
+    """How far a candidate's outputs deviate from the original's, per image.
 
-    `divergence` is KL(original || candidate) of the predicted probabilities, in nats. `softened` is its limit for a
-    high temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the candidate is
-    correct, -1 if only the original is, else 0. Images without labels have no `change` (None). `attnrx.vit.outputs`
-    defines these numbers for other outputs. A regression makes no decision, so `agrees` and `change` are None.
+    For class predictions, `divergence` is KL(original || candidate) in nats. `softened` is the limit of this divergence
+    for a high softmax temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the
+    candidate is correct, -1 if only the original is, else 0. Without labels, `change` is None. `attnrx.vit.outputs`
+    defines these numbers for other outputs. A regression makes no decisions, so `agrees` and `change` are None.
     """
 
     divergence: Float[Tensor, "images"]
@@ -58,13 +58,13 @@ class Deviation:
 
     @property
     def mean(self) -> float:
-        """The mean divergence."""
+        """The divergence, averaged over the images."""
         return float(self.divergence.mean())
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Batches of images in memory, and the original's outputs for them.
+    """Holds batches of images in memory, with the original's outputs for them, to compare candidates.
 
     With `bfloat16`, all matrix products are computed in bfloat16.
     """
@@ -77,17 +77,17 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int, bfloat16: bool = False) -> "Answers":
-        """Computes the original's outputs. Images need no labels.
+        """Runs the original on all images and stores its outputs. Images need no labels.
 
         Raises:
-            DataError: There are no images, a label does not fit a head, or an embedding is zero.
+            DataError: There are no images, a label does not match the outputs, or an embedding is zero.
         """
         weight, kind = next(model.parameters()), output_kind_of(model)
         has_labels = images.has_labels and kind.has_decisions
         if has_labels:
             require_labels(images)
-        # Every candidate is measured on the same batches. So they are held in memory, on the model's device and in its
-        # precision.
+        # Every candidate is measured on the same batches. So the batches stay in memory, on the model's device and in
+        # its precision.
         pixels, labels, outputs = [], [], []
         with evaluating([model]), bfloat16_products(weight.device, bfloat16):
             batches = images.batches(batch_size, device=weight.device)
@@ -101,7 +101,7 @@ class Answers:
         if numbers is not None:
             require_labelled(numbers)
         answers = torch.cat(outputs)
-        # Embeddings are compared by their directions. A zero embedding has none, and a plan for it would be arbitrary.
+        # Embeddings are compared by direction. A zero embedding has no direction, so a plan for it would be arbitrary.
         if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
             raise DataError(
                 "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
@@ -113,12 +113,12 @@ class Answers:
         return len(self.outputs)
 
     def first(self, count: int) -> "Answers":
-        """Returns the first batches with at least `count` images in total."""
-        # Returns whole batches, so that no outputs have to be computed again.
+        """Returns the answers for the first batches, as many as are needed for `count` images."""
+        # Batches stay whole, so that no outputs have to be computed again.
         return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
-        """Returns exactly the first `count` images. The last batch is shortened."""
+        """Returns the answers for exactly the first `count` images. The last batch is shortened."""
         some = self.first(count)
         *whole, last = some.batches
         return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
@@ -133,12 +133,12 @@ class Answers:
         return self.deviation(self.outputs_of(candidate))
 
     def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
-        """Runs a candidate on the batches from `start` on, and returns its outputs per batch."""
+        """Runs a candidate on all batches from index `start` on, and returns its outputs per batch."""
         with evaluating([candidate]), bfloat16_products(self.batches[0].device, self.bfloat16):
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs, passed per batch in the shape of the original's."""
+        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, in the original outputs' shape."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -151,7 +151,8 @@ class Answers:
 def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     """Whether plans can be compared in bfloat16.
 
-    On the model's device, products in bfloat16 must be faster, and change the outputs by far less than a plan does.
+    The model's device must compute bfloat16 products faster than float32. Rounding must change the outputs by far less
+    than a plan does.
     """
     weight = next(model.parameters())
     if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
@@ -173,17 +174,17 @@ BlockCalls = Sequence[Sequence[ModuleCall]]  # the calls of every block, several
 def resumed(
     model: nn.Module, family: Family, given: Sequence[Any], layer: int, earlier: BlockCalls = ()
 ) -> Iterator[None]:
-    """Skips the first `layer` blocks in one forward pass, which is run inside the context.
+    """Inside the context, one forward pass skips the first `layer` blocks and continues from recorded outputs.
 
-    The last skipped block returns one entry of `given` for each of its calls, in the format of a block's output. The
-    other skipped blocks return the outputs of their `earlier` calls, which a decoder may read. If `layer` is 0, the
-    whole model runs. Hooks on the blocks still run.
+    The last skipped block returns one entry of `given` per call, in the format of a block's output. The other skipped
+    blocks return the outputs of their `earlier` calls, because a decoder may read them. If `layer` is 0, the whole
+    model runs. Hooks on the blocks still run.
 
-    If no reader reads the attention, blocks are MLPs with other parts between them. Then only the last block is
-    skipped.
+    If attnrx does not read the model's attention, its blocks are MLPs with other parts between them. In this case, only
+    the last of these blocks is skipped.
     """
-    # The model itself calls its blocks, so its code before, between and after them still runs, e.g. rotary tables and
-    # pooling. The skipped blocks return at once.
+    # The model itself calls its blocks, so its code around and between them still runs, e.g. rotary tables and pooling.
+    # Skipped blocks return at once.
     with ExitStack() as stack:
         for index, block in enumerate(blocks_of(model, family)[:layer]):
             if not family.reads_attention(model) and index < layer - 1:
@@ -193,28 +194,30 @@ def resumed(
         yield
 
 
-# The smallest divergence, in nats. For smaller values, interpolated logarithms would follow rounding, or be infinite.
+# The smallest divergence, in nats. The logarithms of smaller values would be infinite, or follow rounding errors.
 LEAST = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """The mean softened divergence of the outputs (`Deviation`) for each single choice.
+    """The sensitivity of every single choice, which is the mean softened divergence that it causes (`Deviation`).
 
-    `ranks` is [layer, level] for every axis. For tokens, the divergence is measured at some numbers of pruned patches:
-    `log_counts` [point] holds their logarithms, and `tokens` [layer, point] the logarithms of the divergences. Between
-    and beyond these numbers, the divergence is a power law of the number. If earlier stages pruned patches, a stage
-    costs the difference of the divergences at both totals, because the remaining patches are less redundant.
+    `ranks` maps each rank axis to a table [layer, level]. For tokens, the divergence is measured at a few numbers of
+    pruned patches. `log_counts` [point] holds the logarithms of these numbers. `tokens` [layer, point] holds the
+    logarithms of the divergences. Between and beyond the points, the divergence is a power law of the number.
+
+    After earlier stages, the remaining patches are less redundant. So a stage costs the difference between the
+    divergences at the totals after and before it.
     """
 
     ranks: Mapping[str, np.ndarray]
     log_counts: np.ndarray
     tokens: np.ndarray
-    # The dynamic program and the greedy moves need the same totals many times.
+    # This cache saves time, because the dynamic program and the greedy moves need the same totals many times.
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_pruned(self, layer: int, count: int) -> float:
-        """Returns the sensitivity of pruning `count` patches before this layer, and none before other layers."""
+        """Returns the sensitivity of pruning `count` patches before this layer and none before other layers."""
         if not count:
             return 0.0
         key = (layer, count)
@@ -223,7 +226,7 @@ class Sensitivities:
         return self._known[key]
 
     def total(self, choices: Choices) -> float:
-        """Returns the summed sensitivities of all choices."""
+        """Returns the summed sensitivities of all choices in a plan."""
         sensitivity = 0.0
         for layer, (count, gone) in enumerate(zip(choices.num_pruned, choices.left, strict=True)):
             for axis in RANKS:
@@ -236,9 +239,11 @@ class Sensitivities:
 def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
     """Measures every axis at the probed levels, in one layer at a time.
 
-    The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
-    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. If layers are not
-    measured (`layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
+    The layers before the changed one run only once per batch. Levels between the probed ones are interpolated by the
+    removed energy. This is the energy of the pruned directions in the metric of the data, as prescriptions record it.
+
+    With `layer_stride`, some layers are not measured. The divergence per removed energy, or per pruned patch, is then
+    interpolated over the layers.
     """
     probes = {
         (axis, level): realize(space.model, space.prescription(space.uniform(axis, level)))
@@ -246,9 +251,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
         for level in space.measured(axis, settings.probed_levels)
         if space.piece(axis, level) is not None
     }
-    # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on. On
-    # average, that is half of its layers.
-    # Without the axis of tokens their tables are empty. No plan prunes then, so `of_pruned` never reads them.
+    # The inputs of all blocks are recorded once per batch. A model with one changed block runs only from that block on,
+    # which is half of its layers on average.
+    # Without the token axis, `counts` is empty. No plan prunes patches then, so `of_pruned` never reads the tables.
     shares = settings.pruned_shares if TOKENS in space.axes else ()
     counts = sorted(
         {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
@@ -256,9 +261,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     measured = {key: np.zeros(space.depth) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts)))
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
-    # Every probe is a model with one level of one axis in all layers. Only single blocks of it are used.
+    # Every probe is a model with one level of one axis in all layers. Only one of its blocks is used at a time.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
-    # The model's precision is used, because rounding to bfloat16 changes the outputs as much as many choices do.
+    # Probes run in the model's own precision, because rounding to bfloat16 changes outputs as much as many choices do.
     with evaluating([space.model, *probes.values()]):
         works = (None, *probes, *range(len(counts)))  # None: a new batch
         parts = [(part, work) for part in answers.batches for work in works]
@@ -283,7 +288,7 @@ def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 
 class _BatchProbe:
-    """One batch with the recorded calls of every block. Changed blocks are evaluated from these calls."""
+    """Records the calls of every block on one batch. Changed blocks are evaluated from these recorded calls."""
 
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
@@ -295,7 +300,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Replaces one block at a time by another model's. Returns the divergence summed over images, [layer]."""
+        """Replaces one block at a time by the other model's. Returns the divergence, summed over images, [layer]."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
@@ -304,60 +309,60 @@ class _BatchProbe:
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Prunes `count` patches before one layer at a time. Returns the divergence summed over images, [layer]."""
+        """Prunes `count` patches before one layer at a time. Returns the divergence, summed over images, [layer]."""
         sums, reducer = np.zeros(len(self.calls)), self.space.reducer
         assert reducer is not None
-        # No stage can precede the first layer. The second layer is measured in its place.
+        # No stage can precede the first layer, so a stage before the second layer is measured in its place.
         for layer in {max(layer, 1) for layer in self.layers}:
             # The copy shares the weights.
             changed = copy.deepcopy(self.space.model, {id(weight): weight for weight in self.space.model.parameters()})
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
-            # If a reducer needs captured attention, the previous layer must run, or all layers.
+            # If a reducer needs captured attention, the previous layer must run, too. Some reducers need all layers.
             start = 0 if reducer.every_layer else layer - 1 if reducer.needs else layer
             sums[layer] = self._from(changed, [call.tokens_as_output for call in self.calls[start]], start)
-        # Row 0 is only an end point for the interpolation over layers, because no plan has a stage there.
+        # Row 0 is only an end point for interpolation over the layers, because no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums
 
     def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> float:
         with resumed(model, self.family, given, layer, self.calls):
             other = stored(outputs_of(model, self.images))
-        # Sums are returned, because the last batch may be smaller. The caller divides them by the number of images.
+        # The last batch may be smaller, so this returns a sum. The caller divides it by the number of images.
         return float(self.outputs.softened(self.base, other).sum())
 
 
 def _curves(
     space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int, layers: Sequence[int]
 ) -> np.ndarray:
-    """Returns the sensitivities [layer, level], interpolated in logarithms between the measured levels.
+    """Returns the sensitivities [layer, level] of an axis, interpolated between the measured levels.
 
-    The interpolation is by removed energy.
+    The logarithm of the divergence is interpolated over the logarithm of the removed energy.
     """
     sensitivities = np.zeros((space.depth, len(space.levels)))
     levels = [level for measured_axis, level in measured if measured_axis == axis]
     if not levels:
         return sensitivities
     # To second order, the divergence is proportional to a map's squared error, which is the removed energy. In
-    # logarithms this is a line of slope one with an offset per layer. So both interpolations only concern small
-    # deviations from such a line.
+    # logarithms, this is a line of slope one with one offset per layer. So the interpolations only correct small
+    # deviations from these lines.
     energies = {
         level: np.log(np.maximum(removed_energies(space, axis, level), 1e-30)) for level in space.available(axis)
     }
     # [layer, measured level], like `logs`.
     log_errors = np.stack([energies[level] for level in levels], axis=1)
     logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
-    # The offset is interpolated over the layers, not the divergence, which depends on the energies in its own layer.
+    # Only the offset is interpolated over the layers, because the divergence itself depends on each layer's energies.
     logs = log_errors + over_layers(logs - log_errors, layers)
     for layer in range(space.depth):
         for level, per_layer in energies.items():
             sensitivities[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
-    # On few images, a lower level may look better than a higher one by chance, and the search would always choose it.
+    # With few images, a lower level may look better than a higher one by chance. The search would always choose it.
     return np.maximum.accumulate(sensitivities, axis=1)
 
 
 def removed_energies(space: Space, axis: str, level: int) -> list[float]:
-    """Returns the sum of the squared strengths that this level of an axis removes, for every layer."""
+    """Returns for every layer the sum of squared strengths that a level of an axis removes."""
     piece = space.piece(axis, level)
     assert piece is not None
     if axis == "qk":  # the prescription may lack the original strengths of pruned directions
@@ -368,16 +373,16 @@ def removed_energies(space: Space, axis: str, level: int) -> list[float]:
         if layer.hidden is not None:
             removed[index] += float(layer.hidden.strength.square()[~layer.hidden.keep].sum())
         for output in layer.outputs.values():
-            # For every unit, the rank keeps the largest strengths, in whatever order the file stores them.
+            # Every unit keeps its largest strengths, up to its rank. The stored order may be another one.
             energies = output.strength.square().sort(dim=-1, descending=True).values
             removed[index] += sum(float(each[rank:].sum()) for each, rank in zip(energies, output.ranks, strict=True))
     return removed
 
 
 def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
-    """Interpolates and extrapolates piecewise linearly, with slopes of at least 0. A single point gets slope 1."""
-    # A negative slope is noise. Extrapolated, it would make large changes look harmless. Slope 1, used for a single
-    # point, means proportionality.
+    """Interpolates and extrapolates linearly between points, with slopes of at least 0. A single point gets slope 1."""
+    # A negative slope is noise. Extrapolating it would make large changes look harmless. Slope 1, in logarithms, means
+    # that the divergence is proportional to the energy or count.
     order = np.argsort(points)
     xs, ys = points[order], values[order]
     if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:

@@ -1,4 +1,4 @@
-"""The search space of a plan: for every layer, the ranks of qk, vo and MLP, and the patches pruned before it."""
+"""The search space of a plan: for every layer, the ranks of qk, vo and MLP, and how many patches to prune before it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,29 +27,29 @@ from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, pa
 
 Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 
-# By how many steps the number of pruned patches may grow. A stage has a fixed cost, so there are large increments, too.
+# The steps by which a move may raise the number of pruned patches. A stage has a fixed cost, so there are large steps.
 JUMPS = (1, 2, 4, 8, 16)
-# The step is STEP patches, or less for images with few patches, so that every stage has at least two numbers to choose
-# from.
+# The number of pruned patches changes in steps of STEP. Images with few patches have smaller steps, so that every stage
+# has at least two numbers to choose from.
 STEP = 4
-# The relevance in `ward` if the outputs come from a class token. Of 0, 0.1, 0.2 and 0.3, this value had the smallest
-# divergence for the ImageNet ViT-Tiny in two policies (docs/results/plan.md).
+# The `relevance` of the reducer `ward` if the outputs come from a class token. Of 0, 0.1, 0.2 and 0.3, this value had
+# the smallest divergence for the ImageNet ViT-Tiny with two policies (docs/results/plan.md).
 RELEVANCE = 0.3
 
 
 def format_of(settings: PlanSettings) -> Format | None:
-    """Returns the file format that the settings name, or None if they name none.
+    """Returns the file format in the settings, or None if they have none.
 
     Raises:
-        UnknownName: There is no such format.
+        UnknownName: There is no format with this name.
     """
     return None if settings.to is None else parse_format(settings.to)
 
 
 def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
-    """Returns the place where the result of a plan will run.
+    """Returns the row of `nouns.runtime` for the place where a plan's result will run.
 
-    The place is the runtime of the format, or else the device of the model or of the timing.
+    The place is the format's runtime. Without a format, it is the device of the model or of the timings.
     """
     conditions, form = settings.conditions, format_of(settings)
     on_cuda = conditions.on_cuda or next(model.parameters()).device.type == "cuda"
@@ -61,7 +61,7 @@ def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
 
 @dataclass(frozen=True)
 class Choices:
-    """One plan: for every layer, the level of each rank axis (0: full rank), and how many patches are pruned before."""
+    """One plan: every layer's level on each rank axis (0 is the full rank), and the patches pruned before the layer."""
 
     qk: tuple[int, ...]
     vo: tuple[int, ...]
@@ -70,36 +70,38 @@ class Choices:
 
     @classmethod
     def nothing(cls, depth: int) -> "Choices":
-        """Returns the plan without any compression."""
+        """Returns the plan that changes nothing."""
         zeros = (0,) * depth
         return cls(zeros, zeros, zeros, zeros)
 
     def of(self, axis: str) -> tuple[int, ...]:
-        """Returns the level of a rank axis for every layer, or for tokens the number of pruned patches."""
+        """Returns every layer's level on a rank axis or, for the token axis, its number of pruned patches."""
         return self.num_pruned if axis == TOKENS else getattr(self, axis)
 
     def with_choice(self, axis: str, layer: int, value: int) -> "Choices":
-        """Returns the plan with another level, or another number of pruned patches, in one layer."""
+        """Returns this plan with another level, or another number of pruned patches, in one layer."""
         values = self.of(axis)
         name = "num_pruned" if axis == TOKENS else axis
         return replace(self, **{name: (*values[:layer], value, *values[layer + 1 :])})
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The total number of patches that are pruned before each layer."""
+        """The total number of patches that are pruned before each layer, including earlier stages."""
         return tuple(accumulate(self.num_pruned))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Space(Displayed):
-    """All plans for one model.
+    """The search space: all plans for one model.
 
-    `form` is the kind of rule that every level uses. "total_rank" allocates the layer's directions to its heads.
-    "uniform_rank" gives all heads the same rank. It has the same MACs and a higher divergence, but is faster if heads
-    are padded to the largest rank. Ranks are multiples of `multiple`, and hidden widths of `width_multiple`.
+    `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads, by their
+    strengths. "uniform_rank" gives all heads the same rank. It has the same MACs and a higher divergence, but is faster
+    if heads are padded to the largest rank. Ranks are multiples of `multiple`. Hidden widths are multiples of
+    `width_multiple`.
 
-    The number of pruned patches is `offset` plus a multiple of `step`. For latency, the number of tokens can thus be a
-    multiple of the kernels' vectors and tiles. A plan has at most `most_stages` stages, or any number if this is None.
+    The total number of pruned patches is `offset` plus a multiple of `step`. For latency, `offset` is chosen so that
+    kernels get a multiple of their vector or tile size as number of tokens. A plan has at most `most_stages` stages.
+    None sets no limit.
     """
 
     model: nn.Module
@@ -117,22 +119,23 @@ class Space(Displayed):
 
     @classmethod
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
-        """Returns the search space of a plan.
+        """Returns the search space for a target.
 
-        The space follows the row of the table `nouns.runtime` for the place where the model will run. Heads also get
-        equal ranks if they cannot be reordered by rank, because a norm runs over the outputs of all heads.
+        The table `nouns.runtime` has a row for the place where the model will run, which sets the axes and steps. Heads
+        also get equal ranks if a norm runs over the outputs of all heads, because such heads cannot be reordered.
 
         Raises:
-            NotSupported: The model lacks an axis that was named, or all of them.
+            NotSupported: The model lacks an axis that the settings name, or it has no axis at all.
         """
         is_latency, runtime = target.minimized == "latency", runtime_of(model, settings)
         family = family_of(model)
         specs, units = family.specs(model), hidden_units(family.mlp(model))
         uniform = runtime.equal_heads or any(spec.fixes_values for spec in specs)
-        # MACs and parameters do not rise in steps. They allow every rank and width, unless the place is known.
+        # MACs and parameters allow every rank and width, because they do not rise in steps. If the runtime is known,
+        # its steps are used for them, too.
         is_stepped = is_latency or runtime is not RUNTIMES["eager"]
-        # The space begins with all rank axes. To find out whether the model has an axis, this method prescribes it, and
-        # the prescriptions are kept for the result. The smallest head and MLP decide, so that all have every level.
+        # The space begins with all rank axes. Prescribing an axis shows whether the model has it. These prescriptions
+        # are kept for the result. The smallest head and MLP set the steps, so that all layers have every level.
         space, present, reasons = (
             cls(
                 model,
@@ -151,7 +154,8 @@ class Space(Displayed):
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # Dense outputs of such models use it, too, and their divergence is smaller (docs/results/dense.md).
+                    # Dense outputs of models with a class token diverge less with this relevance, too
+                    # (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
                     step = max(1, min(STEP, layout.patches // 4))
@@ -164,7 +168,7 @@ class Space(Displayed):
                     require_fewer_tokens(pruned)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
-                # If only the diagnosis lacks the axis's measurements, an error says so, and the axis is not left out.
+                # If only the diagnosis lacks measurements, the axis is not silently left out. An error says what to do.
                 is_requested = settings.axes is not None or (axis == TOKENS and settings.reducer is not None)
                 if is_requested or isinstance(error, MissingMoments):
                     raise
@@ -176,7 +180,7 @@ class Space(Displayed):
         return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
 
     def require_choices(self, axis: str) -> None:
-        """Raises NotSupported or InvalidRule if the model offers no choice on an axis."""
+        """Raises NotSupported or InvalidRule if the model has nothing to remove on an axis."""
         if axis == TOKENS:
             if self.depth < 2 or not self.at_once(self.patches):
                 raise NotSupported(
@@ -188,65 +192,65 @@ class Space(Displayed):
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the model for the token reducer."""
+        """The model's shape, as the token reducer needs it."""
         family = family_of(self.model)
         if TOKENS in self.axes:
             return family.token_shape(self.model)
-        # No token is pruned, so all tokens are treated like the tokens before the patches. The family has no layout for
-        # models whose tokens cannot be pruned, e.g. with attention pooling.
+        # No token is pruned, so all tokens are treated like prefix tokens. Models whose tokens cannot be pruned, e.g.
+        # with attention pooling, have no token layout.
         tokens = family.costs(self.model).layers[0].tokens
         specs = family.specs(self.model)
         return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
 
     @cached_property
     def depth(self) -> int:
-        """The number of layers of the model."""
+        """The number of layers in the model."""
         return len(family_of(self.model).attention(self.model))
 
     @property
     def patches(self) -> int:
-        """The number of patches that can be pruned, or 0 without the axis of tokens."""
+        """The number of patches that can be pruned, or 0 without the token axis."""
         return self.shape.layout.patches
 
     @property
     def metric(self) -> str | None:
-        """The metric of qk: "mix", or None if a layer keeps its own directions in their own order.
+        """The metric for qk: "mix", or None if a layer must keep its own directions in their own order.
 
-        Such layers have norms over the model's directions, or heads that share directions.
+        Layers with norms must keep their directions, and so must layers whose heads share directions.
         """
         has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
         return None if has_own_order else "mix"
 
     @cached_property
     def mlp_maps(self) -> tuple[str, ...]:
-        """The maps of the axis "mlp": the hidden units if they were measured, else the ranks of both maps."""
+        """The maps that the axis "mlp" prunes: the hidden units if they were measured, else the ranks of both maps."""
         measured = all(
             layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
         )
-        # Removing a unit makes both maps smaller, but a low rank adds a second factor to each.
+        # Hidden units are better. Removing them makes both maps smaller, but a low rank adds a second factor to each.
         return (HIDDEN,) if measured else LINEAR_MAPS
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """The spectra of the score directions in `metric`, per layer."""
+        """The spectra of the score directions in the metric for qk, per layer."""
         diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
         return tuple(layer.spectrum for layer in diagnosis.layers)
 
     def available(self, axis: str) -> tuple[int, ...]:
-        """Returns the levels of an axis that remove something. They are the same for all layers."""
+        """Returns the levels of an axis that remove something. All layers have the same levels."""
         if axis not in self.axes:
             return ()
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns which of these `levels` are available. If none is, returns the middle available level, if any."""
+        """Returns which of these `levels` are available, or a middle available level if none of them is."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription for one level of one axis in all layers, or None if it changes nothing.
+        """Returns the prescription of one level of one axis in all layers, or None if it changes nothing.
 
-        The prescription is cached, and has no weights (`refit` in `prescribe_maps`).
+        The prescription is cached. It has no weights (`refit` in `prescribe_maps`).
         """
         key = (axis, level)
         if key not in self._pieces:
@@ -261,14 +265,14 @@ class Space(Displayed):
         return replace(Choices.nothing(self.depth), **{axis: (level,) * self.depth})
 
     def rule(self, axis: str, level: int) -> Rule:
-        """Returns the rule for a level of an axis."""
+        """Returns the rule that prescribes a level of an axis."""
         multiple = self.width_multiple if axis == "mlp" and self.mlp_maps == (HIDDEN,) else self.multiple
         return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
-        """Returns the token policy of a plan, or None if the plan prunes no patches."""
-        # Layers count from 0 here, and from 1 in a policy. A share counts the image's patches that remain after a
-        # stage.
+        """Returns the plan's token policy, or None if the plan prunes no patches."""
+        # Layers count from 0 in a plan, and from 1 in a policy. A policy's shares are the patches that remain after a
+        # stage, relative to all patches of the image.
         stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
         if not stages or self.reducer is None:
             return None
@@ -277,7 +281,7 @@ class Space(Displayed):
         return TokenPolicy(self.reducer, tuple(layer + 1 for layer in stages), keep)
 
     def prescription(self, choices: Choices) -> Prescription:
-        """Returns the prescription of a plan."""
+        """Returns the prescription that a plan stands for."""
         rules = {
             # Level 0 becomes the rule for full rank, which changes nothing in its layer.
             axis: by_layer([self.rule(axis, level) for level in choices.of(axis)])
@@ -291,15 +295,15 @@ class Space(Displayed):
     ) -> Prescription:
         tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
-        # In the metric of the data, directions are sorted by their effect on the scores, which weights do not show.
+        # The metric sorts directions by their effect on the scores for the data, which weights do not show.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, equally many before every layer but the first. The largest come first.
+        """Returns plans that only prune tokens, in equal numbers before every layer but the first.
 
-        If the number of stages is limited, they are spread over the layers.
+        The plans that prune most come first. If the number of stages is limited, the stages are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
@@ -310,14 +314,14 @@ class Space(Displayed):
         return tuple(self.even_schedule(layers, count) for count in range(largest, 0, -self.step))
 
     def even_schedule(self, layers: Collection[int], count: int) -> Choices:
-        """Returns the plan that prunes `count` patches before each of these layers, or as many as a stage may prune."""
+        """Returns the plan that prunes `count` patches, or the most possible, before each of these layers."""
         num_pruned = tuple(count * (layer in layers) for layer in range(self.depth))
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches, in one layer.
+        """Yields every plan with one change that keeps more in one layer: a higher rank, or fewer pruned patches.
 
-        The numbers of pruned patches are multiples of `step`, by default the space's step.
+        `step` is the step between numbers of pruned patches, by default the space's step.
         """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
@@ -325,7 +329,7 @@ class Space(Displayed):
                 yield from (choices.with_choice(axis, layer, value) for value in values if value < now)
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps less: a lower rank, or more pruned patches, in one layer."""
+        """Yields every plan with one change that keeps less in one layer: a lower rank, or more pruned patches."""
         for axis in RANKS:
             levels = self.available(axis)
             for layer, now in enumerate(choices.of(axis)):
@@ -344,25 +348,25 @@ class Space(Displayed):
                     yield fitted
 
     def shifts(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan in which one stage moves to the layer before or after, and prunes as many patches."""
+        """Yields every plan in which one stage moves by one layer. It prunes the same number of patches there."""
         for layer, count in enumerate(choices.num_pruned):
             for other in (layer - 1, layer + 1):
                 if count and 0 < other < self.depth and not choices.num_pruned[other]:
                     yield choices.with_choice(TOKENS, layer, 0).with_choice(TOKENS, other, count)
 
     def _has_room(self, choices: Choices) -> bool:
-        """Whether one more stage is allowed."""
+        """Whether the plan may have one more stage."""
         return self.most_stages is None or sum(map(bool, choices.num_pruned)) < self.most_stages
 
     def spread(self, stages: int | None) -> tuple[int, ...]:
-        """Returns the layers for `stages` stages, at the ends of equal parts of the depth. None means all layers."""
-        # The layers are a set, because two of them may coincide in a shallow model.
+        """Returns the layers for `stages` stages, spread evenly over the depth. None means all layers but the first."""
+        # A set removes repetitions, because two layers may coincide in a shallow model.
         parts = min(stages or self.depth, self.depth - 1) + 1
         return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))
 
     def _fitted(self, choices: Choices) -> Choices:
-        """Limits how many patches every stage prunes, to half of its input patches."""
-        # The first stage comes first, because the patches that it prunes are missing at later stages.
+        """Returns the plan in which no stage prunes more than half of its input patches."""
+        # Stages are limited from the first to the last, because each one changes the input of later stages.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))
@@ -370,5 +374,5 @@ class Space(Displayed):
         return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: Count) -> Count:
-        """Returns the most patches that one stage may prune: half of its input, rounded down to a whole step."""
+        """Returns the most patches that one stage may prune: half of its input, rounded down to whole steps."""
         return present // 2 // self.step * self.step

@@ -1,8 +1,8 @@
-"""Plans for portable models: one MLP width and one number of heads, as arguments of a library's class.
+"""Plans for portable models, which have one MLP width and one number of heads, as arguments of a library's class.
 
-Costs are known in closed form. For latency, two timed models determine a straight line in the MACs. For every number of
-heads, the largest width within the budget is best. So a search compares only one plan for each number of heads. As in
-every plan, each layer decides which of its units and heads stay.
+Costs are computed in closed form. For latency, two timed models give a straight line in the MACs. For every number of
+heads, the best plan has the largest width within the budget. So a search compares only one plan per number of heads. As
+in every plan, each layer selects its own units and heads.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from attnrx.vit.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class Sizes:
-    """One plan: the hidden units of every MLP, and the heads of every layer."""
+    """One portable plan: the number of hidden units in every MLP, and the number of heads in every layer."""
 
     hidden: int
     heads: int
@@ -39,13 +39,13 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UniformSpace(Space):
-    """All sizes in which the library's class can create the model. Widths are multiples of `multiple`."""
+    """All sizes in which the library's class can create the model. MLP widths are multiples of `multiple`."""
 
     form: str = "uniform"
 
     @classmethod
     def of_class(cls, model: nn.Module, diagnosis: Diagnosis, settings: PlanSettings) -> "UniformSpace":
-        """Returns the space for a model.
+        """Returns the space of portable plans for a model.
 
         Raises:
             NotSupported: The library's class has no argument for the MLP width, or no smaller width is a multiple.
@@ -72,17 +72,17 @@ class UniformSpace(Space):
 
     @property
     def numbers_of_heads(self) -> tuple[int, ...]:
-        """The possible numbers of heads, in descending order from the model's own."""
+        """The possible numbers of heads, from the model's own number down."""
         heads = range(self.stock.heads, 0, -1)
         return tuple(heads) if HEADS in self.axes else tuple(heads)[:1]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The possible numbers of hidden units, in descending order from the model's own."""
+        """The possible numbers of hidden units, from the model's own number down."""
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules of a plan, by which every layer keeps the same number of its strongest units and heads."""
+        """Returns the rules for a plan. In every layer, they keep this number of the strongest units and heads."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -91,7 +91,7 @@ class UniformSpace(Space):
         return replace(found, about={**found.about, "portable": True})
 
     def head_specs(self, heads: int) -> tuple[AttentionSpec, ...]:
-        """Returns the spec of every layer's attention with fewer heads."""
+        """Returns the spec of every layer's attention after it is reduced to this number of heads."""
         specs = family_of(self.model).specs(self.model)
         if heads == self.stock.heads:
             return specs
@@ -99,19 +99,19 @@ class UniformSpace(Space):
         return tuple(compressed_spec(spec, layer) for spec, layer in zip(specs, found.layers, strict=True))
 
     def realized(self, sizes: Sizes, images: ImageSet) -> nn.Module:
-        """Returns the model of a plan. If MLPs outside the blocks follow the width, they are fitted to the images."""
+        """Returns the plan's model. MLPs outside the blocks that must have the same width are narrowed, too."""
         model = realize(self.model, self.prescription(sizes))
         follow_(model, self.stock, images)
         return model
 
 
 def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
-    """Returns the widths below the model's own, largest first."""
+    """Returns the possible widths below the model's own, largest first."""
     return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
 
 
 def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
-    """Returns the number that divides the width in a portable plan."""
+    """Returns the number that must divide the widths of a portable plan, by default the runtime's."""
     return settings.multiple or runtime_of(model, settings).width_multiple
 
 
@@ -129,7 +129,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
             f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
             "units. Leave portable out."
         )
-    # A width in the middle is tried first, then whole ratios, because some classes accept only these.
+    # Some classes accept only whole ratios of width to model width, so such widths are tried after the middle one.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
     held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
     if held:
@@ -143,7 +143,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
 
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
-    """Narrows MLPs outside the blocks, in place, if their width must equal the blocks' MLP width."""
+    """Narrows MLPs outside the blocks, in place, if the library gives them the same width as MLPs in the blocks."""
     family = family_of(model)
     hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
     if pairs := stock.followers(hidden, heads):
@@ -151,7 +151,7 @@ def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
 
 
 def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns a working copy of a realized plan as its library creates it. MLPs outside the blocks are narrowed, too.
+    """Returns a working copy of a realized plan, as the library's class creates it, with all MLPs narrowed.
 
     Raises:
         NotSupported: The library's class cannot create this model.
@@ -162,9 +162,9 @@ def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn
 
 @dataclass(frozen=True, eq=False)
 class UniformCosts:
-    """The cost of every plan as a share of the original's cost.
+    """The cost of every plan, as a share of the original's cost.
 
-    For latency, the cost is `base` plus `slope` times the plan's share of the MACs. Otherwise it is the plan's share of
+    For latency, a plan's cost is `base` plus `slope` times its share of the MACs. Otherwise, it is the plan's share of
     the `quantity`.
     """
 
@@ -175,7 +175,7 @@ class UniformCosts:
 
     @classmethod
     def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
-        """Times the unchanged model and a model of a middle width, and returns the costs for latency."""
+        """Times the unchanged model and a model of middle width, and returns the costs for latency."""
         exact, heads = cls(space, "latency"), space.stock.heads
         plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
         middle = next(filter(exact.holds, plans))
@@ -189,14 +189,14 @@ class UniformCosts:
         return {}
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the library can create such a model."""
+        """Whether the library's class can create a model of these sizes."""
         return self.space.stock.arguments(sizes.hidden, sizes.heads) is not None
 
     def total(self, sizes: Any) -> float:
-        """Returns the cost of a plan."""
+        """Returns a plan's cost share."""
         full = self.space.stock.hidden
         if sizes.heads not in self._lines:
-            # The cost is a straight line in the width, for every number of heads.
+            # For a fixed number of heads, the cost is a straight line in the width.
             specs = self.space.head_specs(sizes.heads)
             wide, narrow = (self._share(specs, units) for units in (full, full - 1))
             self._lines[sizes.heads] = wide, wide - narrow
@@ -211,20 +211,20 @@ class UniformCosts:
 
 
 def middle_first(values: tuple[int, ...]) -> list[int]:
-    """Returns the values, ordered by how far they are from the middle of the tuple."""
+    """Returns the values sorted by their distance from the middle of the tuple, nearest first."""
     middle = len(values) // 2
     return [values[index] for index in sorted(range(len(values)), key=lambda index: abs(index - middle))]
 
 
 @dataclass(frozen=True, eq=False)
 class UniformFrontier:
-    """The plans with the largest width within a budget, for every number of heads."""
+    """Finds the plan with the largest width within a budget, for every number of heads."""
 
     space: UniformSpace
     costs: UniformCosts
 
     def at(self, limit: float, heads: int | None = None) -> Step:
-        """Returns the widest plan with `heads` heads. By default it has all heads, or as many as the limit allows.
+        """Returns the widest plan within the limit, with `heads` heads or, by default, with as many as possible.
 
         Raises:
             NotSupported: No plan is cheap enough.
@@ -243,7 +243,7 @@ class UniformFrontier:
         )
 
     def steps(self, limit: float) -> list[Step]:
-        """Returns the widest plan within the limit for every number of heads that has one."""
+        """Returns the widest plan within the limit, for every number of heads that has such a plan."""
         found = []
         for heads in self.space.numbers_of_heads:
             try:
@@ -254,7 +254,7 @@ class UniformFrontier:
 
     @cached_property
     def cheapest(self) -> float:
-        """The smallest cost that any plan has."""
+        """The smallest cost share of any plan."""
         numbers, widths = self.space.numbers_of_heads[::-1], self.space.widths[::-1]
         plans = (Sizes(width, heads) for heads in numbers for width in widths)
         return self.costs.total(next(filter(self.costs.holds, plans)))
@@ -265,5 +265,5 @@ class UniformFrontier:
 
     @cached_property
     def nothing(self) -> float:
-        """The cost of the unchanged model."""
+        """The cost share of the unchanged model."""
         return self.costs.total(self.space.unchanged)

@@ -1,10 +1,12 @@
-"""Metrics in which a head's directions are optimal, including rotary attention, and spectra rewritten in them.
+"""Metrics that rank a head's score directions, also for rotary attention, and spectra rewritten in such a metric.
 
-In rotary attention, a pair of rows is rotated by an angle that depends on the token's position. Only maps that commute
-with the rotation preserve its scores, so a pair is kept or removed as a whole. Over the positions of an image, many
-frequencies hardly rotate. Such slow pairs can be stored without rotation, times the mean cosine of the rotation between
-two positions. Their rows then permit a singular value decomposition, as in other attention. For every rank, the number
-of slow pairs with the least error in the metric is chosen.
+In rotary attention, pairs of rows are rotated by an angle that depends on the token's position. Only maps that commute
+with this rotation preserve the scores, so a pair is kept or removed as a whole.
+
+Over the positions of an image, many frequencies hardly rotate. The pairs of such frequencies ("slow pairs") can be
+stored without rotation, multiplied by the mean cosine of the rotation between two positions. Their rows can then be
+combined by a singular value decomposition, as in other attention. Every rank uses the number of slow pairs that has the
+least error in the metric.
 """
 
 from collections.abc import Mapping
@@ -23,15 +25,15 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Positions
 from attnrx.vit.spec import Spectrum
 
-# The name for the model's own directions. Some forms of attention learn their strengths.
+# The metric that uses the model's own directions and strengths. Some forms of attention learn their strengths.
 OWN = "own"
 
-# The share of "softmax" in the recommended metric "mix". If a head attends to a single token, the quadratic
-# approximation of the softmax fails, and "softmax" alone gives the head too few directions.
+# The weight of "softmax" in the recommended metric "mix". If a head attends to a single token, the quadratic
+# approximation of the softmax fails, and "softmax" on its own would give this head too few directions.
 MIX = 0.7
 
 
-# The moments of the keys that the metrics of the data use, with their shares. The queries always use their own moment.
+# For every metric that uses data, the moments of the keys and their weights. Queries always use their second moment.
 KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "activation": {"key_gram": 1.0},
     "centered": {"key_covariance": 1.0},
@@ -39,34 +41,35 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
 }
 
-# - weights: the matrices W_Q W_K^T.
-# - augmented: like weights, with the query bias as one more row. This bias changes the softmax, but the key bias does
-#   not.
+# The metrics for score directions:
+# - weights: the matrix W_Q W_K^T of each head, without data.
+# - augmented: like weights, but with the query bias as one more row. The query bias changes the softmax, but the key
+#   bias does not.
 # - activation: the mean square of the scores on the data.
-# - centered: the mean square of the scores minus their mean over the keys, which the softmax cancels.
-# - softmax: the mean square of the scores, weighted by the curvature of the softmax.
-# - mix: a mixture of softmax and centered.
+# - centered: the mean square of the scores on the data, minus their mean over the keys, which the softmax cancels.
+# - softmax: the mean square of the scores on the data, weighted by the curvature of the softmax.
+# - mix: a weighted mean of softmax and centered.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
 COHERENCE = "rotation_coherence"
-"""The reading [heads, frequencies]: the mean cosine of the rotation between a patch and the patches it attends to."""
+"""A reading [heads, frequencies]: the mean cosine of the rotation between a patch and the patches it attends to."""
 
 LEAST_COHERENCE = 0.05
-"""A pair with a smaller coherence is never stored without rotation, because almost nothing would remain of it."""
+"""Pairs with a smaller coherence are never stored without rotation, because almost nothing of them would remain."""
 FLOOR = 1e-13
-"""Strengths are at least this share of the largest one, because rows of a basis are divided by roots of strengths."""
+"""The smallest strength, as a share of the largest one. Rows of a basis are divided by the roots of strengths."""
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirections":
-    """Returns the score directions that are optimal at every rank in a metric, for every head of a layer.
+    """Returns each head's score directions in a metric. At every rank, the first directions are optimal.
 
-    For rotary attention, returns the forms that are best at every rank.
+    For rotary attention, returns `RotaryDirections`, which hold the best form of every rank.
 
     Raises:
         UnknownName: The metric is not one of METRICS.
-        NotSupported: The rows of the layer are divided by their norms and must not be combined, its heads share their
-            directions, or it has a norm over all features of query and key.
-        InvalidInput: The diagnosis lacks the moments of the metric.
+        NotSupported: Directions must not be combined, because rows are divided by norms, because heads share their
+            directions, or because a norm runs over all features of query and key.
+        InvalidInput: The diagnosis lacks the moments that the metric needs.
     """
     spectrum = layer.spectrum
     if metric not in METRICS:
@@ -89,8 +92,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
         keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
         grams = layer.reading("query_gram"), keys
         return balance(*grams) if spectrum.pairs is None else RotaryDirections(*grams, layer)
-    # These metrics use rows [heads, directions, features] of query and key, because their Grams would lose digits. The
-    # last feature is the bias.
+    # The metrics "weights" and "augmented" use the rows [heads, directions, features] of query and key, because Grams
+    # would lose digits. The last feature is the bias.
     query, key = spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
     if spectrum.pairs is None:
         return svd_directions(query, key)
@@ -100,11 +103,11 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
 
 @checked()
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
-    """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
+    """Returns the diagnosis with all score directions rewritten in a metric, and each layer's change of basis.
 
-    The rewritten strengths are the singular values of the bilinear map in that metric. The square of a strength is the
-    error of removing its direction. So all rules apply to them as to learned strengths. The moments of queries and keys
-    are recomputed. Readings that do not depend on the directions are kept, and all other readings are removed.
+    The new strengths are the singular values of the bilinear map in that metric. A squared strength is the error of
+    removing its direction, so all rules can use these strengths like learned ones. The moments of queries and keys are
+    recomputed. Readings that do not depend on the directions are kept, and all others are removed.
     """
     return diagnosis.once(("rewritten", metric), partial(_rewritten, diagnosis, metric))
 
@@ -120,7 +123,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     spectrum, balanced = layer.spectrum, directions_in(metric, layer)
     if isinstance(balanced, RotaryDirections):
         return _rotary_layer(layer, balanced)
-    # Balanced directions are sorted by strength, so a head with fewer rows uses the first of them.
+    # Balanced directions are sorted by strength, so a head with fewer rows uses only the first of them.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
         spectrum,
@@ -141,9 +144,10 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 
 
 def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
-    """Returns the layer with strengths that order its directions, and the basis that keeps all of them.
+    """Returns a rotary layer with new strengths, and a basis that keeps all of its directions.
 
-    The forms for two ranks share no directions, so the forms of a decision are computed separately, for its ranks.
+    The strengths only serve to choose the ranks. The best forms of two ranks share no directions, so the forms for the
+    chosen ranks are computed later (`RotaryDirections.decision`).
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
     # Both sides are divided by the root of the strength, so all directions together give the original scores.
@@ -155,10 +159,10 @@ def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[Lay
 
 @dataclass(frozen=True)
 class _Choice:
-    """One possible form of a head.
+    """One candidate form of a rotary head, with its error.
 
-    The `slow` slowest pairs are not rotated. The form keeps `unrotated` directions, made from the slow pairs and from
-    rows without rotation, and `rotated` pairs.
+    The `slow` slowest pairs are stored without rotation. They are combined with the head's unrotated rows, and
+    `unrotated` of the resulting directions are kept. Of the other pairs, `rotated` are kept.
     """
 
     error: float
@@ -168,14 +172,14 @@ class _Choice:
 
 
 class _Head:
-    """The forms of one head for every rank, from the Grams of its rows.
+    """Finds the best form of one rotary head for every rank, from the Grams of its rows.
 
     The rows are ordered: unrotated rows, real parts, imaginary parts.
     """
 
-    # For every number of slow pairs, the unrotated rows and the slow pairs, times their mean cosines, are balanced into
-    # ordinary directions. The fast pairs are sorted by energy. A greedy path through both lists gives an error for
-    # every rank. Each rank then takes the number of slow pairs with the smallest error.
+    # For every number of slow pairs, the unrotated rows and the slow pairs are balanced into ordinary directions. The
+    # slow pairs are first multiplied by their mean cosines. The fast pairs are sorted by energy. A greedy path through
+    # both lists gives an error for every rank. Each rank then uses the number of slow pairs with the smallest error.
 
     def __init__(
         self,
@@ -187,10 +191,10 @@ class _Head:
         self.left, self.right, self.pairs = left, right, pairs
         self.size, self.num_unrotated = len(pairs), int((pairs < 0).sum())
         count = (self.size - self.num_unrotated) // 2
-        # [pairs, 2]: the rows with the real and the imaginary part of every pair.
+        # [pairs, 2]: the indices of the real and the imaginary row of every pair.
         self.rows_of = self.num_unrotated + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
         self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
-        # [pairs, pairs]: the mean product of two pairs' score shares, if queries and keys are independent.
+        # [pairs, pairs]: the mean product of two pairs' contributions to the scores, for independent queries and keys.
         products = left * right.mT
         self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
         self.energy = self.products.diagonal()  # the mean square of what a single pair adds to the scores
@@ -204,7 +208,7 @@ class _Head:
         for slow in range(num_slow + 1):
             for choice in self._path(slow):
                 rank = choice.unrotated + 2 * choice.rotated
-                # At full rank the original is exact, and rounding must not prefer another form.
+                # At full rank, the original form is exact. Rounding must not prefer another form.
                 if choice.error < best[rank].error and (rank < self.size or not slow):
                     best[rank] = choice
         best[self.size] = _Choice(0.0, 0, self.num_unrotated, len(self.mean))
@@ -214,14 +218,14 @@ class _Head:
         return best
 
     def _path(self, slow: int) -> list[_Choice]:
-        """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
-        # The squared error is the sum of three parts, assumed to be independent: what slow pairs lose without rotation
-        # (`lost`), the removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
+        """Returns forms with `slow` unrotated pairs, by increasing rank. Each adds the best next direction or pair."""
+        # The squared error is the sum of three parts, which are assumed to be independent. `lost` is what slow pairs
+        # lose without rotation. `tails` is for removed ordinary directions, and `rests` for removed fast pairs.
         static, fast = self.slowest[:slow], self._fast(slow)
         lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
         gains = self._unrotated(slow).strength[0].square()
         tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
-        # Pairs are not orthogonal, so entry k sums the products of all pairs from k on, with their cross terms.
+        # Pairs are not orthogonal. So entry k sums the products of all pairs from k on, including their cross terms.
         joint_errors = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
         rests = torch.cat([joint_errors.clamp_min(0), joint_errors.new_zeros(1)]).tolist()
         unrotated, rotated, path = 0, 0, []
@@ -242,12 +246,12 @@ class _Head:
                 return path
 
     def _fast(self, slow: int) -> Int[Tensor, "pairs"]:
-        """Returns the pairs that stay rotated, by decreasing energy."""
+        """Returns the indices of the pairs that stay rotated, by decreasing energy."""
         fast = self.slowest[slow:]
         return fast[self.energy[fast].argsort(descending=True, stable=True)]
 
     def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-        """Returns the rows that are not rotated, and their mean cosines."""
+        """Returns the indices of all rows that are not rotated, and their mean cosines (1 for rows outside pairs)."""
         static = self.slowest[:slow]
         rows = torch.cat([torch.arange(self.num_unrotated), self.rows_of[static].flatten()])
         ones = torch.ones(self.num_unrotated, dtype=torch.float64)
@@ -259,11 +263,11 @@ class _Head:
         return balance(left[None], (mean[:, None] * right * mean)[None])
 
     def rows(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the form for this rank: left and right rows [kept, d], strengths [kept] and pairs [kept]."""
+        """Returns the form for a rank: left and right rows [kept, d], strengths [kept] and pairs [kept]."""
         choice = self.choices[rank]
         rows, mean = self._static_rows(choice.slow)
         balanced = self._unrotated(choice.slow)
-        # The mean cosine multiplies the key side, as in the balanced form.
+        # The mean cosine multiplies only the key side, as in `_unrotated`.
         left, right = (self.left.new_zeros(choice.unrotated, self.size) for _ in range(2))
         left[:, rows] = balanced.left[0, : choice.unrotated]
         right[:, rows] = balanced.right[0, : choice.unrotated] * mean
@@ -273,8 +277,7 @@ class _Head:
         strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(largest, 1e-100))
         indices = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
         strength = torch.cat([strength, strength])
-        # Both rows of a pair are scaled by the same factor. A combination with other rows would not commute with the
-        # rotation.
+        # Both rows of a pair get the same factor. A combination with other rows would not commute with the rotation.
         scaled_rows = torch.zeros(len(indices), self.size, dtype=torch.float64)
         scaled_rows[torch.arange(len(indices)), indices] = strength.rsqrt()
         none = torch.full((choice.unrotated,), -1)
@@ -287,7 +290,7 @@ class _Head:
 
 
 class RotaryDirections:
-    """The best form of every head in a layer, for every rank, in the metric of two Grams of its rotated rows."""
+    """Finds the best form of every head in a rotary layer, for every rank, in a metric that two Grams define."""
 
     def __init__(
         self,
@@ -305,7 +308,7 @@ class RotaryDirections:
 
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
-        """Descending strengths. Their squares are how much the error's convex envelope decreases from rank to rank."""
+        """Descending strengths that stand for the errors. Their squares are the decreases of the errors' lower hull."""
         # Rules allocate ranks by squared strengths. This allocation is exact only if the error is convex in the rank.
         strength = torch.zeros(self.used.shape, dtype=torch.float64)
         for row, head in zip(strength, self.heads, strict=True):
@@ -314,7 +317,7 @@ class RotaryDirections:
         return torch.where(self.used, strength.clamp_min(floor), 0.0)
 
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
-        """Returns the decision that keeps the best forms of these ranks.
+        """Returns the decision that keeps each head's best form of its rank.
 
         A head may keep one direction less than its rank, because one row cannot form a pair.
         """
@@ -333,9 +336,12 @@ class RotaryDirections:
 
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
-    """Returns how much the largest convex function below the errors decreases, for every rank from 1."""
-    # The lower convex hull of the points (rank, error), from left to right. A corner is removed unless it is below the
-    # line from the previous corner to the new point.
+    """Returns how much the lower convex hull of the errors decreases at every rank from 1.
+
+    The hull is the largest convex function that is nowhere above the errors.
+    """
+    # The corners of the hull of the points (rank, error), from left to right. A corner is removed unless it is below
+    # the line from the previous corner to the new point.
     corners = [0]
     for rank in range(1, len(errors)):
         while len(corners) > 1:
@@ -352,7 +358,7 @@ def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
 
 
 def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
-    """Returns a decision about a layer's own directions that keeps both rows of a pair if it kept one of them."""
+    """Extends a decision about a layer's own directions to whole pairs. If one row of a pair is kept, both are."""
     if spectrum.pairs is None or decision.basis is not None:
         return decision
     same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]
@@ -365,17 +371,17 @@ def coherence(
 ) -> Float[Tensor, "heads frequencies"]:
     """Returns the mean cosine of the rotation between a patch and the patches it attends to, weighted by attention.
 
-    `heads` are the indices of the heads in the original model. Positions are the same for all images. Patches attend to
-    nearby patches. So more pairs count as slow than with a mean over all patches of an image.
+    `heads` are the heads' indices in the original model. Positions are the same for all images. Patches attend to
+    nearby patches, so the cosines are larger than in a mean over all patches, and more pairs count as slow.
     """
     assert positions.cos is not None and positions.sin is not None
     # Rotations are complex numbers e^(i phi), [heads, patches, frequencies]. cos(phi_j - phi_i) is the real part of
-    # e^(i phi_j) times the conjugate of e^(i phi_i). The mean over j is a product with the attention.
+    # e^(i phi_j) times the conjugate of e^(i phi_i). A product with the attention computes the mean over j.
     rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
     rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
     weights = attention[:, :, positions.prefix :, positions.prefix :].double()
-    # Attention to tokens before the patches is left out. A patch that attends only to those gets coherence 0, and its
-    # pairs then count as rotating.
+    # Attention to tokens before the patches is left out. A patch that attends only to such tokens gets coherence 0, so
+    # its pairs count as fast.
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
     differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
     return differences.real.mean((0, 2)).cpu()

@@ -1,4 +1,4 @@
-"""Prescriptions for portable models: only hidden units and heads, the same number in every layer."""
+"""Rules for portable models: only hidden units and heads are removed, equally many in every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,10 +11,10 @@ from attnrx.vit.maps import HEADS, HIDDEN
 
 
 def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
-    """Returns the rules. If the rule for hidden units states no multiple, it is rounded to `multiple`.
+    """Checks and completes rules for a portable model. A rule for hidden units without a multiple gets `multiple`.
 
     Raises:
-        NotSupported: There are rules for `others`, maps that no library class can hold after pruning.
+        NotSupported: There are rules for `others`, which are maps that no library class can hold after pruning.
     """
     if others:
         raise NotSupported(
@@ -34,7 +34,7 @@ def require_uniform(prescription: Prescription, multiple: int) -> None:
     """Raises InvalidRule unless all layers keep equally many heads and units, and `multiple` divides the units."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
-        # None means that all of them stay. The counts are in the order of the layers, without repetitions.
+        # None means that all units or heads stay. A dict keeps the layers' counts in order, without repetitions.
         counts = dict.fromkeys(None if each is None else int(each.keep.sum()) for each in decisions)  # type: ignore[union-attr]
         if len(counts) > 1 or any(count is not None and count % unit for count in counts):
             kept = " and ".join("all" if count is None else str(count) for count in counts)

@@ -1,4 +1,4 @@
-"""Applies rules to a diagnosis and creates a prescription, for the maps qk, vo, fc1 and fc2, heads and hidden units."""
+"""Applies rules to a diagnosis and creates a prescription, for qk, vo, fc1, fc2, heads and hidden units."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -41,19 +41,19 @@ from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, 
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
 
-# The metrics of vo, fc1 and fc2.
-# - centered: the mean square of the outputs on the data, after their mean is subtracted.
-# - weights: the plain SVD of the weight matrix (for vo: of W_O W_V per head), without data.
+# The metrics for vo, fc1 and fc2, which rank output directions:
+# - centered: the mean square of the outputs on the data, with their mean subtracted.
+# - weights: the plain SVD of the weight matrix, without data. For vo, it is the matrix W_O W_V of each head.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
-# The metrics of heads.
-# - centered: the error of the layer's output on the data if the output projection is refitted to the remaining heads.
-#   The refit is then made.
+# The metrics for heads:
+# - centered: the error of the layer's output on the data without the head, with the output projection refitted to the
+#   remaining heads. The prescription then contains this refit.
 # - weights: the norm of the head's W_O W_V.
 # - own: the norm of the head's strengths.
 HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
-# The metrics of hidden. With centered and activation, the second linear map is refitted to the kept units.
-# - centered: the error of the MLP's output on the data, in backward elimination with compensation.
+# The metrics for hidden units. With centered and activation, the second linear map is refitted to the kept units.
+# - centered: the error of the MLP's output on the data, if units are removed one by one and the others compensate.
 # - activation: the standard deviation of a unit times the norm of the weights after it.
 # - weights: the norm of the weights before a unit times the norm of the weights after it.
 ACTIVATION = "activation"
@@ -77,24 +77,24 @@ def prescribe(
     """Applies pruning rules to a diagnosis and returns the prescription.
 
     Args:
-        diagnosis: The diagnosis of the model. For a prescription of only tokens or depth, you can pass the model.
+        diagnosis: The diagnosis of the model. If you prune only tokens or blocks, you can pass the model instead.
         rules: The rule for every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
-            fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state
-            its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
-            `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
+            fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. You can add a metric
+            to each rule, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD. See `rules.METRICS` for qk, and
+            `rules.OUTPUT_METRICS` for vo, fc1 and fc2. The rule for tokens is a token policy, or an earlier token
             prescription with trained predictors (`prescribed_tokens`). "depth=without:5,9" removes these blocks,
-            counted from 1. `least_needed_blocks` finds the ones to remove.
-        portable: Prescribes only what the library's own class can hold. These are `hidden`, rounded to the multiple,
-            `heads`, the same number in every layer, and `depth`. `save` with portable=True then writes a checkpoint for
-            the library.
-        multiple: For a portable prescription, the number that divides the width, 8 by default.
+            counted from 1. `least_needed_blocks` finds blocks to remove.
+        portable: Whether the result must fit the library's own class, so that `save` with portable=True can write a
+            checkpoint for the library. Then only `hidden`, `heads` and `depth` are allowed. Hidden units are rounded to
+            the multiple. All layers must keep the same numbers of units and heads.
+        multiple: For a portable prescription, the number that must divide the MLP width. None means 8.
 
     Returns:
-        The prescription: for every map the directions that are kept, with the reasons.
+        The prescription. For every map, it holds the kept directions and the reasons.
 
     Raises:
         NoOpPrescription: The rules keep everything.
-        InvalidInput: Rules need a diagnosis, and a model was given in its place.
+        InvalidInput: A model was passed, but the rules need a diagnosis.
         InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
 
     Examples:
@@ -130,7 +130,7 @@ def prescribe(
 
 
 def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
-    """Returns a diagnosis with only the spectra. A token policy needs no readings, so you need not diagnose for it."""
+    """Returns a diagnosis with only the spectra, which is enough for rules about tokens and depth."""
     if rules:
         raise InvalidInput(
             "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
@@ -148,16 +148,18 @@ def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer.
 
-    The rule of "heads" decides first, and the other rules see a layer without the removed heads. In the metric
-    "centered", the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of
-    "qk" decides about directions that are optimal in its metric (METRICS), by their strengths there, or about the
-    model's own directions. Without this rule the scores do not change. The rules of "vo", "fc1" and "fc2" use a metric
-    of OUTPUT_METRICS, and the rule of "hidden" one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens"
-    needs no reading, because tokens are selected for every image at run time. The prescription records the rules with
-    their metrics, and the diagnosis's information about its model and data.
+    The rule for "heads" is applied first. The other rules then get layers without the removed heads. In the metric
+    "centered", the output projection is refitted to the remaining heads, which becomes a decision about "vo".
 
-    A rule may remove all directions of a map, e.g. to compare with a model without it. `prescribe` refuses this.
-    Without `refit`, the decisions about values and hidden units have no weights, so they cannot be realized.
+    The rule for "qk" selects directions by their strengths. Depending on its metric (METRICS), these are rewritten
+    directions or the model's own. Without this rule, the scores do not change. The rules for "vo", "fc1" and "fc2" use
+    OUTPUT_METRICS, and the rule for "hidden" uses HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no
+    reading, because tokens are selected for every image at run time.
+
+    The prescription records the rules with their metrics, and what the diagnosis records about its model and data.
+
+    A rule may remove all directions of a map, e.g. to compare with a model without this map. `prescribe` refuses such
+    rules. Without `refit`, the decisions about values and hidden units have no weights and cannot be realized.
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -172,7 +174,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         tokens.policy.require_depth(len(diagnosis.layers))
     _require_changeable(diagnosis, rules_by_map)
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
-    # If no head is removed, this is the diagnosis itself, so results that it caches (`once`) are used again.
+    # If no head is removed, `of_kept` is the diagnosis itself, so its cached results (`once`) are used again.
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     of_kept = diagnosis
     if HEADS in stated:
@@ -182,7 +184,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         of_kept = replace(diagnosis, layers=kept)
     scores, spectra = _decide_scores(of_kept, stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
-    # For every map, a list over the layers. The lists are transposed below.
+    # Maps every map name to a list over the layers. The lists are transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
     # Removed heads change vo even without a rule for vo, because the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
@@ -197,7 +199,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         )
         for decisions in zip(*decisions_by_map.values(), strict=True)
     )
-    # A layer has decisions about units only if some of its units are removed.
+    # A layer has decisions about units only if it loses some of them.
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
     is_smaller = drops or units or depth is not None
@@ -217,7 +219,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
-    """Raises NotSupported if a layer fixes one of the maps, or if maps exclude one another."""
+    """Raises NotSupported if a layer fixes one of the named maps, or if two of them exclude one another."""
     linear = [name for name in LINEAR_MAPS if name in names]
     if HIDDEN in names and linear:
         raise NotSupported(
@@ -245,7 +247,7 @@ def _applies(rule: Rule, name: str) -> bool:
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """Returns the rule with its metric stated, unless the default is to use the model's own directions."""
+    """Returns the rule with its metric filled in. Rules for qk get none if they use the model's own directions."""
     if not _applies(rule, name):
         other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
@@ -257,7 +259,7 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
 
 
 def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
-    """Returns the decision about every layer's scores, and the spectrum with the directions that it selects from."""
+    """Returns every layer's decision about the scores, and the spectrum of the directions that it selects from."""
     own_spectra = [layer.spectrum for layer in diagnosis.layers]
     unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
     if rule is None:
@@ -275,11 +277,11 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         reasons = metric_reasons(layer, metric)
         if not _changes_scores(spectrum, layer):
-            # The layer keeps its own directions, because rewritten directions would differ from them by rounding.
+            # If nothing is removed, the layer keeps its own directions. Rewritten ones would differ by rounding.
             spectrum, layer = own_spectra[index], replace(unchanged[index], reasons=reasons)
         elif spectrum.pairs is None:
             layer = replace(layer, basis=basis, reasons=reasons)
-        else:  # the rule decides only the ranks, because a rank's best form does not contain those for smaller ranks
+        else:  # the rule decides only the ranks, because a rank's best form does not contain the smaller forms
             rotary = directions_in(metric, diagnosis.layers[index])
             assert isinstance(rotary, RotaryDirections)
             layer = rotary.decision(layer.ranks, reasons)
@@ -297,7 +299,7 @@ def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
 
 
 def output_metric(rule: Rule, name: str) -> str:
-    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the metric that it states, or its default.
+    """Returns the metric of a rule for vo, fc1, fc2, heads or hidden: the metric in the rule, or else its default.
 
     Raises:
         UnknownName: The metric does not exist for this map.
@@ -317,10 +319,10 @@ def output_metric(rule: Rule, name: str) -> str:
 
 
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
-    """Returns the decision about every layer's heads, or None if all of them stay.
+    """Returns every layer's decision about its heads, or None for a layer in which all heads stay.
 
-    For the rule, a layer is one unit whose directions are the heads. In the metric "centered", the square of a strength
-    is how much the error grows in backward elimination (`elimination_losses`).
+    For the rule, a layer is one unit with the heads as directions. In the metric "centered", a head's squared
+    strength is how much the error grows when greedy elimination removes this head (`elimination_losses`).
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -351,16 +353,18 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
 def decide_values(
     diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None], refit: bool = True
 ) -> list[OutputDecision | None]:
-    """Returns the decision about every layer's values, or None if all value dimensions stay.
+    """Returns every layer's decision about its values, or None for a layer in which all value dimensions stay.
 
-    Without a rule, all value dimensions of the kept heads stay, and the output projection is refitted to them.
+    Without a rule, kept heads keep all their value dimensions, and the output projection is refitted to these heads.
 
     In the metric "centered", a head's directions are balanced between the covariance of its output and its part of the
     output projection. A squared strength is the error of removing the direction only from that head. The output
-    projection is then refitted to the kept directions of all heads together. In the metric "weights", the directions
-    are the singular vectors of every head's W_O W_V. Nothing is refitted then, and the value bias is kept.
+    projection is then refitted to the kept directions of all heads together.
 
-    A refit takes most of the time. Without `refit`, the decisions have no output projection and cannot be realized.
+    In the metric "weights", the directions are the singular vectors of each head's W_O W_V. Nothing is refitted, and
+    the value bias is kept.
+
+    The refit takes most of the time. Without `refit`, the decisions have no output projection and cannot be realized.
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -385,8 +389,8 @@ def decide_values(
             continue
         is_centered = metric == CENTERED
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
-        # A constant needs no direction. It is the mean output, or else the value bias, which attention passes unchanged
-        # because its rows sum to 1.
+        # Constant outputs need no direction. The constant is the mean output or, in the metric "weights", the value
+        # bias. Attention passes the value bias unchanged, because its rows sum to 1.
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
         kept = int(decision.keep.sum())
         weight = read_out(directions, decision.keep, covariance) if refit else _no_weight(len(center), kept)
@@ -409,12 +413,12 @@ def _missing(diagnosis: Diagnosis, metric: str) -> set[str]:
 
 
 def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
-    """Returns a layer's spectrum in which removed heads have no directions."""
+    """Returns the spectrum of a layer in which removed heads have no directions."""
     return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
 
 
 def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
-    """Returns the decision without the directions of removed heads. The reason of such a head states its removal."""
+    """Returns the decision without the directions of removed heads, and with a reason that says they are removed."""
     if heads is None:
         return decision
     is_kept = heads.keep.tolist()
@@ -423,7 +427,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the ranks of one map in every MLP, or None where two factors would not have fewer parameters.
+    """Returns every MLP's ranks for one map, or None where two factors would not have fewer parameters.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.
@@ -442,13 +446,13 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
     ]
     decisions: list[OutputDecision | None] = [None] * len(maps)
-    # Only diagnosed layers are included, so a rule with scope="model" distributes its total over these.
+    # Only diagnosed layers are included. A rule with scope="model" distributes its total over these layers.
     decided = _decided(rule, diagnosis, spectra)
     for (index, entry), decision, table in zip(entries.items(), decided, tables, strict=True):
         (rank,) = decision.ranks
         if 0 < rank and pays(rank, table.directions.shape[1], entry.inputs):
-            # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder. It is a copy,
-            # because files cannot hold tensors that share their memory.
+            # Output directions are orthonormal rows, so the decoder is the transposed encoder. It is a copy, because
+            # files cannot hold tensors that share memory.
             encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
             factors = encode, encode.mT.clone(), table.center, table.strength[None]
             decisions[index] = OutputDecision((rank,), *factors, reasons)
@@ -456,10 +460,10 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
 
 
 def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
-    """Returns the decision about every MLP's hidden units, or None if all of them stay.
+    """Returns every MLP's decision about its hidden units, or None for a layer in which all of them stay.
 
-    For the rule, an MLP is one unit whose directions are the hidden units. A refit takes most of the time. Without
-    `refit`, the decisions have no second map and cannot be realized.
+    For the rule, an MLP is one unit with the hidden units as directions. The refit takes most of the time. Without
+    `refit`, the decisions have no weights for the second map and cannot be realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
@@ -476,7 +480,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         HIDDEN, rule, {"the moments of the hidden units" for each in entries if metric not in each.strength}
     )
     strengths = [entry.strength[metric][None] for entry in entries]
-    # The rows have no features. An identity of all hidden units would be a large table, and no rule reads it.
+    # The rows have no features. An identity matrix for all hidden units would be large, and no rule reads it.
     rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
     spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
     decisions: list[HiddenDecision | None] = []
@@ -497,8 +501,8 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
 
 
 def _no_weight(outputs: int, kept: int) -> Float[Tensor, "outputs kept"]:
-    """Returns zeros as a placeholder that is never read."""
-    # NumPy does not touch the memory. The weights for all levels of a ViT-L would take gigabytes.
+    """Returns zeros in place of a weight that is never read."""
+    # NumPy allocates zeros without touching the memory. Real weights for all levels of a ViT-L would take gigabytes.
     return torch.from_numpy(np.zeros((outputs, kept)))
 
 
@@ -516,10 +520,10 @@ def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
 
 
 def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
-    """Returns the value directions of a layer. Every head uses as many directions as it has value features."""
+    """Returns the spectrum of a layer's value directions. Each head has as many directions as it has value features."""
     spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
-    # Readings are padded with zeros to the widest head. A feature is padding if it has neither values nor columns of
-    # the output projection. Directions are sorted by strength, so directions that combine only padding are the last.
+    # Readings are padded with zeros to the widest head. A feature is padding if it has neither values nor columns in
+    # the output projection. Directions are sorted by strength, so those that combine only padding come last.
     names, others = (NEEDS[WEIGHTS][:2], 1) if metric == WEIGHTS else (("output_covariance", "readout_gram"), 2)
     sizes = torch.stack([layer.reading(name).abs().sum(others) for name in names])  # [2, heads, features]
     num_features = (sizes > 0).any(0).sum(-1)
@@ -538,7 +542,7 @@ def _decided(
 ) -> list[ScoreDecision]:
     """Returns a rule's decisions about a map other than qk.
 
-    The rule sees a diagnosis with this map's spectra in place of the score spectra.
+    The rule receives a diagnosis in which this map's spectra replace the score spectra.
     """
     readings = readings or [{}] * len(spectra)
     layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))

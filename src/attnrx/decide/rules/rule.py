@@ -1,4 +1,4 @@
-"""Rules: their interface, rules that keep directions by strength, combinations of rules, and rules as text.
+"""Rules that decide which directions to keep: their interface, common rules, combinations, and rules as text.
 
 Helper functions read a diagnosis for a rule, and turn masks into decisions.
 """
@@ -38,29 +38,30 @@ from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 RULE = "a rule, e.g. EnergyRetention(0.9)"
-# Sums of shares have rounding errors of about 1e-15. Without this tolerance, 0.07 of 100 equal directions would be 8.
+# Sums of shares have rounding errors of about 1e-15. Without this tolerance, a share of 0.07 of 100 equal directions
+# would keep 8.
 TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """Decides which directions of a map are kept, layer by layer.
+    """Decides which directions of a map to keep, layer by layer.
 
-    Every rule is a frozen dataclass whose fields are its options. `metric` is the metric of the directions (METRICS for
-    the scores, OUTPUT_METRICS for other maps). None means the rule's default metric. `a & b` keeps the directions that
-    both rules keep, and `a | b` those that either rule keeps. `parse_rule(str(rule))` returns an equal rule.
+    Every rule is a frozen dataclass with its options as fields. `metric` ranks the directions (METRICS for scores,
+    OUTPUT_METRICS for other maps). None means the rule's default metric. `a & b` keeps the directions that both rules
+    keep. `a | b` keeps the directions that at least one of them keeps. `parse_rule(str(rule))` returns an equal rule.
     """
 
     metric: str | None = None
 
     default_metric: ClassVar[str | None] = None
-    """The default metric for scores without norms."""
+    """The metric for scores without norms, if you give none."""
     applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
-    """The maps that a rule applies to: only qk if it uses attention, changes strengths or shares directions."""
+    """The maps that the rule can prune: only qk if the rule uses attention, changes strengths or shares directions."""
     head_metric: ClassVar[str] = "centered"
-    """The default metric for "heads" (HEAD_METRICS)."""
+    """The metric for heads (HEAD_METRICS), if you give none."""
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The kinds of the rule's options, where they differ from the kinds for their types (numbers, shares, rules)."""
+    """Checks for options that need more than the usual check for their type (numbers, shares, rules)."""
 
     def __post_init__(self):
         rule = instance(RULE, Rule)
@@ -80,9 +81,9 @@ class Rule(ABC):
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the kept directions of one layer, their strengths, and the reasons.
+        """Returns one layer's kept directions with their strengths and reasons.
 
-        A rule reads the layer's spectrum, and `LayerDiagnosis.reading` for everything else.
+        Rules use the layer's spectrum, and `LayerDiagnosis.reading` for everything else.
         """
 
     def __and__(self, other: "Rule") -> "And":
@@ -93,15 +94,15 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
-        knobs = spelled_knobs(self)  # without the knobs that are rules
+        knobs = spelled_knobs(self)  # without options that are rules
         return text_name(type(self)) + (f"({parts})" if parts else "") + (f":{knobs}" if knobs else "")
 
 
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Returns one layer's spectrum. Raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
+    """Returns one layer's spectrum. Raises NotSupported if all strengths are 1, as in dense attention.
 
-    Other equal strengths are accepted. They may be learned, or belong to a dead layer, where all strengths are zero or,
-    in a metric, at the noise floor.
+    Strengths of 1 cannot rank directions. Other equal strengths are accepted. Either a model has learned them, or the
+    layer is dead, and all strengths are zero or, in a metric, at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -116,8 +117,8 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns every direction's position in its head: 0 for the largest amount, ties by index, padding last."""
-    # Amounts are not negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
+    """Returns every direction's rank in its head: 0 for the largest amount. Ties go by index. Padding comes last."""
+    # Amounts are never negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 
@@ -125,17 +126,17 @@ def rank_positions(
 def largest(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the `ranks` largest directions in each head, or of all if the head has fewer."""
+    """Returns a mask of the `ranks` directions with the largest amounts in each head, or of all if there are fewer."""
     return (rank_positions(amount, used) < ranks[:, None]) & used
 
 
 def fewest_holding(
     share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the smallest set in each head that holds this share of the head's amount.
+    """Returns a mask of the fewest directions in each head that hold this share of the head's amount.
 
-    For the energy this is SVDA, Eq. 45. Ties are resolved by index. At least one direction is kept. A share of 1 keeps
-    all directions whose amount is not zero.
+    With the energy as amount, this is SVDA, Eq. 45. Ties go to the lower index. At least one direction is kept. A share
+    of 1 keeps all directions with a nonzero amount.
     """
     if share == 1:
         # Directions are counted, because a rounded sum can reach its total before the last amount is added.
@@ -148,11 +149,11 @@ def fewest_holding(
 
 @checked()
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
-    """Bounds how much any masked score changes on the same tokens (SVDA, Theorem 1, Eq. 12).
+    """Returns a bound on the change of any masked score for the same tokens (SVDA, Theorem 1, Eq. 12).
 
-    The bound is max |change of strength| * scale. It holds because the rows of query and key have unit length, also if
-    strengths are changed instead of removed. For dense attention with any change, the bound is infinite, because rows
-    may have any length. It is also infinite for directions that all heads share.
+    The bound is max |change of strength| * scale. It holds because query and key rows have unit length. It also holds
+    if strengths are changed instead of removed. The bound is infinite for dense attention with any change, because its
+    rows may have any length. It is also infinite for directions that all heads share.
     """
     if decision.keep.shape != spectrum.used.shape:  # no bound exists for shared directions
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
@@ -166,8 +167,8 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
 def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
     """Returns a decision that keeps these directions at their strengths.
 
-    `notes` are remarks, one per head. Removed directions get strength zero, so decisions can be compared and combined
-    by strength only.
+    `notes` holds one remark per head. Removed directions get strength zero, so decisions can be compared and combined
+    by their strengths only.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
@@ -181,19 +182,19 @@ def give_strengths(
 ) -> ScoreDecision:
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
-    # Theorem 1 of SVDA bounds scores. Other maps have no bound.
+    # Theorem 1 of SVDA only bounds scores, so other maps have no bound.
     bounds = score_bound(spectrum, decision).tolist() if spectrum.map == "qk" else [0.0] * len(keep)
     reasons = (_reason(spectrum, keep, head, notes[head] if notes else "", bound) for head, bound in enumerate(bounds))
     return replace(decision, reasons=tuple(reasons))
 
 
 def at_most(value: float) -> str:
-    """Formats an upper bound with three digits, rounded up."""
+    """Formats an upper bound with three digits, rounded up so that it stays a bound."""
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
 
 
 def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float) -> str:
-    """Describes what a head keeps and what it loses, and the bound on its scores."""
+    """Describes what a head keeps and loses, and how far its scores can change."""
     used, is_removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
     rank, total = int(keep[head].sum()), int(used.sum())
     what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.map, "directions")
@@ -221,9 +222,9 @@ def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
-    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all directions whose strength is not
-    zero. The removed energy is at most 1 - rho of the head's energy. So no masked score changes by more than
-    sqrt(1 - rho) * norm(strength) * scale. The rule needs learned strengths.
+    At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties go to the lower
+    index. The removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than sqrt(1 -
+    rho) * norm(strength) * scale. The rule needs learned strengths.
     """
 
     rho: float
@@ -238,9 +239,10 @@ class EnergyRetention(Rule):
 class UniformRank(Rule):
     """Keeps the `rank` strongest directions of each head, or this share of them (IrrAtt's TruncAtt, Section 2.3).
 
-    With the metric "weights", this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
-    rounded to a `multiple`. Kernels load several values at once, and are slower at a rank in between than at the next
-    multiple. For scores without norms the default metric is "weights". Otherwise it is the same as for TotalRank.
+    With the metric "weights", the rule is the truncated singular value decomposition of each head's W_Q W_K^T.
+    "weights" is the default for scores without norms. Otherwise, the default is the same as for TotalRank. The rank is
+    rounded to a multiple of `multiple`, because kernels load several values at once. They are slower at a rank in
+    between than at the next multiple.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -253,7 +255,7 @@ class UniformRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         available = spectrum.used.sum(-1)
         target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
-        # A head can always keep all its directions, even if their number is not a multiple.
+        # A head may always keep all its directions, even if their number is not a multiple.
         ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
 
@@ -262,12 +264,12 @@ class UniformRank(Rule):
 class TotalRank(Rule):
     """Keeps the strongest directions of all heads together: `rank` per layer, or this share of all directions.
 
-    The method is water-filling. Of all selections of that size, it removes the least energy, so heads get irregular
+    The method is water-filling. Of all selections of this size, it removes the least energy, so heads get different
     ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of `multiple` and at
     least `minimum`, even if you request a smaller share.
 
-    Strengths are measured in the `metric` (see METRICS). With "own", they are the model's own strengths. The default
-    metric is "mix" for scores without norms, "own" for scores with norms, and "centered" for values and MLP (see
+    `metric` defines the strengths (see METRICS). With "own", they are the model's own strengths. The default metric is
+    "mix" for scores without norms, and "own" for scores with norms. For values and MLPs it is "centered" (see
     OUTPUT_METRICS).
     """
 
@@ -285,7 +287,7 @@ class TotalRank(Rule):
         spectra = [learned_spectrum(self, diagnosis, index) for index in indices]
         has_rows = [view.used.any(-1) for view in spectra]  # removed heads get no part of the total
         ranks = self.allocated(diagnosis, indices, spectra, has_rows)
-        # With scope="model", every layer repeats the whole allocation and takes its part, because a rule has no state.
+        # A rule has no state. So with scope="model", every layer repeats the whole allocation and uses its own part.
         position = layer if self.scope == "model" else 0
         num_kept = torch.zeros(len(has_rows[position]), dtype=torch.long)
         num_kept[has_rows[position]] = torch.tensor(ranks[position], dtype=torch.long)
@@ -296,25 +298,25 @@ class TotalRank(Rule):
     def allocated(
         self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
     ) -> Sequence[Sequence[int]]:
-        """Returns the ranks of these layers' heads, for the heads that have rows (`has_rows` [heads])."""
+        """Returns the ranks of these layers' heads, but only of heads that have rows (`has_rows` [heads])."""
         strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
         return water_fill(strengths, total=self.total(spectra), multiple=self.multiple, minimum=self.minimum)
 
     def total(self, spectra: list[Spectrum]) -> int:
-        """Returns the total number of directions that heads with these spectra keep."""
+        """Returns how many directions the heads with these spectra keep in total."""
         available = sum(int(spectrum.used.sum()) for spectrum in spectra)
         target = self.rank * (len(spectra) if isinstance(self.rank, int) else available)
         total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
-        # A share below the minimum of all heads is raised to it. If a number is below it, the allocation raises.
+        # A share below the minimum for all heads is raised to it. A number below it makes the allocation raise.
         units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
         return max(total, units * -(-self.minimum // self.multiple) * self.multiple)
 
 
 @dataclass(frozen=True)
 class Combination(Rule):
-    """Several rules that decide about the same directions."""
+    """The base class of rules that combine the decisions of several rules about the same directions."""
 
     rules: tuple[Rule, ...]
 
@@ -338,7 +340,7 @@ class Combination(Rule):
         keep = torch.stack([decision.keep for decision in decisions])
         strength = torch.stack([decision.strength for decision in decisions])
         is_and = isinstance(self, And)
-        # Removed directions have strength 0 (`keep_only`). So in a union, the strength comes from a rule that keeps the
+        # Removed directions have strength 0 (`keep_only`). So a union gets its strength from a rule that keeps the
         # direction.
         index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
         spectrum = diagnosis.layers[layer].spectrum
@@ -354,7 +356,7 @@ class Combination(Rule):
 
 @dataclass(frozen=True)
 class And(Combination):
-    """Keeps the directions that all of its rules keep, each with the smallest of their strengths."""
+    """Keeps the directions that all inner rules keep, each with the smallest of their strengths."""
 
     how: ClassVar[str] = "All of"
     sign: ClassVar[str] = " & "
@@ -362,7 +364,7 @@ class And(Combination):
 
 @dataclass(frozen=True)
 class Or(Combination):
-    """Keeps the directions that any of its rules keeps, each with the largest of their strengths."""
+    """Keeps the directions that any inner rule keeps, each with the largest of their strengths."""
 
     how: ClassVar[str] = "Any of"
     sign: ClassVar[str] = " | "
@@ -370,13 +372,13 @@ class Or(Combination):
 
 @dataclass(frozen=True)
 class ByLayer(Rule):
-    """Applies a separate rule to every layer, the first rule to the first layer.
+    """Applies a separate rule to every layer. The first rule applies to the first layer.
 
-    A target per layer becomes such a rule, because the rank that meets the target differs from layer to layer. As text:
-    by_layer(total_rank:0.5; total_rank:0.25).
+    A target per layer needs such a rule, because the rank that meets the target differs from layer to layer. An example
+    of the rule's text form is by_layer(total_rank:0.5; total_rank:0.25).
 
     Raises:
-        InvalidRule: By `decide`, if the diagnosis has another number of layers.
+        InvalidRule: Raised by `decide` if the diagnosis has another number of layers.
     """
 
     rules: tuple[Rule, ...]
@@ -390,14 +392,14 @@ class ByLayer(Rule):
 
 
 def inner_rules(rule: Rule) -> tuple[Rule, ...]:
-    """Returns the rules that are fields of a rule."""
+    """Returns the rules that a rule contains as fields."""
     values = [getattr(rule, name) for name in knobs_of(type(rule), Rule)]  # a rule, a tuple of rules, or a knob
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
 
 
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
-    """Returns the metric that a rule and its parts state, or None. With `defaults`, parts that state none use theirs.
+    """Returns the metric of a rule and its parts, or None. With `defaults`, parts without a metric use their default.
 
     Raises:
         InvalidRule: The parts have different metrics, so their directions cannot be combined.
@@ -411,7 +413,7 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
 
 
 def in_metric(rule: Rule, metric: str) -> Rule:
-    """Returns the rule with its metric stated. If the rule has parts, each part states it."""
+    """Returns the rule with this metric. If the rule has parts, each part gets the metric instead."""
     if not inner_rules(rule):
         return replace(rule, metric=metric)
     changed: dict[str, Any] = {}
@@ -421,15 +423,15 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = in_metric(value, metric)
         elif isinstance(value, tuple):
             changed[name] = tuple(in_metric(part, metric) for part in value)
-    # Only the parts state the metric, so that the rule's text names it once for each part.
+    # Only the parts get the metric, so that the rule's text names it once per part.
     return replace(rule, metric=None, **changed)
 
 
-# The rules by their names in texts. The laboratory registers the rules from papers and the matched controls.
+# The rules by their names in texts. `attnrx_lab` registers more: rules from papers and matched controls.
 RULES = Registry[type[Rule]]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | DepthPrescription | None]
-"""The rules for several maps: one text, a mapping from maps to rules or their texts, or only the rule for qk."""
+"""Rules for several maps: one text, or a mapping from maps to rules or texts. A single `Rule` applies to qk."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 
@@ -443,9 +445,9 @@ def parse_rule(text: str) -> Rule:
 
 
 def split_maps(text: str) -> dict[str, str]:
-    """Splits a text like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10" into a rule for every map.
+    """Splits a text like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10" into the rule text of every map.
 
-    A text without a map is the rule for qk.
+    A text without map names is the rule for qk.
 
     Raises:
         InvalidRule: A map is given twice or without a rule.
@@ -468,7 +470,7 @@ def _require_map(name: str) -> None:
 
 
 class ParsedRules(NamedTuple):
-    """The rule for every map of the layers, the token policy, and the blocks that are removed whole."""
+    """Parsed rules: the rule for every map of the layers, the token policy, and the blocks to remove."""
 
     maps: dict[str, Rule]
     tokens: TokenPrescription | None
@@ -476,13 +478,13 @@ class ParsedRules(NamedTuple):
 
 
 def parse_rules(rules: RulesLike) -> ParsedRules:
-    """Returns the rule for every map, the token policy, and the blocks that are removed.
+    """Parses rules into the rule for every map, the token policy, and the blocks to remove.
 
     A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10". A single rule applies to qk.
 
     Raises:
-        InvalidInput: The rules are neither a text, a rule nor a mapping of maps to rules and a token policy.
-        UnknownName: There is no such map.
+        InvalidInput: `rules` is neither a text, nor a rule, nor a mapping from maps to rules and a token policy.
+        UnknownName: There is no map with this name.
     """
     values_by_map = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
     if not isinstance(values_by_map, Mapping):
@@ -509,7 +511,7 @@ def parse_rules(rules: RulesLike) -> ParsedRules:
 
 
 class _Reader(TextReader):
-    """Reads rules. Every method consumes the tokens of one grammar rule."""
+    """Parses the text of rules. Every method reads the tokens of one grammar rule."""
 
     #   any    = all { "|" all }
     #   all    = single { "&" single }
@@ -541,5 +543,5 @@ class _Reader(TextReader):
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:
-    """Combines the rules of all layers: returns the common rule if all are equal, else a ByLayer."""
+    """Combines one rule per layer. Returns the common rule if all are equal, else a ByLayer."""
     return rules[0] if all(rule == rules[0] for rule in rules) else ByLayer(tuple(rules))
