@@ -82,10 +82,10 @@ class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
     `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is the predicted cost as a
-    share of the original's. For latency, `measured` is the latency that was measured while planning. `expected`
-    contains the divergence in nats, and the agreement and the change of top-1 accuracy as shares. `explained` has one
-    line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and the number of
-    "images" that the plan was chosen on.
+    share of the original's. `measured` is the latency that was measured while planning, or None for other costs.
+    `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as shares.
+    `explained` has one line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and
+    the number of images that the plan was chosen on ("images").
     """
 
     prescription: Prescription
@@ -104,7 +104,7 @@ class Plan(Displayed):
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """What the check `promises` verifies, as JSON-ready values. The prescription records them."""
+        """The predictions that the check `promises` verifies, as JSON-ready values. The prescription records them."""
         return {
             "target": self.target,
             "spend": self.minimized,  # the name in the file format, schema 2

@@ -69,7 +69,7 @@ REPORT_IMAGES, REPORT_MAPS = 8, 4  # how many test images the report shows, and 
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`.
+    Unpack a result as `model, prescription, evidence`.
 
     Attributes:
         model: The smaller model.
@@ -85,9 +85,9 @@ class Shrunk:
             outputs are not maps.
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text. None without `to`. Usually this is the `to` of the call. But if
-            the unchanged model in another format is better than the plan, this is the other format.
-        file: The temporary file in this format that the evidence was measured on. `save` copies it.
+        form: The format of the file to write, as text. None without `to`. Usually, it is the `to` of the call. If the
+            unchanged model in another format is better than the plan, it is the other format.
+        file: The temporary file in the format `form` on which the evidence was measured. `save` copies this file.
     """
 
     model: nn.Module
@@ -123,7 +123,7 @@ class Shrunk:
     def summary(self) -> Sentence:
         """The result in one sentence: the speed with its factors, the accuracy and the costs.
 
-        The sentence also says if the images were drawn at random. You may call the summary, `shrunk.summary()`.
+        The sentence also says if the images were drawn at random. `shrunk.summary()` returns the same text.
         """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
         return Sentence("; ".join((summary_of(self.evidence), *draws)))
@@ -158,7 +158,7 @@ class Shrunk:
         how much to the compression.
 
         Args:
-            folder: The folder.
+            folder: The folder to write. A missing folder is created.
             onnx: Whether to write model.onnx. By default, it is written if there is no file of another format.
             to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`). By default, the `form`
                 of this result.
@@ -173,8 +173,8 @@ class Shrunk:
             The folder.
 
         Raises:
-            InvalidInput: A file that attnrx did not write would be overwritten. Nothing was changed.
-            AttnrxError: The model cannot be exported. Everything else was saved.
+            InvalidInput: A file that attnrx did not write would be overwritten. Nothing is changed.
+            AttnrxError: The model cannot be exported. Everything else is saved.
         """
         folder = Path(folder)
         to = self.form if to is None else to
@@ -241,7 +241,7 @@ class Shrunk:
         evidence.save(evidence_of(path))
 
     def has_evidence_of(self, to: str) -> bool:
-        """Whether the evidence is about the file of this format."""
+        """Returns whether the evidence was measured on the file of this format."""
         about = self.evidence.about.get("format")
         return isinstance(about, str) and parse_format(about) == parse_format(to)
 
@@ -315,7 +315,7 @@ def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Ev
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
-    # The user's metric is measured on both the file and the model, and only the file's finding is kept.
+    # The user's metric is measured on both the file and the model. Only the finding for the file is kept.
     of_outputs = {finding.check for finding in of_file.findings}
     of_model = (finding for finding in evidence.findings if finding.check not in of_outputs)
     return Evidence((*of_file.findings, *of_model), {**about, "file": name, "format": form})
