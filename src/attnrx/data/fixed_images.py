@@ -151,7 +151,7 @@ def read_once(
         normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
         total: The number of batches for the progress bar, if it is known.
         limit: The most images to read.
-        distinct: Leave out images that were read before.
+        distinct: Whether images that were read before are left out.
 
     Raises:
         DataError: The batches contain no image, or the file cannot be written.

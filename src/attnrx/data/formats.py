@@ -126,7 +126,7 @@ def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
     for entry in _subfolders(root) if folders else ():
         if entry in folders.values() or not any(map(is_image, entry.rglob("*"))):
             continue
-        # A folder with the same classes is another split. Any other folder may be a class.
+        # A folder with the same classes is an unknown split, which is ignored. Any other folder may be a class.
         if not class_names & {word for _, word in class_folders(entry)}:
             names = " and ".join(folder.name for folder in folders.values())
             raise DataError(
@@ -162,8 +162,11 @@ def class_folders(folder: Path) -> Listing:
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
     """Raises DataError if the classes seem to be folders further inside.
 
-    Deeper class folders are assumed in three cases: all folders have the same subfolders, e.g.
-    <corruption>/<severity>/<class>, the only folder has several subfolders, or images are three folders deep.
+    Deeper class folders are assumed in three cases:
+
+    - All folders have the same subfolders, e.g. <corruption>/<severity>/<class>.
+    - The only folder has several subfolders.
+    - Images are three folders deep.
     """
     inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
@@ -205,7 +208,7 @@ def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
 class Columns:
     """The names of the columns that contain the image and its label.
 
-    By default, the image is in the first of the columns IMAGE_KEYS (`data.images`) that a table has, and the label in
+    If you name no columns, the image is in the first of IMAGE_KEYS (`data.images`) that a table has, and the label in
     the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema declares as
     classes, or whose name says label, class, category or target. If there is one such column, it is used. If there is
     none, the images have no labels. If there are several, you must name one. `test_column` may name a boolean column,
@@ -469,7 +472,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} where one may be missing."""
+    """Returns the given rows of an image column. A cell holds bytes or {bytes, path}, in which one may be missing."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()
@@ -502,7 +505,7 @@ def _labels(
         kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
         raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
     if all(are_words.values()):
-        # The names are sorted, so that the numbers do not depend on the order of rows or splits.
+        # Class names are sorted, so class numbers do not depend on the order of rows or splits.
         class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
         values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
     elif not class_names:

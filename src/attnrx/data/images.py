@@ -41,9 +41,9 @@ ORDER, AUGMENTATION = 0, 1  # the purpose of a generator, so that the two never 
 CHUNK = 256  # images per step when a whole set is decoded
 AHEAD = 2  # batches that are decoded while the model works on another one
 IN_MEMORY = 2 * 2**30  # the most bytes of decoded pixels in memory, larger stores are decoded in every pass
-# If an item has several of these keys, or a table several of these columns, the first one in the list is used.
-# transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's columns
-# on the hub.
+# Keys of items and columns of tables that may hold images and labels. If several are present, the first one in the list
+# is used. transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's
+# columns on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 LABEL_WORDS = frozenset({"label", "labels", "class", "classes", "category", "categories", "target", "targets", "y"})
@@ -83,8 +83,8 @@ class Batch:
 
 def generator(*parts: int) -> torch.Generator:
     """Returns a CPU generator that depends on every part. Neighbouring seeds or steps get unrelated numbers."""
-    # The parts are hashed. With a sum, step 1 of seed 0 would have the same numbers as step 0 of seed 1. The generator
-    # is on the CPU, because other devices generate different numbers.
+    # The seed is a hash of all parts. With a sum, step 1 of seed 0 would get the numbers of step 0 of seed 1. The
+    # generator is on the CPU, because other devices generate different numbers.
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
@@ -212,7 +212,7 @@ class Pass:
                 continue
             draws = None
             if self.augmentation is not None and self.seed is not None:
-                # The numbers are drawn for the whole batch, then cut to this process's share.
+                # Every process draws the numbers of the whole batch, so they do not depend on the number of processes.
                 drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
                 draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
@@ -246,7 +246,7 @@ class ImageSet(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short text with name, count and a hash. Two sets share it only if they contain the same images."""
+        """A short text with name, count and a hash. Two sets share a fingerprint only if their images are the same."""
 
     @abstractmethod
     def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
@@ -270,7 +270,7 @@ class ImageSet(ABC):
 
     def _spread(self, count: int) -> Int[Tensor, "chosen"]:
         """Returns the positions of `count` images from all classes, because a dataset may be sorted by class."""
-        # Both orders are fixed, so a run can be repeated. Evenly spread rows stay in storage order.
+        # Both selections are deterministic, so a run can be repeated. Evenly spread rows stay in storage order.
         labels = self._labels()
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 

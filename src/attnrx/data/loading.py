@@ -208,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the catalogue name for a spelling of it, or for a path that ends in a spelling. Else returns None."""
+    """Returns the catalogue name of a dataset from any of its spellings, or from a path named after it, or None."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())

@@ -97,7 +97,7 @@ def normalization_of(model: nn.Module) -> Normalization:
 def preprocessing_of(model: nn.Module) -> Preprocessing:
     """Returns the preprocessing of pictures that the model's own library defines.
 
-    If it defines none, the model's input size decides. For small inputs, pictures are resized to fill the input. For
+    If the library defines none, the input size decides. For small inputs, pictures are resized to fill the input. For
     larger inputs, pictures are resized to 256/224 of the input and cropped at the center.
 
     Raises:

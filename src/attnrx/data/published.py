@@ -33,8 +33,8 @@ CORRUPTIONS = frozenset(
         *("saturate", "elastic_transform", "pixelate", "jpeg_compression"),
     )
 )
-# Files that list every split's images, which are in the folder "images". Food-101 has the first layout, and DTD's first
-# division the second.
+# Files that list the images of every split. The images are in the folder "images". The first layout is Food-101's, and
+# the second one is the first division of DTD.
 LISTED_SPLITS = (
     {"train": "meta/train.txt", "test": "meta/test.txt"},
     {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},

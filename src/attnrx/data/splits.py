@@ -245,7 +245,7 @@ def three_parts(
         images if len(images) <= maximum else images.take(maximum)
         for images, maximum in zip(distinct, wanted.values(), strict=True)
     )
-    # A note says if fewer images of the last set are used than it has, because the effort needs no more.
+    # If the effort needs only a part of the last set, a note says how many of its images are used.
     name, images = next(reversed(sets.items()))
     if len(images) > len([first, *others][-1]) == wanted[name]:
         notes.append(f"{name}: {wanted[name]:,} of {len(images):,} images are used")

@@ -48,7 +48,7 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
 MASK_KEYS = ("mask", "masks", "annotation")  # keys of labels for TARGETS
-# For these kinds of outputs, models are compared without labels. A metric (TARGETS) accepts labels of any shape.
+# UNREAD are kinds of outputs that are compared without labels. TARGETS are labels of any shape, for a metric.
 UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 
 ImageData = Any
@@ -178,7 +178,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
-    # Lists are handled before the check for an index, which they also have. Their items are batches, or single items in
+    # Lists are handled before data with an index, although they have one. Their items are batches, or single items in
     # order.
     if isinstance(data, list | tuple):
         return _IterableData("batches", data, reading, is_list=True)
@@ -416,7 +416,7 @@ class IndexedImages(ImageSet):
             yield batch.to(order.device)
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the rows once. If there are more than `limit`, a spread selection is read."""
+        """Reads the rows once. If there are more rows than `limit`, a spread or class-balanced selection is read."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
             chosen = self.at(self._spread(limit).sort().values)
@@ -433,7 +433,7 @@ class IndexedImages(ImageSet):
         return replace(images, notes=(*notes, *images.notes))
 
     def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
-        """Reads some rows in this process. A loader makes one batch of them, otherwise every image size has its own."""
+        """Reads some rows in this process, as one batch with a loader, or else as one batch per image size."""
         argument, items = self.reading.argument, []
         for row in rows:
             with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):

@@ -39,7 +39,7 @@ FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """What you would run without attnrx. `faster=` and all speeds of evidence and reports are relative to it.
+    """The model or file that you would run without attnrx. `faster=` and all reported speeds are relative to it.
 
     Attributes:
         title: The baseline's name in logs, claims and reports.
@@ -57,7 +57,7 @@ class Baseline:
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
-        """Returns a baseline that runs the model in its own library's code, or in attnrx's code for attnrx's models."""
+        """Returns a baseline that runs the model in its own library's code. A model of attnrx runs in attnrx's code."""
         name = getattr(family_of(model), "library", None)
         if name is None:
             return cls("the unchanged model in the same kernels", model)
@@ -98,7 +98,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns the baseline for plans of `model`, a changed copy of the original. It has new files by attnrx."""
+        """Returns the baseline for plans of a changed copy of the original, with attnrx's own files of this copy."""
         assert self.form is not None  # plans for a copy are timed as files
         drafts = _own_drafts(model, self.form, few_images(images))
         unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))

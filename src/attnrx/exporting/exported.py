@@ -256,7 +256,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
-    # The hashes are checked before a runtime parses the file, because most runtimes are written in C++.
+    # The hashes are checked before a runtime parses the file, because a damaged file could crash a runtime in C++.
     changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
         raise CheckpointError(

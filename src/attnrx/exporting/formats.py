@@ -38,7 +38,7 @@ ROUNDING: dict[torch.dtype, float] = {
 }
 
 
-# The start and the end of the script beside a file. It classifies an image with only the runtime, NumPy and Pillow.
+# The start and the end of the script beside a file. The script classifies an image with the runtime, NumPy and Pillow.
 HEAD = '''"""Classifies an image: python {script} IMAGE"""
 
 import io

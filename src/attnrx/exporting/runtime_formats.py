@@ -102,8 +102,8 @@ class Onnx(Format):
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
         passes = library("onnx_ir.passes.common")
-        # The order matters. First equal weights become one weight, then nodes with equal inputs become one node, and
-        # then the copies are unused.
+        # The order of the passes matters. First equal weights become one weight, then nodes with equal inputs become
+        # one node, and then the copies are unused.
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
         use_flat_attention(translated.model)
@@ -209,7 +209,7 @@ def use_flat_attention(model: Any) -> None:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
         heads = query.shape[1]
         if mask is not None and mask.shape[2] != query.shape[2]:
-            # The last layer may have queries only for the tokens before the patches.
+            # The last layer may have queries only for the tokens before the patches, so masks may need several sizes.
             key = mask, query.shape[2]
             if key not in expanded:
                 expanded[key] = _with_all_queries(ir, node, mask, query)
@@ -336,8 +336,8 @@ class Int8(Onnx):
 def use_unsigned_activations(model: Any) -> None:
     """Makes signed 8-bit activations unsigned. Zero points grow by 128, so the represented numbers stay the same.
 
-    ONNX Runtime would make the same change. But if it has moved such an operation before a reshape, it then refuses the
-    file, because the declared type is still signed (1.31).
+    ONNX Runtime would make the same change itself. But if it has moved such an operation before a reshape, ONNX Runtime
+    refuses the file, because the declared type is still signed (1.31).
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}

@@ -189,7 +189,7 @@ class Diagnosis(Displayed):
 
         A plan prescribes every candidate from one diagnosis, and would otherwise repeat the computation.
         """
-        # The results are not a field. So they are not compared, and a copy made by `replace` starts without them.
+        # Kept results are not a field, so they are not compared, and a copy made by `replace` starts without them.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
         if key not in known:
             known[key] = compute()

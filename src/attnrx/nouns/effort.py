@@ -1,7 +1,7 @@
 """The efforts "quick", "normal" and "thorough": how much one call measures and fits for a model.
 
-`Effort.of` computes these numbers from the model's cost and its outputs. `tests/unit/test_effort.py` tests more models
-than these three, at 224 pixels:
+`Effort.of` computes these numbers from the model's cost and its outputs. The table shows three models at 224 pixels,
+and `tests/unit/test_effort.py` tests more:
 
     effort    model             diagnose   plan    fit  predict  verify  sensitivities  trials  repair  distill
     quick     ViT-Tiny               128    192    256       96   4,762             32      10     100
@@ -53,7 +53,7 @@ from attnrx.vit.tokens import parse_reducer
 RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOKENS: "tokens"}
-# Eighths of the full rank. For 64 directions they are multiples of 8, which are efficient in GEMM kernels.
+# Levels are eighths of the full rank. For 64 directions, they are multiples of 8, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
@@ -111,15 +111,15 @@ class PlanSettings:
     timings run in a new process that keeps freed memory (`subprocess_runner`), because the speed of memory allocation
     depends on the history of the process.
 
-    Divergence is first measured for single choices (their sensitivities). These are measured on `sensitivity_images`,
-    at `probed_levels` and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are
-    interpolated. The search then measures `trials` whole plans on `trial_images`. Each of them is the best of some
-    `variations` by prediction. If a plan is far worse than the best one on the first batch, it is measured only on that
+    Divergence is first measured for single choices. These sensitivities are measured on `sensitivity_images`, at
+    `probed_levels` and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are
+    interpolated. The search then measures `trials` whole plans on `trial_images`. A plan has the best prediction among
+    `variations` candidates. If a plan is far worse than the best one on the first batch, it is measured only on that
     batch. The best `finalists` are measured on all images, which are `num_images` in `shrink`. With `bfloat16`, these
     plans are computed with bfloat16 products if the device is faster with them. Sensitivities and predictions use the
     model's own precision.
 
-    A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
+    Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct
     the cost without a new search. For a file with `adjusts`, every attempt times two plans, and the first attempt
     already searches.
@@ -219,7 +219,7 @@ class PlanSettings:
 
     @property
     def protocol(self) -> LatencyProtocol:
-        """How blocks are timed. Whole models are timed in the same way, in `whole_rounds` rounds."""
+        """The protocol for timing blocks. Whole models are timed in the same way, in `whole_rounds` rounds."""
         enough = None if self.to is None else NEARLY_PRECISE if self.adjusts else PRECISE
         return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=enough)
 
@@ -393,16 +393,16 @@ class Effort:
         )
 
     def with_smaller_decoder(self) -> "Effort":
-        """Returns the effort for a plan with a smaller decoder. It measures fewer plans, to save time for the decoder."""
+        """Returns the effort for a plan with a smaller decoder. It measures fewer plans, to save time."""
         # A search of ten plans gained 5 % in 53 CPU seconds, and fitting the decoder takes less time than that. Fitting
         # also gains more than a quick repair, in a quarter of the time.
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
 
-# For a model that searches in an old index: the fewest images for fitting it, the queries for measuring a plan's
-# recall, and the epochs of its distillation. On 512 queries, a share of 0.98 of 10 neighbours has a standard error of
-# 0.3 points.
+# These numbers apply to a model that will search an index of the original's embeddings. INDEX_IMAGES is the least
+# number of images to fit it. INDEX_QUERIES is the number of queries for a plan's recall. On 512 queries, a share of
+# 0.98 of 10 neighbours has a standard error of 0.3 points.
 INDEX_IMAGES, INDEX_QUERIES = 1024, 512
 INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
 MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
@@ -420,8 +420,8 @@ EFFORTS: dict[str, Effort] = {
             layer_stride=2,
             trials=10,
             variations=3,
-            # With 32 images (96 for the better half), the search for a ViT-Tiny at 60 % of the MACs found a plan with
-            # 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+            # With `trial_images=32` (96 for the better half), the search for a ViT-Tiny at 60 % of the MACs found a
+            # plan with 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
             trial_images=96,
             finalists=3,
             attempts=4,
@@ -432,8 +432,8 @@ EFFORTS: dict[str, Effort] = {
             adjusts=True,
         ),
         fitted_images=256,
-        # A ViT-Tiny needs 2e12 MACs for all images. Larger models get MIN_REPAIR_IMAGES and half of the steps. With 512
-        # images and four per step, the divergence is the same, in 1.6 times the CPU time (docs/results/plan.md).
+        # Repairing a ViT-Tiny on all images takes 2e12 MACs. Larger models get MIN_REPAIR_IMAGES and half of the steps.
+        # With 512 images and four per step, the same divergence takes 1.6 times the CPU time (docs/results/plan.md).
         repair=RepairBudget(100, images=2, macs=3.5e12),
     ),
     "normal": Effort(
@@ -441,8 +441,8 @@ EFFORTS: dict[str, Effort] = {
         PlanSettings(),
         fitted_images=1024,
         repair=RepairBudget(300, images=4, macs=1e14),
-        # For a plan for single images in eager PyTorch, the distillation removes 14 % of the divergence, in 131 s on
-        # two threads.
+        # For a plan that is made for single images in eager PyTorch, distillation removes 14 % of the divergence, in
+        # 131 s on two threads.
         distill_epochs=2,
         most_distilled=MOST_QUICKLY_DISTILLED,
     ),
@@ -456,12 +456,12 @@ EFFORTS: dict[str, Effort] = {
             sensitivity_images=96,
             pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
             trials=48,
-            # On few images, the best of many plans is selected by chance (docs/results/plan.md, "How many trials?").
+            # On few images, chance selects the best of many plans (docs/results/plan.md, "How many trials?").
             trial_images=128,
             finalists=6,
             attempts=4,
         ),
-        # At 60 % of the parameters, this reaches 0.376 nats. 1,024 images and 300 steps reach 0.420
+        # At 60 % of the parameters, these settings reach 0.376 nats. 1,024 images and 300 steps reach 0.420
         # (docs/results/plan.md). For a ViT-L, the budget's images keep seven copies of their tokens in memory, 12 GB.
         fitted_images=3072,
         repair=RepairBudget(500, images=4, macs=4e14),

@@ -42,7 +42,7 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model. It is None if it was not measured. `fingerprint` identifies the size's weights.
+    model. If it was not measured, `latency` is None. `fingerprint` identifies the size's weights.
     """
 
     name: str

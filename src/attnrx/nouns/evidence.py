@@ -142,7 +142,7 @@ def against_limit(
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
         return {**judgement, "outcome": HOLDS}
-    # Comparisons with NaN are false, so NaN cannot hold above. It must not be undecided either.
+    # Comparisons with NaN are false, so NaN is not caught above. Its claim fails, instead of being undecided.
     if math.isnan(value) or best < bound or (best == bound and strict):
         return {**judgement, "outcome": FAILS}
     # The half of the interval towards the limit. Bootstrap intervals are not symmetric.
@@ -309,7 +309,7 @@ class Evidence(Displayed):
         return evidence
 
 
-# Some numbers in a file follow from others, so edits show. Values may be rounded to ROUNDED of their unit (percent).
+# Some numbers in a file follow from others, so `load` detects edits. Values may be rounded to ROUNDED (e.g. percent).
 ROUNDED = 0.01
 # Quantities that must be at least, or at most, their limit. Other checks have their own rules.
 AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}

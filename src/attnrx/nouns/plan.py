@@ -51,7 +51,7 @@ class PredictedQuantity:
         return max(self.value - half, low), min(self.value + half, high)
 
     def to_record(self) -> dict[str, float]:
-        """Returns the prediction as JSON-ready values. The quantity's name determines the limits."""
+        """Returns the prediction as JSON-ready values, without the limits, which follow from the quantity's name."""
         return {"value": self.value, "spread": self.spread, "images": self.images}
 
 

@@ -28,7 +28,7 @@ from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
-# The fields in the safetensors file. People read the JSON file, so it has the keeps, ranks, strengths and reasons.
+# The fields in the safetensors file. The JSON file, which people read, has kept directions, ranks, strengths, reasons.
 MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "bias")
 
 
@@ -46,7 +46,7 @@ def _lay_out(part: Any, *names: str) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Basis(Displayed):
-    """New directions of a decision, as linear combinations of the model's rows.
+    """New directions of a decision, as linear combinations of the rows of the model's query and key projections.
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
     owns its directions, owner h is head h. Shared directions have a single owner, and combine the concatenated rows of
@@ -442,7 +442,7 @@ class Prescription(Displayed):
         if depth is not None:
             depth = DepthPrescription(depth.removed, tuple(record[DEPTH]["reasons"]))
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens, depth)
-        # This number follows from the layers, so it reveals a layer that was edited by hand.
+        # `removed_share` follows from the layers, so it reveals a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
             raise InvalidInput(
                 f"removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "

@@ -1,6 +1,6 @@
 """The runtimes in which a model may run, and what a plan for each runtime may choose.
 
-The planner reads the table RUNTIMES. A row records what was measured in that runtime (docs/results/speed.md,
+The planner reads the table RUNTIMES. A row records what was measured in its runtime (docs/results/speed.md,
 docs/results/gpu.md). If no machine of this project has the runtime, the row follows the vendor's guide. The table
 excludes only choices that are slower at every size. All other choices are timed by plans for latency.
 """
@@ -69,11 +69,11 @@ RUNTIMES: Mapping[str, Runtime] = {
         "a CUDA device", "a model on it", equal_heads=True, rank_multiple=8, width_multiple=64, most_stages=2,
         page="results/gpu.md#what-to-do-on-a-gpu",
     ),
-    # For one image, three stages run at 1.56 times timm's speed, and twelve at 1.36 times.
+    # For one image, a model with three merging stages runs at 1.56 times timm's speed, and with twelve at 1.36 times.
     "onnx": Runtime("ONNX Runtime on a CPU", "to='onnx'", most_stages=3, page=SPEEDS),
     "int8": Runtime("ONNX Runtime on a CPU, int8", "to='int8'", most_stages=3, source="assumed", page=SPEEDS),
-    # In bfloat16, three stages run at 1.31 times timm's speed, and twelve at 1.03 times. Products are computed in
-    # tiles, and unequal heads leave parts of them empty.
+    # In bfloat16, a model with three merging stages runs at 1.31 times timm's speed, and with twelve at 1.03 times.
+    # Products are computed in tiles, and unequal heads leave parts of the tiles empty.
     "openvino-f32": Runtime("OpenVINO on a CPU", "to='openvino'", most_stages=3, source="assumed", page=SPEEDS),
     "openvino-bf16": Runtime(
         "OpenVINO on a CPU, bfloat16", "to='openvino(precision=bf16)'", equal_heads=True, most_stages=3, page=SPEEDS

@@ -110,7 +110,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    # From the largest model to the smallest, shares fall and speeds rise.
+    # Sizes are made from the largest to the smallest, so shares are in descending order, and speeds in ascending order.
     ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)

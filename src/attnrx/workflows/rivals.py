@@ -82,7 +82,7 @@ class MeasuredFile:
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
     def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
-        """Returns the speed as a finding, with the other measurements in its details."""
+        """Returns the file's speed as a finding, with the other measurements in its details."""
         details: dict[str, Any] = {
             "quantity": "file",
             "title": self.title,
@@ -204,7 +204,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
 
     The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
-    images, timed in turns on the `noise`, and compared on the `tested` images.
+    images, timed alternately on the `noise`, and compared on the `tested` images.
 
     If a file cannot be written, it is left out and logged. Only attnrx's files in `form` must be written. If you pass a
     `baseline`, its files are used again, except for 8-bit files. attnrx's files get the `class_names` if the model has

@@ -295,7 +295,8 @@ def phase_shares(
     """Returns the phases of a call that limits the cost `spend`, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
-        # Blocks and whole plans are timed. These are wall-clock seconds on one thread of an idle machine (2026-11).
+        # For a latency target, blocks and whole plans are timed, too. The shares are wall-clock seconds on one thread
+        # of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
         shares["timing your model"] = 20.0 if is_file else 0.0
@@ -338,7 +339,7 @@ class ShrinkRun:
         """Divides the images and diagnoses the model. If the target is a file's speed, also times the vendor's file.
 
         Raises:
-            NotSupported: The target's speed is out of reach, whatever is removed.
+            NotSupported: The target's speed is out of reach, even without any block.
             InvalidInput: There are too few images to verify the search in an index.
         """
         log, seed = settings.log, settings.seed

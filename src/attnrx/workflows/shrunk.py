@@ -85,8 +85,8 @@ class Shrunk:
             outputs are not maps.
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text. None without `to`. Usually, it is the `to` of the call. If the
-            unchanged model in another format is better than the plan, it is the other format.
+        form: The format of the file to write, as text, or None without `to`. It is the `to` of the call, unless the
+            unchanged model in another format is better than the plan. It is then the other format.
         file: The temporary file in the format `form` on which the evidence was measured. `save` copies this file.
     """
 
@@ -113,7 +113,7 @@ class Shrunk:
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result with the model in its own class, accelerated if its speed was measured that way."""
+        """Returns the result with the model in its own class, accelerated if it was timed in attnrx's kernels."""
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -207,7 +207,7 @@ class Shrunk:
     ) -> None:
         """Writes model.onnx, or a file of another format with its evidence, to a folder without such a file.
 
-        With the original, model.onnx is also timed against the original's ONNX file.
+        If `original` is not None, model.onnx is also timed against the original's ONNX file.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
         # `save_with` has checked that the evidence, and therefore the file, belongs to this model.
