@@ -270,7 +270,7 @@ class ImageSet(ABC):
 
     def _spread(self, count: int) -> Int[Tensor, "chosen"]:
         """Returns the positions of `count` images from all classes, because a dataset may be sorted by class."""
-        # Both selections are deterministic, so a run can be repeated. Evenly spread rows stay in storage order.
+        # Balanced and evenly spread positions are deterministic, so a run can be repeated. Spread rows stay in order.
         labels = self._labels()
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 

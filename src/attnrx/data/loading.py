@@ -195,7 +195,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
             f"images (not a pattern), or {HUB}owner/name for a hub dataset."
         )
     name = path.name if path.is_dir() else path.stem
-    # A file with a known name is assumed to contain that dataset. A note states this assumption.
+    # A file with a known name is assumed to contain that dataset. A note says so.
     known, card, notes = names.get(name.lower()), None, ()
     if known is not None:
         card, notes = DATASETS[known], (f"size and normalization are those of {known}, by the name of the file",)

@@ -164,7 +164,7 @@ def _idx_splits(files: Mapping[str, Sequence[Path]]) -> Opened:
 
 
 def _idx_array(file: Path, magic: int) -> np.ndarray:
-    """Reads four bytes that state the number of dimensions, then their sizes, then the bytes of the array."""
+    """Reads an idx file: four bytes with the number of dimensions, the size of each one, and the bytes of the array."""
     content = _required(file).read_bytes()
     if file.suffix == ".gz":
         try:

@@ -476,7 +476,7 @@ class IndexedImages(ImageSet):
         """Returns the labels of the rows if the dataset lists them, as torchvision's datasets do, else None."""
         if len(self) > MAX_LISTED:  # the labels may not fit into memory
             return None
-        # These labels are used only to balance the classes in `take`. A batch has the labels of its own items. Most
+        # The listed labels only balance the classes in `take`, because a batch has the labels of its own items. Most
         # torchvision datasets list labels in the attribute `targets`, SVHN in `labels`, and Food101 in `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()

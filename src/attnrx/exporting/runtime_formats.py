@@ -73,7 +73,7 @@ class Onnx(Format):
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
             scale: float | None = None, enable_gqa: bool = False,
         ) -> Any:  # fmt: skip
-            # These operations are faster than torch's, which copy the keys twice and scale both operands.
+            # The operations below are faster than torch's, which copy the keys twice and scale both operands.
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             if factor != 1:
                 query = op.Mul(query, op.CastLike(op.Constant(value_float=factor), query))
@@ -392,8 +392,8 @@ def _signal_stack_kept() -> Iterator[None]:
     """Restores this thread's signal stack, the memory in which signals are handled.
 
     A compiled OpenVINO model sets its own stack. When the model is deleted, it restores the stack that it found. If
-    there are two models, the one that is deleted last restores the other model's stack, which no longer exists. The
-    next signal then ends the process, e.g. the signal that a data loader's worker has ended.
+    there are two models, the second deletion restores the other model's stack, which no longer exists. The next signal
+    then ends the process, e.g. the signal that a data loader's worker has ended.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()

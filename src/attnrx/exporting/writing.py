@@ -568,7 +568,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     # If there are several outputs, the differences of each are relative to its own largest number.
     sizes = torch.stack([each.abs().amax(-1) for each in expected]).clamp(min=torch.finfo(torch.float64).tiny)
     difference = differences.amax(0)
-    # Each image's largest difference relative to its largest logit, in increasing order.
+    # `shares` has each image's largest difference relative to its largest logit, in increasing order.
     shares, order = (differences / sizes).amax(0).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
     prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())

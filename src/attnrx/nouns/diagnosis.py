@@ -117,7 +117,7 @@ class HiddenDiagnosis(Displayed):
 class LayerDiagnosis(Displayed):
     """One layer: its spectrum, and its readings by name. The first axis of every reading is the heads.
 
-    If the MLP was diagnosed, `mlp` holds the diagnoses of its two linear maps, and `hidden` that of its hidden units.
+    If the MLP was diagnosed, `mlp` describes its two linear maps, and `hidden` describes its hidden units.
     """
 
     spectrum: Spectrum

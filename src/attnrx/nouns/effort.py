@@ -59,8 +59,8 @@ LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {l
 
 # For a model with more than LARGE multiply-accumulates per image, a quick call diagnoses on half of the images. It
 # measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model with more than
-# HUGE (a ViT-L has 6e10), it plans on half of the images, measures sensitivities in half of the layers, and diagnoses
-# on a quarter. In both cases, plans are compared and repaired in bfloat16 where it is faster (docs/results/plan.md).
+# HUGE (a ViT-L has 6e10), it plans on half of the images and diagnoses on a quarter. It measures sensitivities in half
+# of the layers. In both cases, plans are compared and repaired in bfloat16 if it is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A quick call verifies on as many images as VERIFICATION_MACS multiply-accumulates of the original allow, but on at
 # least MIN_VERIFICATION_IMAGES. That is 4,800 images for a ViT-Tiny, and 340 for a ViT-B.
@@ -108,8 +108,8 @@ class PlanSettings:
     Latency is measured by the `protocol`. Forward passes of `batch` images are timed under the `conditions`, by `clock`
     (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
     these levels, times are interpolated. Whole models are timed for `whole_rounds` rounds. With `in_subprocess`, the
-    timings run in a new process that keeps freed memory (`subprocess_runner`), because the speed of memory allocation
-    depends on the history of the process.
+    timings run in a new process that keeps freed memory (`subprocess_runner`), because memory allocation is faster or
+    slower depending on what the process did before.
 
     Divergence is first measured for single choices. These sensitivities are measured on `sensitivity_images`, at
     `probed_levels` and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are
@@ -400,9 +400,9 @@ class Effort:
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
 
-# These numbers apply to a model that will search an index of the original's embeddings. INDEX_IMAGES is the least
-# number of images to fit it. INDEX_QUERIES is the number of queries for a plan's recall. On 512 queries, a share of
-# 0.98 of 10 neighbours has a standard error of 0.3 points.
+# For a model that will search an index of the original's embeddings, INDEX_IMAGES is the least number of images to fit
+# it. INDEX_EPOCHS are the epochs of its distillation. A plan's recall is measured with INDEX_QUERIES queries. On 512
+# queries, a share of 0.98 of 10 neighbours has a standard error of 0.3 points.
 INDEX_IMAGES, INDEX_QUERIES = 1024, 512
 INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
 MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
@@ -420,8 +420,8 @@ EFFORTS: dict[str, Effort] = {
             layer_stride=2,
             trials=10,
             variations=3,
-            # With `trial_images=32` (96 for the better half), the search for a ViT-Tiny at 60 % of the MACs found a
-            # plan with 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+            # With `trial_images=32` (96 for the better half), a ViT-Tiny at 60 % of the MACs reached 0.043 instead of
+            # 0.038 nats on 500 test images. The search took 6 % less CPU time (one seed, 2026-11-26).
             trial_images=96,
             finalists=3,
             attempts=4,

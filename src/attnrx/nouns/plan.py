@@ -140,7 +140,7 @@ class Plan(Displayed):
 
         # plan.json is moved last, so a folder that contains it is complete.
         def is_part(path: Path) -> bool:
-            # Both name and content are compared, so a user's file of the same name is not replaced.
+            # The name and the content of a file are compared, so a user's file of the same name is not replaced.
             kind = KIND if path.name == "plan.json" else PRESCRIPTION
             kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
             return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind

@@ -468,7 +468,7 @@ class Prescription(Displayed):
 # The file format: fields, their valid values, and the conversion of layers --------------------------------------------
 
 
-# A file may come from anyone. The sizes in its fields are checked before a tensor of such a size is allocated.
+# A file may come from anyone. The sizes in its fields are checked before tensors of these sizes are allocated.
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
     """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]

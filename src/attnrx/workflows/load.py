@@ -104,7 +104,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             called as `factory(**reader.arguments)` if there is a reader, else without arguments. By default, the class
             of the module is called. To load a saved folder of your own module, pass `factory` if the class has not been
             imported or needs arguments.
-        outputs: The kind of the outputs, if the model does not state it: "classes" (a logit per class, or one logit for
+        outputs: The kind of the outputs, if the model defines none: "classes" (a logit per class, or one logit for
             two classes), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
             "embedding". All comparisons depend on this kind. Copies of the model and saved folders keep it. A
             transformers model defines it in its configuration, as `problem_type`. By default, the outputs of a

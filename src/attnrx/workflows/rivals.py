@@ -281,7 +281,7 @@ def _drafts(
     if bits is not None and bits != form:
         drafts[f"{UNCHANGED}, int8"] = Draft.of(original, bits, calibration, class_names, is_compared=True)
     if result is not None:
-        # If the result's file and its model have different outputs, an error is raised, because such a result could not
-        # be saved.
+        # If the result's file and its model have different outputs, an error is raised, because the result could not be
+        # saved.
         drafts[RESULT] = Draft.of(result, form, calibration, class_names, is_compared=True)
     return drafts

@@ -80,8 +80,8 @@ from attnrx.workflows.verify import verify
 # on its own, without any change to the blocks.
 LARGEST_DECODER = 0.2
 
-# For a divergence target: the maximum number of plans, the share of the allowed loss at which the search ends, the
-# share that the next plan aims at, and the largest factor by which a plan's limit is raised.
+# For a divergence target, at most CORRECTIONS plans are made. The search ends if a plan has at least the share ENOUGH of
+# the allowed loss. The next plan aims at the share AIMED, and its limit is raised at most by the factor FARTHEST.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
 # A recall target counts this many neighbours. A cosine distance d loses the share LOST * sqrt(d) of them, measured on a
 # ViT-Tiny's features in an index of 10,000 images (2026-11).
@@ -577,10 +577,10 @@ class ShrinkRun:
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
         """Returns a file of the unchanged model if it should replace the plan's file, else None.
 
-        For a latency target, this is the fastest of attnrx's files that meets the target, is faster than the plan's
-        file, and is no farther from the original. For a target of parameters, no file replaces the plan's, because such
-        a plan need not be faster. For other targets, this is the unchanged model's file in the same format, if it is
-        faster.
+        For a latency target, the returned file meets the target, is faster than the plan's file, and is no farther from
+        the original. Of attnrx's files like this, the fastest is returned. For a target of parameters, no file replaces
+        the plan's, because such a plan need not be faster. For other targets, the unchanged model's file in the same
+        format is returned if it is faster.
         """
         log, result = self.settings.log, files.result
         for file in files.better():

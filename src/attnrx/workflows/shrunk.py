@@ -267,7 +267,7 @@ def samples_of(
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
     """Returns a few images with their classes, and both models' maps for the first ones, for the report.
 
-    Both results are None if the inputs are not pictures. The maps are None if the models do not return maps.
+    If the inputs are not pictures, both results are None. If the models do not return maps, the maps are None.
     """
     if not getattr(family_of(original).inputs(original), "is_plain", True):
         return None, None
@@ -335,8 +335,8 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
 def result_parts(fingerprint: str) -> ReplacedFiles:
     """Returns a function that names the files that `Shrunk.save` replaces for the model with this fingerprint.
 
-    These files are the model, its report, and exports of other models with their evidence. Exports of this model are
-    kept, unless they are written again.
+    `Shrunk.save` replaces the model, its report, and exports of other models with their evidence. Exports of this model
+    are kept, unless they are written again.
     """
 
     def parts(folder: Path, written: Collection[str]) -> set[str]:
