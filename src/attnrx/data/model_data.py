@@ -140,7 +140,7 @@ def images_for(
 
 
 def _require_sizes(model: nn.Module, images: ImageSet, argument: str, inputs: ModuleInputs | None) -> None:
-    """Raises InvalidInput if the model rejects one of several image sizes, DataError if channels are the last axis."""
+    """Raises InvalidInput if the model rejects one of the image sizes, or DataError if channels are the last axis."""
     if isinstance(images, FixedImages) and inputs is None:
         require_channels_first(images.store.values.shape[1:], family_of(model).input_shape(model), f"{argument} has")
     for others in images.others if isinstance(images, FixedImages) else ():

@@ -127,7 +127,7 @@ class Onnx(Format):
         names = list(facts.get("outputs", ())) or [facts["output"]]
         for output, name in zip(model.graph.outputs, names, strict=True):
             output.name = name
-        # torch names values after their operators, so an inner value may also have the name "embedding", as in CLIP.
+        # An inner value may have the same name as an output, e.g. "embedding" in CLIP, so duplicates are renamed.
         library("onnx_ir.passes.common").NameFixPass()(model)
         forget_shapes_of_weights(model)
         ir.save(model, path)

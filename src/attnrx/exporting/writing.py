@@ -440,8 +440,8 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in a user's module return the dynamic batch size.
 
     Python's own `len` returns a plain number, which fixes the batch size in torch.export. No mode of PyTorch can change
-    that. So every part of the model, which is attnrx's own copy, gets copies of the user's methods as attributes. These
-    attributes hide the methods of the class. They have the same code and the same global names, but another `len`. The
+    that. So every part of the model, which is attnrx's own copy, gets copies of the user's methods as attributes. The
+    copies hide the methods of the class. They have the same code and the same global names, but another `len`. The
     user's classes and modules are not changed. Calls by `super()` reach the class's own methods, which must use
     `images.shape[0]`.
     """

@@ -374,9 +374,9 @@ class Prescription(Displayed):
     def removed_share(self) -> float:
         """The share of pruned score directions ("Dir. pruned" in the paper's tables).
 
-        The share measures how much smaller the query and key projections become. A shared direction counts once
-        although every head computes scores with it. So the query-key products may cost more than before. Compare forms
-        by their MACs (`Family.costs`).
+        The share measures how much smaller the query and key projections become. A shared direction counts once,
+        although every head computes scores with it. The query-key products may therefore cost more than before. To
+        compare forms, use their MACs (`Family.costs`).
         """
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0

@@ -80,8 +80,8 @@ from attnrx.workflows.verify import verify
 # on its own, without any change to the blocks.
 LARGEST_DECODER = 0.2
 
-# For a divergence target, at most CORRECTIONS plans are made. The search ends if a plan has at least the share ENOUGH of
-# the allowed loss. The next plan aims at the share AIMED, and its limit is raised at most by the factor FARTHEST.
+# For a divergence target, at most CORRECTIONS plans are made. The search ends if a plan uses at least the share ENOUGH
+# of the allowed loss. The next plan aims at the share AIMED, and its limit is raised at most by the factor FARTHEST.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
 # A recall target counts this many neighbours. A cosine distance d loses the share LOST * sqrt(d) of them, measured on a
 # ViT-Tiny's features in an index of 10,000 images (2026-11).
@@ -542,7 +542,7 @@ class ShrinkRun:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
-            # The plan is for a copy with a smaller decoder. The prescription changes only the blocks, which are the
+            # The plan is for a copy with a smaller decoder. Its prescription changes only the blocks, which are the
             # original's, so it gets the original's fingerprint.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
         # `attnrx realize` and the matched controls repeat the settings in this record.

@@ -154,8 +154,8 @@ class Shrunk:
 
         If you pass another format as `to`, its file gets its own evidence, e.g. evidence-int8.json, which compares it
         with the original. The file's speed is relative to the original in its own library, at the file's precision. The
-        original is also timed as a file of the same format. So you see how much of the speed is due to the format, and
-        how much to the compression.
+        original is also timed as a file of the same format. Its time shows how much of the speed is due to the format,
+        and how much to the compression.
 
         Args:
             folder: The folder to write. A missing folder is created.
