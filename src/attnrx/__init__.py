@@ -70,8 +70,8 @@ _PACKAGES = {
     "training": "attnrx.training",
 }
 
-# The same names are imported again as exports (`as`), because type checkers and editors evaluate neither `__getattr__`
-# nor `__all__`.
+# Type checkers and editors do not evaluate `__getattr__` or `__all__`. For them, the same names are imported again as
+# explicit exports (`as`).
 if TYPE_CHECKING:  # isort: off
     from attnrx import data as data, training as training
     from attnrx import exporting as exporting, realization as realization

@@ -1,4 +1,4 @@
-"""Datasets: one function from a name or a path to train, validation and test images.
+"""Datasets: `load_data` turns the name or the path of a dataset into train, validation and test images.
 
     splits = load_data("cifar10")
     for batch in splits.train.batches(256, seed=0, augmentation=splits.augmentation):

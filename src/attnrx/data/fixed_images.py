@@ -25,8 +25,8 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
-MEMORY = 2 * 2**30  # bytes of images that are held in memory, before a file is used
-MAX_IMAGES = 50_000  # the size of ImageNet's validation set, unless a call needs fewer images
+MEMORY = 2 * 2**30  # the most bytes of images in memory, more are stored in a file
+MAX_IMAGES = 50_000  # the most images that a call reads by default, which is the size of ImageNet's validation set
 MAX_UNCOUNTED = 10_000  # the most images from an iterable without a length, which may be endless
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
@@ -37,8 +37,9 @@ ONE_DRAW = "one fixed draw"  # in the notes on images that would differ if they 
 def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
 
-    Other `generators`, e.g. a sampler's, are only restored. Random transforms in a user's dataset draw from the global
-    generators. So the images can be read again identically, and your random state does not change.
+    Random transforms in a user's dataset draw from these global generators. A fixed seed therefore reads the same
+    images every time, and your own random state does not change. Other `generators`, e.g. a sampler's, are only
+    restored.
     """
     own = [(generator, generator.get_state()) for generator in generators]
     with restored_random_states():
@@ -53,8 +54,8 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 
 
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
-    """Returns a hash of every image's values, which is equal for images that are equal bit by bit."""
-    # With 8 bytes, two different images among 50,000 share a hash with a probability of 1e-10.
+    """Returns one hash per image. Images that are equal bit by bit have equal hashes."""
+    # 8 bytes suffice: any two of 50,000 different images share a hash with a probability of about 1e-10.
     rows = images.contiguous().view(torch.uint8).flatten(1).numpy()
     digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
     return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)
@@ -62,10 +63,10 @@ def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageStore(Displayed):
-    """Images as they were read, each with its label (-1 without one), its row in the source and its hash.
+    """Images as they were read. Each has a label (-1 if it has none), its row in the source and its hash.
 
-    `values` are the images in the dtype of the source, or 8-bit codes. A code is an index into `levels`, which contains
-    the value of every pixel level by channel.
+    `values` holds the images in the dtype of the source, or as 8-bit codes. A code is an index into `levels`, which
+    holds the value of every pixel level in each channel.
     """
 
     values: Float[Tensor, "stored channels height width"] | UInt8[Tensor, "stored channels height width"]
@@ -76,7 +77,7 @@ class ImageStore(Displayed):
 
     @property
     def labels(self) -> Int[Tensor, "stored"] | None:
-        """The labels, which `take` uses to balance the classes. None if an image has no label or several."""
+        """The labels, which `take` uses to balance the classes. None if an image has no label or more than one."""
         return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
@@ -87,9 +88,10 @@ class ImageStore(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FixedImages(Displayed, RowImages):
-    """Some rows of an image store. `notes` state how they were read, and `problem` why labels cannot be compared.
+    """Some rows of an image store.
 
-    `others` are the images of other sizes in the same data, one set for each size.
+    `notes` says how the images were read. `problem` says why their labels cannot be compared with a model's answers.
+    `others` holds the images of other sizes from the same data, as one set per size.
     """
 
     store: ImageStore
@@ -103,7 +105,7 @@ class FixedImages(Displayed, RowImages):
 
     @property
     def summary(self) -> str:
-        """The number, shape and type of the images, and their size."""
+        """The number, shape and dtype of the images, and their size in MiB."""
         values, codes = self.store.values[0], self.store.levels is not None
         kind = "8 bits per value" if codes else str(values.dtype).removeprefix("torch.")
         shape = " x ".join(map(str, values.shape))
@@ -115,7 +117,7 @@ class FixedImages(Displayed, RowImages):
 
     @property
     def fingerprint(self) -> str:
-        """The name, the number of images, and a hash of all labels and contents, which does not depend on the name."""
+        """The name, the number of images, and a hash of all labels and contents. The name does not affect the hash."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
 
     def limited_to(self, num_classes: int) -> "FixedImages":
@@ -140,12 +142,19 @@ def read_once(
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
-    At most `limit` images are read. `total` is the number of batches, if it is known. With `distinct`, an image that
-    was read before is left out. If images come from 8-bit pixels by `normalization`, they need one byte per value. If
-    images have several sizes, the store contains the images of the most frequent size, and its `others` the rest.
+    If images have several sizes, the returned set contains the images of the most frequent size, and its `others`
+    contains the rest.
+
+    Args:
+        batches: The images to read.
+        name: The name of the set in messages and notes.
+        normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
+        total: The number of batches for the progress bar, if it is known.
+        limit: The most images to read.
+        distinct: Whether images that were read before are left out.
 
     Raises:
-        DataError: There is no image, or the file cannot be written.
+        DataError: The batches contain no image, or the file cannot be written.
         InvalidInput: The images differ in their dtype or their number of channels.
     """
     writers: dict[tuple[int, ...], _Writer] = {}  # by the shape of the images
@@ -204,10 +213,10 @@ def _flat(codes: Tensor) -> Tensor:
 class _Writer:
     """Collects images of one shape in memory, or, beyond MEMORY bytes, in a temporary file.
 
-    If images were made from 8-bit pixels, they are stored as codes without loss, together with the value of every pixel
-    level in each channel. Resizing and cropping of pictures, followed by a normalization per channel, leave at most 256
-    values in a channel. The model's normalization determines the number of a level, but its value comes from the
-    images, because another pipeline may round differently.
+    Images made from 8-bit pixels are stored as codes without loss, together with the value of every pixel level in each
+    channel. Such images have at most 256 values per channel, even after resizing, cropping and normalization. The
+    model's normalization is used to find the level of a pixel. The value of a level is copied from the images, because
+    another pipeline may round differently.
     """
 
     def __init__(self, first: ImageBatch, normalization: Normalization | None):
@@ -225,7 +234,7 @@ class _Writer:
 
     def add(self, batch: Batch, hashes: Int[Tensor, "batch"]) -> None:
         codes = self._codes(batch.images)
-        if self.levels is not None and codes is None:  # the first images with values that are not levels
+        if self.levels is not None and codes is None:  # the first images that are not made from 8-bit pixels
             earlier, levels = self._values().split(64) if self.count else (), self.levels
             self.levels, self.file = None, io.BytesIO()
             for part in earlier:
@@ -235,7 +244,7 @@ class _Writer:
         self.count += len(batch)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
-        """Returns the codes, or None if the images have values that are not levels."""
+        """Returns the codes, or None if the images have values that are not pixel levels."""
         if self.levels is None or self.normalization is None:
             return None
         pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
@@ -265,7 +274,7 @@ class _Writer:
             ) from error
 
     def _values(self) -> Tensor:
-        """Returns the images, or else their codes."""
+        """Returns the stored images, or their codes if images are stored as codes."""
         if self.is_on_disk:
             self.file.flush()
             stored = torch.from_file(self.file.name, shared=False, size=self.file.tell(), dtype=torch.uint8)

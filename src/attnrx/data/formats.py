@@ -1,6 +1,6 @@
 """Storage formats: folders of image files, and tables of encoded images (parquet files and hub datasets).
 
-The `datasets` library reads the tables.
+Tables are read with the `datasets` library.
 """
 
 import errno
@@ -38,8 +38,9 @@ MAX_CLASSES = 100_000  # the most classes for labels that are numbers without na
 class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
-    Without class names, the images have no labels. The stored labels are then zeros, and `remedy` says how to add
-    labels. `keys` name the training images and decide which are held out. Without keys, the rows decide.
+    If there are no class names, the images have no labels. The stored labels are then zeros, and `remedy` says how to
+    add labels. `keys` holds one name per training image, and a hash of these names selects the images that are held
+    out. Without `keys`, the row numbers are hashed.
     """
 
     splits: Mapping[str, StoredImages]
@@ -56,8 +57,8 @@ def open_folder(root: Path) -> Opened:
     `root/train/*.jpg`, the images have no labels.
 
     Raises:
-        DataError: There are no images, only some splits have folders of classes, or the folders may be read in two
-            ways.
+        DataError: There are no images, only some splits have folders of classes, or it is not clear which folders are
+            classes.
     """
     notes: list[str] = []
     try:
@@ -68,11 +69,11 @@ def open_folder(root: Path) -> Opened:
 
 
 Listing = list[tuple[Path, str]]
-"""Image files, each with the name of its class, or "" without classes."""
+"""Image files, each with the name of its class. The name is "" for images without classes."""
 
 
 def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[str] = ()) -> Opened:
-    """Returns the listed images by split, with `notes` about how they were found. Keys are paths below `root`.
+    """Returns the listed images by split, with `notes` about how they were found. Their keys are paths below `root`.
 
     Raises:
         DataError: There are no images, or only some splits have classes.
@@ -106,11 +107,12 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split, by the folders in `root` that are named like splits. Otherwise all are train.
+    """Returns the images of every split. Each folder in `root` with the name of a split holds its images.
+
+    If no folder has the name of a split, all images are training images.
 
     Raises:
-        DataError: Two folders name one split, or other folders with images, which may be classes, are next to the
-            splits' folders.
+        DataError: Two folders name the same split, or a folder beside them has images and may be a class.
     """
     folders: dict[str, Path] = {}
     for entry in _subfolders(root):
@@ -124,7 +126,7 @@ def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
     for entry in _subfolders(root) if folders else ():
         if entry in folders.values() or not any(map(is_image, entry.rglob("*"))):
             continue
-        # A folder with the same classes is another split. Any other folder may be a class.
+        # A folder with the same classes is an unknown split, which is ignored. Any other folder may be a class.
         if not class_names & {word for _, word in class_folders(entry)}:
             names = " and ".join(folder.name for folder in folders.values())
             raise DataError(
@@ -143,10 +145,10 @@ def _subfolders(folder: Path) -> list[Path]:
 def class_folders(folder: Path) -> Listing:
     """Returns the images in the class folders, each with the name of its class.
 
-    If there are no such folders, returns the images in the folder itself, each with "".
+    If no subfolder has images, the images in the folder itself are returned, each with the class name "".
 
     Raises:
-        DataError: The name of a file is not text, or the classes seem to be folders further inside.
+        DataError: A file name is not UTF-8, or the classes seem to be folders further inside.
     """
     listing: Listing = []
     for entry in _subfolders(folder):
@@ -160,8 +162,11 @@ def class_folders(folder: Path) -> Listing:
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
     """Raises DataError if the classes seem to be folders further inside.
 
-    This is assumed in three cases: all folders have the same subfolders, e.g. <corruption>/<severity>/<class>, the only
-    folder has several subfolders, or images are three folders deep.
+    Deeper class folders are assumed in three cases:
+
+    - All folders have the same subfolders, e.g. <corruption>/<severity>/<class>.
+    - The only folder has several subfolders.
+    - Images are three folders deep.
     """
     inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
@@ -178,10 +183,10 @@ def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file is named like an image.
+    """Returns whether a file has the name of an image: a known suffix, and no dot in front.
 
     Raises:
-        DataError: The file name is not text.
+        DataError: The file name is not UTF-8.
     """
     try:
         str(path).encode()
@@ -203,10 +208,11 @@ def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
 class Columns:
     """The names of the columns that contain the image and its label.
 
-    By default, image and label are in the first column of IMAGE_KEYS and LABEL_KEYS (`data.images`) that a table has.
-    If a table has no usual label column, attnrx looks for columns that the schema declares as classes, or whose name
-    says label, class, category or target. A single such column is used. If there is none, the images have no labels.
-    `test_column` may name a boolean column. Only its true rows are then test images.
+    If you name no columns, the image is in the first of IMAGE_KEYS (`data.images`) that a table has, and the label in
+    the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema declares as
+    classes, or whose name says label, class, category or target. If there is one such column, it is used. If there is
+    none, the images have no labels. If there are several, you must name one. `test_column` may name a boolean column,
+    which then selects the test images.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -222,7 +228,7 @@ class Columns:
         """Returns the columns for a table with these features (types by name, as in `datasets`).
 
         Raises:
-            DataError: The table lacks the image, or a column that was named, or several columns may be the label.
+            DataError: The table has no image column, lacks a column that was named, or has several possible labels.
         """
         names = [*features]
         image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
@@ -310,7 +316,7 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     """Maps parquet files into memory, and reads the labels.
 
-    The names of the files group them into splits. If the names contain no split, a column `split` does.
+    Files are grouped into splits by their names. If no name contains a split, the column `split` groups the rows.
 
     Raises:
         DataError: A file is damaged or empty, or the labels of the files do not match.
@@ -319,8 +325,8 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     required_module("datasets", "data", "parquet files")
     tables = {}
     for name, group in _group_by_split(files, root).items():
-        # `datasets` maps a copy, which it writes into the cache folder once. If the files change, they get a new copy,
-        # because `datasets` only compares their times.
+        # `datasets` writes one copy of the files into this cache folder and maps it into memory. It only compares the
+        # files' times, so the folder is named by their paths, sizes and times, and changed files get a new copy.
         paths = [file.absolute() for file in group if table_rows(file)]
         if not paths:
             raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
@@ -358,7 +364,7 @@ def _no_cache(copy: Path, error: OSError) -> DataError:
 
 
 def _unwritten(error: BaseException | None) -> OSError | None:
-    """Returns the error of a disk that cannot be written, if it caused a library's error."""
+    """Returns the disk error (full, read-only, no access) that caused a library's error, or None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             return error
@@ -367,7 +373,7 @@ def _unwritten(error: BaseException | None) -> OSError | None:
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
-    """Groups files by the split that their name or their folder below `root` contains. Without a split, it is ""."""
+    """Groups files by the split in their name or in their folder below `root`. The key "" stands for no split."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
@@ -409,7 +415,7 @@ def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: 
         remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
     stored = {}
     for name, table in tables.items():
-        # A file has one table for all splits, and each split has its own rows.
+        # A table may hold several splits, each with its own rows.
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
             stored[split] = _stored_rows(images, labels[name], rows, f"of split {split} of {source}")
@@ -466,7 +472,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns the given rows of an image column. Its cells are bytes, or {bytes, path} where one may be missing."""
+    """Returns the given rows of an image column. A cell holds bytes or {bytes, path}, in which one may be missing."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()
@@ -490,7 +496,8 @@ def _labels(
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
     """Returns the labels of every split as class numbers, and the class names, which are the same for all splits.
 
-    Labels are words, or numbers whose names are in the schema (`class_names`).
+    Labels are words or numbers. For numbers, `class_names` holds the names from the schema. If the schema has no names,
+    the class names are the numbers.
     """
     values = {name: _label_values(table.column(label_column), source) for name, table in tables.items()}
     are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}
@@ -498,7 +505,7 @@ def _labels(
         kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
         raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
     if all(are_words.values()):
-        # The names are sorted, so that the numbers do not depend on the order of rows or splits.
+        # Class names are sorted, so class numbers do not depend on the order of rows or splits.
         class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
         values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
     elif not class_names:

@@ -1,4 +1,4 @@
-"""Image sets: batches in an order that can be repeated exactly, and the images that attnrx itself decodes.
+"""Image sets, which yield batches in a repeatable order, and their class for images that attnrx itself decodes.
 
 The trainer relies on two laws, to resume exactly and to run in several processes:
 
@@ -40,10 +40,10 @@ RATIO = (3 / 4, 4 / 3)  # the allowed ratios of width to height for such a crop
 ORDER, AUGMENTATION = 0, 1  # the purpose of a generator, so that the two never share random numbers
 CHUNK = 256  # images per step when a whole set is decoded
 AHEAD = 2  # batches that are decoded while the model works on another one
-IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory, before a store is decoded in every pass
-# If an item has several of these keys, or a table several of these columns, the first one in the list is used.
-# transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's columns
-# on the hub.
+IN_MEMORY = 2 * 2**30  # the most bytes of decoded pixels in memory, larger stores are decoded in every pass
+# Keys of items and columns of tables that may hold images and labels. If several are present, the first one in the list
+# is used. transformers' processors and collators return "pixel_values" and "labels". "img" and "fine_label" are CIFAR's
+# columns on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 LABEL_WORDS = frozenset({"label", "labels", "class", "classes", "category", "categories", "target", "targets", "y"})
@@ -83,14 +83,14 @@ class Batch:
 
 def generator(*parts: int) -> torch.Generator:
     """Returns a CPU generator that depends on every part. Neighbouring seeds or steps get unrelated numbers."""
-    # The parts are hashed. With a sum, step 1 of seed 0 would have the same numbers as step 0 of seed 1. On the CPU,
-    # because generators on other devices give different numbers.
+    # The seed is a hash of all parts. With a sum, step 1 of seed 0 would get the numbers of step 0 of seed 1. The
+    # generator is on the CPU, because other devices generate different numbers.
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
 
 class Draws(NamedTuple):
-    """The random numbers for one batch. They are drawn on the CPU, so all devices and processes use the same ones."""
+    """The random numbers that augment one batch. They are drawn on the CPU, so they are equal on all devices."""
 
     shift: Int[Tensor, "batch 2"]
     mirror: Bool[Tensor, "batch"]
@@ -101,8 +101,8 @@ class Draws(NamedTuple):
 class Augmentation:
     """Random crops with `padding` black pixels around the image, and mirroring of half the images.
 
-    With `area`, the crop is instead a random window with that share of the picture, resized to the model's input. Such
-    crops need the whole pictures, so the split must decode them in every pass.
+    If `area` is (low, high), the crop is instead a random window that covers this share of the picture, resized to the
+    model's input. Such crops need the whole pictures, so every pass decodes the split again.
     """
 
     example = "attnrx.data.Augmentation()"
@@ -117,7 +117,7 @@ class Augmentation:
             raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:
-        """Draws random numbers for `count` images. Every option draws, so no option changes the numbers of another."""
+        """Draws random numbers for `count` images. An option that is off does not change the numbers of the others."""
         return Draws(
             shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
             mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
@@ -144,10 +144,10 @@ class Augmentation:
     def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
         """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
         low, high = self.area or (1.0, 1.0)
-        # Every attempt has four numbers in [0, 1), which are drawn even if it is not needed.
+        # Every attempt has four numbers in [0, 1). They are drawn for all attempts, even if the first one succeeds.
         for share, ratio, down, across in window.tolist():
             area = height * width * (low + share * (high - low))
-            # The ratio is uniform in the logarithm, so that 3/4 and 4/3 are equally likely.
+            # The logarithm of the ratio is uniform, so 3/4 and 4/3 are equally likely.
             shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
             rows, columns = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
             if 0 < rows <= height and 0 < columns <= width:
@@ -159,7 +159,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of `ImageSet.batches`. They determine the images of each step in each process."""
+    """The arguments of `ImageSet.batches`. Together they fix which images each process reads in each step."""
 
     batch_size: int
     seed: int | None
@@ -181,14 +181,14 @@ class Pass:
             )
 
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
-        """Yields which of `count` positions this process takes at each step, and its random numbers.
+        """Yields, for every step, this process's positions among `count` images and its random numbers.
 
-        A shuffled pass drops the last incomplete batch. At the end of an ordered pass, this process's share of a batch
-        may be empty, and the step is then skipped. Shares are contiguous, in the order of the processes. They are
-        equal, except in the last batch of an ordered pass.
+        A shuffled pass drops the last incomplete batch. Each process gets a contiguous share of a batch, in the order
+        of the processes. Shares are equal, except in the last batch of an ordered pass. If this process's share of that
+        batch is empty, its step is skipped.
 
         Raises:
-            DataError: There are no whole batches to shuffle, or the pass starts after its end.
+            DataError: The images do not fill one batch of a shuffled pass, or the pass starts after its end.
         """
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
         if steps == 0 and self.seed is not None:
@@ -212,17 +212,18 @@ class Pass:
                 continue
             draws = None
             if self.augmentation is not None and self.seed is not None:
-                # The numbers are drawn for the whole batch, then cut to this process's share.
+                # Every process draws the numbers of the whole batch, so they do not depend on the number of processes.
                 drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
                 draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
 
 
 class ImageSet(ABC):
-    """One split. It is never consumed, because every call of `batches` begins a new pass.
+    """The images of one split. Every call of `batches` begins a new pass, so an image set is never used up.
 
-    `notes` are facts about the reading of the images that evidence must state. `problem` is the reason why the labels,
-    if there are any, cannot be compared with a model's answers. A set that `can_augment` has no transforms of its own.
+    `notes` says how the images were read, and evidence repeats these notes. `problem` says why the labels, if there are
+    any, cannot be compared with a model's answers. `can_augment` is True if the images have no transforms of their own,
+    so that attnrx may crop and mirror them.
     """
 
     notes: tuple[str, ...] = ()
@@ -245,7 +246,7 @@ class ImageSet(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short text with name, count and a hash. Two sets share it only if they contain the same images."""
+        """A short text with name, count and a hash. Two sets share a fingerprint only if their images are the same."""
 
     @abstractmethod
     def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
@@ -269,21 +270,21 @@ class ImageSet(ABC):
 
     def _spread(self, count: int) -> Int[Tensor, "chosen"]:
         """Returns the positions of `count` images from all classes, because a dataset may be sorted by class."""
-        # Both orders are fixed, so a run can be repeated. Evenly spread rows stay in storage order.
+        # Balanced and evenly spread positions are deterministic, so a run can be repeated. Spread rows stay in order.
         labels = self._labels()
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
         """Returns the images, and checks that a user's labels are below `num_classes`.
 
-        Named datasets are checked on loading. The check runs on the CPU, because on a GPU a label out of range would
-        end the process.
+        attnrx checks the labels of named datasets when it loads them. The check runs on the CPU, because on a GPU a
+        label out of range would end the process.
         """
         return self
 
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        """Makes the batches of one pass. Its arguments are already checked."""
+        """Yields the batches of one pass. The settings in `order` are already checked."""
 
     def batches(
         self,
@@ -295,7 +296,7 @@ class ImageSet(ABC):
         shard: tuple[int, int] = (0, 1),
         start: int = 0,
     ) -> Iterator[Batch]:
-        """Returns one pass in batches, normalized, on a device.
+        """Returns one pass over the images in normalized batches on a device.
 
         Without a seed, the pass is ordered and contains every image once. With a seed, it is shuffled and drops the
         last incomplete batch.
@@ -322,7 +323,7 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RowImages(ImageSet):
-    """Some rows of a store that can be read in any order. The store has the `labels` of all its rows, or None."""
+    """Some rows of a store that can be read in any order. `store.labels` holds the labels of all its rows, or None."""
 
     name: str
     store: Any
@@ -339,7 +340,7 @@ class RowImages(ImageSet):
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:
-    """Makes a fingerprint from the labels of all images and the contents of some."""
+    """Returns a fingerprint: the name, the number of images, and a hash of all labels and of some images' contents."""
     hashed = hashlib.sha256(f"{name}:{len(labels)}".encode())
     hashed.update(labels.cpu().numpy().tobytes())
     for sample in samples:
@@ -369,14 +370,14 @@ def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | N
 
 
 def require_labels(images: ImageSet) -> None:
-    """Raises DataError with the `label_problem` if images have no labels, or labels for other classes."""
+    """Raises DataError with the `label_problem` if images have no labels, or labels that do not fit the model."""
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns for each image how many images of its class precede it in this order."""
-    # Sorting puts the classes one after the other. An image's turn is its position minus the position of its class.
+    # Sorting groups the images by class. An image's rank is its position minus the position where its class begins.
     by_class = order[labels[order].argsort(stable=True)]  # grouped by class, each class in the given order
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes
@@ -386,10 +387,10 @@ def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"
 
 
 def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-    """Returns all positions in turns over the classes: the first image of each class, then the second, and so on."""
+    """Returns all positions in rounds over the classes: the first image of each class, then the second, and so on."""
     # Classes are renumbered by rank, because a class number can be of any size.
     labels = labels.unique(return_inverse=True)[1]
-    # Images are sorted by turn, and within a turn by class.
+    # Images are sorted by round, and within a round by class.
     turn = rank_within_class(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)
 
@@ -397,12 +398,13 @@ def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
 def hold_out(
     labels: Int[Tensor, "images"], keys: Iterable[str | int], share: float, seed: int
 ) -> Bool[Tensor, "images"]:
-    """Returns a mask of `share` of every class: the images with the lowest hash of seed and key, on every machine.
+    """Returns a mask that selects `share` of every class, with the same images on every machine.
 
-    Every class with at least two images has at least one image in the mask, and at least one outside.
+    The selected images have the lowest hashes of seed and key. Every class with at least two images has at least one
+    image in the mask, and at least one outside.
     """
-    # With a hash, unlike a random permutation, an image stays on its side when others are added or removed. 7 bytes fit
-    # into a signed int64.
+    # With a hash, unlike a random permutation, most images keep their side when others are added or removed. 7 bytes
+    # fit into a signed int64.
     hashes = [hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest() for key in keys]
     order = torch.tensor([int.from_bytes(raw) for raw in hashes], dtype=torch.int64).argsort(stable=True)
     sizes = labels.bincount()
@@ -415,8 +417,8 @@ def hold_out(
 class StoredImages(Displayed):
     """The encoded images of one split in storage order. Every storage format is converted to this class.
 
-    `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `pixels` are the images if they are already decoded.
+    `sources` holds the row of each image in the source. `content` reads the bytes of the image at a position. `where`
+    returns its file and row, for messages. `pixels` holds the images if they are already decoded.
     """
 
     labels: Int[Tensor, "stored"]
@@ -431,7 +433,7 @@ class StoredImages(Displayed):
     def picture(
         self, position: int, channels: int | None, alpha: str = "drop"
     ) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image to grey (1 channel) or RGB (3). With None, the image decides between the two.
+        """Decodes one image to grey (1 channel) or RGB (3). With `channels=None`, grey images stay grey.
 
         Raises:
             DataError: The image cannot be decoded. The message contains `where(position)`.
@@ -452,9 +454,9 @@ class StoredImages(Displayed):
 class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
-    `photos` states whether training crops parts of the pictures, which are then never held decoded. `numbers` has the
-    head's class for every class of the dataset, or -1 for no label. Without `numbers`, the dataset's labels are used.
-    `problem` is the reason why the labels do not fit a head.
+    `photos` says whether training crops parts of the pictures. If so, decoded pictures are not kept in memory.
+    `numbers` holds the head's class for every class of the dataset, or -1 for no label. Without `numbers`, the
+    dataset's labels are used. `problem` says why the labels do not fit a head.
     """
 
     store: StoredImages
@@ -502,7 +504,7 @@ class LoadedImages(Displayed, RowImages):
 
     @cached_property
     def _pixels(self) -> UInt8[Tensor, "images channels height width"]:
-        """The pixels of all images."""
+        """The decoded pixels of all images in this set."""
         if self.store.pixels is not None and self.store.pixels.shape[1:] == self.geometry.shape:
             return self.store.pixels[self.rows]
         pixels = torch.empty(len(self), *self.geometry.shape, dtype=torch.uint8)
@@ -514,8 +516,10 @@ class LoadedImages(Displayed, RowImages):
     def _decoded(
         self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
-        """Yields the pixels of every step. Several threads decode them in advance."""
-        # Images are yielded in order, so that every run finds the same first corrupt image.
+        """Yields the rows, the random numbers and the pixels of every step. Threads decode the next steps in advance.
+
+        Images are yielded in order, so every run finds the same first corrupt image.
+        """
         waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
         # Decoding releases the GIL, so there is one thread per usable core. Above 16, memory bandwidth is the limit.
         # macOS and Windows have no sched_getaffinity.
@@ -535,13 +539,13 @@ class LoadedImages(Displayed, RowImages):
             while waiting:
                 yield collected()
         finally:  # also when the consumer stops early
-            # This does not wait, because batches that nobody consumes may still be decoding.
+            # `shutdown` does not wait, because batches that nobody consumes may still be decoding.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _picture(
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
-        """Returns the pixels of a picture, fitted as in evaluation or, if a window is given, cropped."""
+        """Returns the pixels of a picture: cropped to `window`, or else resized and cropped as in evaluation."""
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         if windows is None or window is None:
             try:
@@ -561,8 +565,8 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        # Images are augmented as bytes, which take a quarter of float32's memory. They are normalized afterwards, so
-        # borders are black.
+        # Images are augmented as bytes, which need a quarter of float32's memory. They are normalized afterwards, so
+        # the borders are black.
         if draws is not None and order.augmentation is not None:
             images = order.augmentation.apply(images, draws)
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
@@ -583,10 +587,10 @@ def from_tensors(
         name: The name of the set in messages and fingerprints.
         pixels: 8-bit pixels [images, channels, height, width].
         labels: The class number of every image.
-        normalization: The scale of the batches.
+        normalization: The mean and standard deviation by which batches are normalized.
 
     Raises:
-        InvalidInput: There are no images, or the numbers of labels and images differ.
+        InvalidInput: There are no images, or the number of labels is not the number of images.
     """
     if len(pixels) != len(labels) or not len(pixels):
         raise InvalidInput(

@@ -30,9 +30,10 @@ TEST_SHARE = 0.2  # the share that is held out for the test if a dataset has nei
 class DatasetCard:
     """The properties of a named dataset.
 
-    The normalization is the published statistic of the training images, at their own size and without borders, or else
-    ImageNet's. `flip` and `shift` state whether the augmentation mirrors images, and crops them from a padded image. If
-    a dataset needs no file, `open` returns its images. If it is not on a hub, `publisher` says where its files are.
+    `normalization` is the published mean and standard deviation of the training images, at their own size and without
+    borders, or else ImageNet's. `flip` says whether training mirrors images. `shift` says whether it crops them from a
+    padded image. If a dataset needs no file, `open` returns it. If it is not on a hub, `publisher` says where you can
+    download it.
     """
 
     geometry: ImageGeometry
@@ -49,7 +50,7 @@ class DatasetCard:
 
 
 def open_digits() -> Opened:
-    """Returns the 1,797 handwritten digits inside scikit-learn, in its order. They need no download."""
+    """Returns the 1,797 handwritten digits that come with scikit-learn, in scikit-learn's order, without a download."""
     images, labels = digit_images()
     return Opened({"train": stored_greys(images, labels, "digit {} of scikit-learn")}, tuple("0123456789"))
 
@@ -57,7 +58,7 @@ def open_digits() -> Opened:
 def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
-    """Returns grey images in memory. `name` describes an image in messages, with {} for the number of the image."""
+    """Returns grey images in memory. Messages call an image `name`, in which {} stands for the image's number."""
     # The content is a PGM file, a header and then the pixels, so these images are read like all others.
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
     return StoredImages(
@@ -150,7 +151,10 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A dataset that `open` reads, and its entry in the catalogue, if any. `requested` is the user's text."""
+    """A dataset that was found but not yet read. `open` reads it, and `card` is its catalogue entry, if it has one.
+
+    `requested` is the text that the user gave.
+    """
 
     name: str
     requested: str
@@ -160,7 +164,7 @@ class DatasetLocation:
 
 
 def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
-    """Finds the dataset, and runs the checks that need neither images nor labels.
+    """Finds a dataset, and runs the checks that need neither images nor labels.
 
     Raises:
         DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or it lacks a
@@ -172,9 +176,9 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
     names = _spellings()
-    # A Path always names files. Some spellings are also usual names of folders.
+    # A `Path` always means files, because some spellings of dataset names are also common folder names.
     known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
-    # If a dataset cannot be fetched, its name refers first to a folder of that name.
+    # If attnrx cannot download a dataset, its name refers first to a folder of that name.
     fetched = requested in DATASETS and (DATASETS[requested].hub_id or DATASETS[requested].open) is not None
     if known is not None and (fetched or not os.path.lexists(requested)):
         return _locate_known(known, columns)
@@ -191,7 +195,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
             f"images (not a pattern), or {HUB}owner/name for a hub dataset."
         )
     name = path.name if path.is_dir() else path.stem
-    # A file with a known name is assumed to contain that dataset. A note states this assumption.
+    # A file with a known name is assumed to contain that dataset. A note says so.
     known, card, notes = names.get(name.lower()), None, ()
     if known is not None:
         card, notes = DATASETS[known], (f"size and normalization are those of {known}, by the name of the file",)
@@ -204,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the known dataset for a name, or for the name of a file or a folder. Returns None if there is none."""
+    """Returns the catalogue name of a dataset from any of its spellings, or from a path named after it, or None."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
@@ -260,24 +264,27 @@ def load_data(
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
     Small images are decoded at their first use and kept in memory. Other images are decoded in every pass. A folder of
-    images has labels only if every class has a folder. Pictures are fitted as the catalogue states, or else as a few of
-    them suggest. `adapt_preprocessing` changes this to what a model states. If an image cannot be decoded, the first
-    pass that needs it raises an error that names it.
+    images has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs it
+    raises an error that names it.
+
+    The catalogue says how the pictures of a known dataset are resized and cropped. For other datasets, a few pictures
+    decide. `adapt_preprocessing` replaces this with the model's own preprocessing.
 
     Args:
         name_or_path: The name of a known dataset (`DATASETS`), `hf:owner/name` for any hub dataset, or a path. A known
-            name is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub. The path is a parquet
-            file or a folder of them, a folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the
-            authors of CIFAR, MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
+            name is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub. A path is a parquet
+            file, a folder of parquet files, or a folder of JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images. It may also
+            be a folder in the layout that the authors of CIFAR, MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or
+            ImageNet-C publish.
         image_size: The side of the input in pixels, or (height, width).
-        geometry: How pictures become pixels, in full.
+        geometry: How pictures become pixels: size, resizing, crop and channels. It overrides `image_size`.
         validation_share: The share of each class that is held out of train if there is no validation split. With 0
             there are no validation images.
-        seed: Decides which images are held out. Nothing else is random.
-        columns: The names of a table's columns. By default, the usual names.
+        seed: The seed that selects the held-out validation images. Nothing else is random.
+        columns: The names of a table's image and label columns. By default, the usual names are tried.
 
     Raises:
-        InvalidInput: An argument is not of its kind.
+        InvalidInput: An argument has a wrong type or value.
         DataError: There is no such dataset, or it is damaged, empty, or without the columns that were named.
         NotSupported: The library that reads the format is not installed.
 
@@ -325,8 +332,8 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
 
     Raises:
-        DataError: Two splits have the same meaning, none has a known name, one is empty, or labels are outside the
-            classes or belong to a class that train does not have.
+        DataError: Two splits have the same meaning, no split has a known name, a split is empty, a label is outside the
+            classes, or a class does not occur in train.
     """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
@@ -356,7 +363,7 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
                 "split out if its labels are hidden."
             )
     for split, records in splits.items():
-        # Without a train split, the split is compared with itself.
+        # Without a train split, each split is compared with itself, which never fails.
         trained = splits.get("train", records).labels
         strange = records.labels[~torch.isin(records.labels, trained)]
         if len(strange):
@@ -372,10 +379,10 @@ def assign(
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
     """Assigns every image to train, validation or test. Returns each part's stored split and rows, and notes.
 
-    Without a test split, the validation images are the test. A split that is still missing is held out of train, with
-    the same share of each class. `share` and `seed` determine the validation images. A missing test always uses the
-    same seed, so it never changes. Images are held out by a hash of their `keys`, or else of their rows. Without a
-    train split, nothing is held out.
+    If there is no test split, the validation images become the test. A split that is still missing is held out of
+    train, with the same share of each class. Images are selected by a hash of their `keys`, or else of their rows.
+    `share` and `seed` only affect the validation images. Test images are selected with a fixed share and seed, so they
+    are always the same. Without a train split, nothing is held out.
 
     Raises:
         DataError: No class in train has two images, so none can be held out.
@@ -386,7 +393,7 @@ def assign(
         # If there are train images, a new validation split can be held out of them.
         parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
         notes.append(VALIDATION_IS_TEST)
-    # The test is held out first, so it does not depend on the validation split's share and seed.
+    # The test is held out first, so `share` and `seed` do not affect it.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts or "train" not in parts or not wanted:
             continue
@@ -403,7 +410,7 @@ def assign(
 
 
 def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[int] | None) -> ImageGeometry:
-    """Returns the geometry of the catalogue, or guesses one from pictures. A requested size overrides its size."""
+    """Returns the catalogue's geometry, or guesses one from pictures. A requested `size` replaces its size."""
     requested = (size[0], size[1]) if isinstance(size, Sequence) else size
     if card is None:
         stored = opened.splits.get("train") or next(iter(opened.splits.values()))
@@ -412,7 +419,7 @@ def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[
         return guess_geometry(pictures, requested)
     if requested is None or requested == card.geometry.side:
         return card.geometry
-    # Black borders (`pad`) suit only one size. For another size, pictures are resized.
+    # Black borders (`pad`) suit only the catalogue's size. For another size, pictures are resized.
     return ImageGeometry.of_size(requested, card.geometry.channels, "photo" if _are_photos(card.geometry) else "fill")
 
 

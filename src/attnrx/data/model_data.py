@@ -1,4 +1,4 @@
-"""Converts user data to a model's image set or splits."""
+"""Converts a user's data to image sets and splits for a model."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,10 +35,10 @@ class ModelBatches:
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
-        """Returns the data with their function, split by split. Without a function, returns the data themselves.
+        """Returns the data together with `inputs`, split by split. If `inputs` is None, returns the data unchanged.
 
         Raises:
-            InvalidInput: The data cannot be iterated, or only once.
+            InvalidInput: The data cannot be iterated, or can be iterated only once.
         """
         if inputs is None:
             return data
@@ -51,7 +51,7 @@ class ModelBatches:
         return cls(data, inputs)
 
     def example(self) -> Any:
-        """Returns the arguments of the forward for the first batch.
+        """Returns the arguments that `inputs` makes from the first batch, for a call of the model.
 
         Raises:
             DataError: The data are empty, or cannot be read.
@@ -62,10 +62,10 @@ class ModelBatches:
         raise DataError("data is empty; give at least one batch.")
 
     def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
-        """Returns the batches as pairs of images and labels. The model's `inputs` are packed into the images.
+        """Returns the batches as pairs of images and labels. `inputs` packs all arguments of the forward into images.
 
         Raises:
-            InvalidInput: The model takes images.
+            InvalidInput: The model takes only images, so there is nothing to pack.
         """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
@@ -90,15 +90,15 @@ class ModelBatches:
 
 
 def normalization_of(model: nn.Module) -> Normalization:
-    """Returns the scale of the images that the model expects."""
+    """Returns the mean and standard deviation by which the model expects images to be normalized."""
     return Normalization(*family_of(model).normalization(model))
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
-    """Returns how pictures become the model's input, as its own library states it.
+    """Returns the preprocessing of pictures that the model's own library defines.
 
-    If a model states nothing, pictures are resized to fill its input. Photographs are resized to 256/224 of the input,
-    then cropped at the center. Smaller pictures are resized to the input.
+    If the library defines none, the input size decides. For small inputs, pictures are resized to fill the input. For
+    larger inputs, pictures are resized to 256/224 of the input and cropped at the center.
 
     Raises:
         NotSupported: No model family matches.
@@ -118,7 +118,7 @@ def images_for(
 ) -> ImageSet:
     """Returns the data as an image set for this model, read in one pass (see `data.image_set`).
 
-    PIL images are preprocessed as the model states (`preprocessing_of`). Tensors must already be normalized for it.
+    PIL images are preprocessed as the model's library does it (`preprocessing_of`). Tensors must already be normalized.
 
     Raises:
         InvalidInput: The data has an unknown type, or its images are not float tensors. The message names `argument`.
@@ -140,7 +140,7 @@ def images_for(
 
 
 def _require_sizes(model: nn.Module, images: ImageSet, argument: str, inputs: ModuleInputs | None) -> None:
-    """Raises InvalidInput if the model does not accept images of several sizes, DataError for channels at the end."""
+    """Raises InvalidInput if the model rejects one of the image sizes, or DataError if channels are the last axis."""
     if isinstance(images, FixedImages) and inputs is None:
         require_channels_first(images.store.values.shape[1:], family_of(model).input_shape(model), f"{argument} has")
     for others in images.others if isinstance(images, FixedImages) else ():
@@ -166,14 +166,14 @@ def splits_for(
     limit: int = MAX_IMAGES,
     seed: int = 0,
 ) -> Splits:
-    """Returns the data as splits.
+    """Returns a user's data as splits.
 
     `Splits` are returned unchanged. In a mapping (such as a `datasets.DatasetDict`), the keys are the names of the
     splits. Other data become the training images. A missing split raises an error only when it is used. Images are read
-    once, at most `limit` per split. For `training`, rows of a dataset are read again in every pass, in any order.
+    once, at most `limit` per split. With `training`, the rows of a dataset are read again in every pass, in any order.
 
     Raises:
-        InvalidInput: A split has an unknown name or occurs twice, or training data can only be iterated.
+        InvalidInput: A split has an unknown name or occurs twice, or training data cannot be read by row.
         DataError: The data is empty, or reading it raised an error.
     """
     if isinstance(data, Splits):
@@ -199,11 +199,11 @@ def splits_for(
         sets[split] = images_for(model, images, named, limit=limit, seed=seed) if lazy is None else lazy
     notes = ()
     if "test" not in sets and "validation" in sets:
-        # Datasets often publish no labels for the test split. The note records that both splits are the same images.
+        # Datasets often publish no labels for the test split. A note records that both splits hold the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
     channels, *size = family.input_shape(model)
-    # Without class names, the classes are called by their numbers. A model of embeddings has no classes. One logit
-    # distinguishes two classes, and a configuration may name only one of them.
+    # Without class names, the classes are named by their numbers. An embedding model has no classes. A model with
+    # one logit has two classes, and its configuration may name only one of them.
     classes = tuple(map(str, range(num_classes(model))))
     of_data = dataset_classes(*by_split.values())
     names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())
@@ -220,7 +220,7 @@ def splits_for(
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:
-    """Returns the class names of a dataset, also if it is inside a Subset or a DataLoader, or () without names.
+    """Returns the class names of a dataset, or () without names. The dataset may be inside a Subset or a DataLoader.
 
     The names are the dataset's attribute `classes`, as in torchvision, or the names of a Hugging Face dataset's label.
     """
@@ -239,24 +239,23 @@ def dataset_classes(*data: Any) -> tuple[str, ...]:
 
 @checked(label_map=optional(instance("a dictionary from class names to class numbers", Mapping)))
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the splits with the model's preprocessing, and with labels as class indices of the model.
+    """Returns the splits with the model's preprocessing, and with the model's class indices as labels.
 
-    Pictures that attnrx decodes are fitted as the model's own library does it, in size, crop, interpolation and
-    channels. If the model states nothing, the dataset's own way is kept, at the model's size. `label_map` maps class
-    names of the dataset to class indices of the model. ImageNet subsets need no map (see `data.fit_labels`). If labels
-    do not fit the head, an error is raised only when they are used.
+    Pictures that attnrx decodes get the size, crop, interpolation and channels that the model's own library uses. If
+    the library defines none, the dataset's way is kept, at the model's size. ImageNet subsets need no `label_map` (see
+    `data.fit_labels`). If labels do not fit the head, an error is raised only when they are used.
 
     Args:
         splits: The dataset.
-        model: The model that will receive the images.
+        model: The model for which images and labels are prepared.
         label_map: The model's class index for every class name in the dataset.
 
     Returns:
         The splits for this model.
 
     Raises:
-        DataError: The images are pixels in another shape than the model's input, or the map does not fit.
-        InvalidInput: `label_map` is given for a model without classes.
+        DataError: The images have another shape than the model's input and cannot be resized, or the map does not fit.
+        InvalidInput: `label_map` was passed for a model without classes.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -310,6 +309,6 @@ def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits
 
 
 def num_classes(model: nn.Module) -> int:
-    """Returns the number of classes that a model distinguishes, or 0 for a model of embeddings."""
+    """Returns the number of classes that a model distinguishes, or 0 for an embedding model."""
     heads, kind = family_of(model).heads(model), output_kind_of(model)
     return kind.num_classes(num_outputs(heads[0])) if heads and isinstance(kind, Logits) else 0

@@ -33,8 +33,8 @@ CORRUPTIONS = frozenset(
         *("saturate", "elastic_transform", "pixelate", "jpeg_compression"),
     )
 )
-# Files that list every split's images, which are in the folder "images". Food-101 has the first layout, and DTD's first
-# division the second.
+# Files that list the images of every split. The images are in the folder "images". The first layout is Food-101's, and
+# the second one is the first division of DTD.
 LISTED_SPLITS = (
     {"train": "meta/train.txt", "test": "meta/test.txt"},
     {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},
@@ -46,11 +46,11 @@ Reader = tuple[str, Callable[[], Opened]]  # the name of the dataset, and the fu
 
 
 def open_published(root: Path) -> Opened:
-    """Opens a folder in the layout of a known dataset's authors, or else by its class folders (`open_folder`).
+    """Opens a folder in the layout of a known dataset's authors. Other folders are opened by `open_folder`.
 
     The known layouts are CIFAR-10 and CIFAR-100 (binary and Python), MNIST and FashionMNIST (idx), Food-101, DTD, Tiny
-    ImageNet, ImageNet and the folders CORRUPTION/SEVERITY of ImageNet-C. ImageNet's validation images are in one
-    folder, next to the devkit or Kaggle's solution.
+    ImageNet, ImageNet and the folders CORRUPTION/SEVERITY of ImageNet-C. For ImageNet, all validation images are in one
+    folder, and the devkit or Kaggle's solution beside it has their labels.
 
     Raises:
         DataError: A file is missing or damaged, the folder holds several datasets, or it has no images.
@@ -72,7 +72,7 @@ def open_published(root: Path) -> Opened:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Returns the folders in a folder, and in each of them the folder "raw", where torchvision puts files."""
+    """Returns the subfolders of a folder, and the folder "raw" in each of them, where torchvision puts files."""
     inner = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")][:100]
     return [each for entry in inner for each in (entry, entry / "raw") if each.is_dir()]
 
@@ -142,7 +142,7 @@ def _cifar_names(meta: Path, classes: int) -> tuple[str, ...]:
 
 
 def _idx(folder: Path) -> Reader | None:
-    """Finds idx files, as MNIST and FashionMNIST use them: compressed or not, with a dash or a dot in the name."""
+    """Finds idx files, the format of MNIST and FashionMNIST, compressed or not, with a dash or a dot in the name."""
     files = {}
     for split, name in (("train", "train"), ("test", "t10k")):
         pairs = [sorted(folder.glob(f"{name}-{kind}?idx*-ubyte*")) for kind in ("images", "labels")]
@@ -164,7 +164,7 @@ def _idx_splits(files: Mapping[str, Sequence[Path]]) -> Opened:
 
 
 def _idx_array(file: Path, magic: int) -> np.ndarray:
-    """Reads four bytes that state the number of dimensions, then their sizes, then the bytes of the array."""
+    """Reads an idx file: four bytes with the number of dimensions, the size of each one, and the bytes of the array."""
     content = _required(file).read_bytes()
     if file.suffix == ".gz":
         try:
@@ -196,7 +196,7 @@ def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
 
 
 def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split, from lines `<class>/<file>` in the authors' files, or {} without them."""
+    """Returns the images of every split from the lines `<class>/<file>` of the authors' lists, or {} without lists."""
     for layout in LISTED_SPLITS:
         if not all((root / file).is_file() for file in layout.values()):
             continue
@@ -225,7 +225,7 @@ def _tiny_imagenet(root: Path, notes: list[str]) -> dict[str, Listing]:
 
 
 def _imagenet(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns ImageNet's images. The validation images are in one folder, and a file next to it has their labels."""
+    """Returns ImageNet's images. All validation images are in one folder, and a separate file holds their labels."""
     places = [root, root / "Data" / "CLS-LOC", root / "ILSVRC" / "Data" / "CLS-LOC"]  # Kaggle's archive has the last
     for place in places:
         folder = place / "val"
@@ -267,7 +267,7 @@ def _solution(table: Path) -> Iterator[tuple[str, str]]:
 
 
 def _ground_truth(kit: Path) -> dict[str, str]:
-    """Returns every validation image's class as a WordNet id. The devkit maps its class numbers to these ids."""
+    """Returns the class of every validation image as a WordNet id. The devkit maps its class numbers to these ids."""
     truth = _required(kit / "ILSVRC2012_validation_ground_truth.txt").read_text("utf-8", errors="replace").split()
     rows = open_structures(_required(kit / "meta.mat")).get("synsets", ())
     wordnet = {str(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows}

@@ -1,8 +1,8 @@
 """Train, validation and test images: their labels, and how they are divided.
 
-Labels may be the class numbers of a head already. Otherwise they are mapped to the head's classes, or an error says why
-they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure predictions on, and to verify
-on.
+A dataset's labels may already be the class numbers of the model's head. If they are not, they are mapped to the head's
+classes, or an error says why they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure
+predictions on, and to verify on.
 """
 
 import re
@@ -34,18 +34,18 @@ SPLITS = {  # the names that datasets use for splits, in lower case
 IMAGENET_1K = 1000
 # ImageNet's classes and their folders have names like n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-MOST_COMPARED = 200_000  # the most stored images that a command compares by their bytes, which takes seconds
+MOST_COMPARED = 200_000  # the most stored images that a command compares by their bytes, which takes a few seconds
 BATCH = 64  # images that are decoded at once
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
 @dataclass(frozen=True, repr=False)
 class Splits(Displayed):
-    """A dataset that is ready for use.
+    """A dataset that is ready for use: three image sets, their class names and their preprocessing.
 
-    `augmentation` is used for training. It is None if the dataset transforms its images itself. `notes` list the
-    decisions made on loading. `image_size` is a side in pixels, or (height, width). `geometry` is how pictures get this
-    size, or None if the images are already pixels.
+    `augmentation` is used for training. It is None if the dataset transforms its images itself. `notes` lists the
+    decisions made on loading. `image_size` is the side of a square in pixels, or (height, width). `geometry` says how
+    pictures are resized and cropped to this size. It is None if the images are already pixels.
     """
 
     example = "attnrx.load_data('cifar10')"
@@ -68,14 +68,14 @@ class Splits(Displayed):
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Returns the same images on another scale, for a model that was trained with other statistics.
+        """Returns the same images with another normalization, for a model that was trained with other statistics.
 
-        Images of a user's dataset stay the same, because the dataset's own transforms determine the scale.
+        Images of a user's dataset stay the same, because the dataset's own transforms normalize them.
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry) -> "Splits":
-        """Returns the same pictures with another size, fit or number of channels. You must then set the scale."""
+        """Returns the same pictures with another size, fit or number of channels. The normalization is not adapted."""
         augmentation = self.augmentation
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
@@ -109,22 +109,22 @@ class MissingImages(ImageSet):
 
 
 def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
-    """Returns all splits. In place of a missing one, returns a split that raises an error when it is used."""
+    """Returns all three splits. A missing split is replaced by one that raises an error when it is used."""
     return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the dataset with the class numbers of a head as labels.
+    """Returns the splits with the class numbers of a model's head as labels.
 
     Labels stay unchanged if the dataset and the head have equally many classes. They also stay unchanged if the
-    dataset's classes have no names and the head has their numbers. Datasets with WordNet ids or ImageNet names as
-    classes are mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with
-    the answers, and functions that need them raise DataError. The images of such datasets can be used.
+    dataset's class names are numbers that the head also has. If the classes are WordNet ids or ImageNet names and the
+    head has the 1,000 classes of ImageNet-1k, labels are mapped to it. Other labels cannot be compared with the model's
+    answers, and functions that need them raise DataError. You can still use the images.
 
     Args:
         splits: The dataset.
-        classes: The number of the head's classes.
-        label_map: The head's number for every class in the dataset, by name.
+        classes: How many classes the head has.
+        label_map: The head's class number for every class name in the dataset.
 
     Raises:
         DataError: The map lacks a class, or contains a number that the head does not have.
@@ -149,10 +149,10 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the ImageNet-1k numbers of classes with WordNet ids or unambiguous names, or None if one has neither.
+    """Returns the ImageNet-1k indices of classes, or None if a class has no WordNet id and no unambiguous name.
 
     Raises:
-        DataError: The classes are WordNet ids, and timm, which knows their order, is not installed.
+        DataError: The classes are WordNet ids, and timm, which lists them in order, is not installed.
     """
     try:
         from timm.data import ImageNetInfo
@@ -161,8 +161,8 @@ def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
             raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
         return None
     info = ImageNetInfo("imagenet-1k")
-    # A name may have several indices, because it can be ambiguous. Both a bird and a machine in ImageNet are called
-    # crane.
+    # A name may have several indices, because it can be ambiguous. For example, both a bird and a machine in ImageNet
+    # are called crane.
     indices_by_name: dict[str, list[int]] = {}
     for index in range(info.num_classes()):
         words = {word.strip().lower() for word in info.index_to_description(index).split(",")}
@@ -201,7 +201,7 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
 
 
 class ImageParts(NamedTuple):
-    """Images by their use. No two parts contain images with the same pixels."""
+    """Images by their use: to plan on, to predict on, to verify on. No two parts share an image with equal pixels."""
 
     planned: FixedImages
     predicted: FixedImages
@@ -224,12 +224,12 @@ def three_parts(
 ) -> ImageParts:
     """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
 
-    If there are three splits, they are the three parts. If there are two, the first is divided. A single split is
-    divided into all parts: at most a third of it to plan on, at most half of the rest to predict on, and the others to
-    verify on. `planned`, `predicted` and `verified` limit how many images a part uses.
+    Three splits become the three parts. Of two splits, the first is divided. A single split is divided into all parts:
+    at most a third to plan on, at most half of the rest to predict on, and the others to verify on. `planned`,
+    `predicted` and `verified` limit the number of images in each part.
 
-    Images are compared by content, and an image that occurs several times is used once. Verification has priority over
-    prediction, and prediction over planning.
+    Images are compared by content, and an image that occurs several times is used once. If parts share an image, it
+    goes to verification rather than prediction, and to prediction rather than planning.
 
     Raises:
         DataError: There are too few different images.
@@ -245,7 +245,7 @@ def three_parts(
         images if len(images) <= maximum else images.take(maximum)
         for images, maximum in zip(distinct, wanted.values(), strict=True)
     )
-    # If an effort needs fewer images of the last set than it has, a note says so.
+    # If the effort needs only a part of the last set, a note says how many of its images are used.
     name, images = next(reversed(sets.items()))
     if len(images) > len([first, *others][-1]) == wanted[name]:
         notes.append(f"{name}: {wanted[name]:,} of {len(images):,} images are used")
@@ -268,14 +268,14 @@ def three_parts(
 
 
 def distinct_splits(splits: Splits) -> Splits:
-    """Returns the splits without repeated stored images, and adds notes.
+    """Returns the splits without repeated stored images, and adds notes that count them.
 
-    As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
-    compared by the bytes of their files, or of their pixels if they are held decoded. Sets that cannot be read by row
-    stay unchanged. If there are more than MOST_COMPARED images in total, all splits stay unchanged.
+    An image that occurs several times is used once, in the test rather than in train. Images are compared by the bytes
+    of their files, or of their pixels if they are held decoded. Sets that cannot be read by row stay unchanged. If
+    there are more than MOST_COMPARED images in total, all splits stay unchanged.
 
     Raises:
-        DataError: No split has images.
+        DataError: The splits have no images.
     """
     stored = {name: images for name, images in _distinct_sets(splits).items() if isinstance(images, LoadedImages)}
     if sum(map(len, stored.values())) > MOST_COMPARED:
@@ -293,10 +293,10 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images that are not among the others, compared by content, or the set itself if none of them is.
+    """Returns the images that are not among `others`, compared by content. If all are new, returns the set itself.
 
     Raises:
-        DataError: All images are among the others.
+        DataError: All images are among `others`.
     """
     known = set(read_images(others).hashes.tolist())
     fixed = read_images(images)
@@ -325,7 +325,7 @@ def read_images(images: ImageSet, normalization: Normalization | None = None, ma
 
 
 def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
-    """Returns the splits that the data have. Validation images that are also the test occur once (`splits_for`)."""
+    """Returns the splits that have images. If the validation images are also the test, they are returned once."""
     sets: dict[str, ImageSet] = {}
     for name in NAMES:
         images = getattr(splits, name)
@@ -337,10 +337,10 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
 
 
 def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
-    """Returns for each set the positions of images that occur neither earlier in it nor in a later set. Adds notes."""
+    """Returns each set's positions of images that occur neither earlier in it nor in a later set. Adds notes."""
     seen = set[Hashable]()
     new: dict[str, list[int]] = {}
-    # The last set comes first, so that an image of the test is not planned on.
+    # The last set is processed first, so an image of the test is not used for planning.
     for name, own in reversed(list(hashes.items())):
         positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
         if len(positions) < len(own):
@@ -353,6 +353,6 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
 def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
     """Returns consecutive parts with these `counts` of images, ordered so that each part has all classes."""
     labels = images.store.labels
-    # A dataset may be sorted by class. Without labels, the hashes give the order, which is as good as random.
+    # A dataset may be sorted by class. Without labels, images are ordered by their hashes, which is as good as random.
     order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])
     return [images.at(part) for part in order.split(list(counts))]

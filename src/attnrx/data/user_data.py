@@ -1,12 +1,12 @@
 """A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
 
 `image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Data with a length and an index are
-read row by row: `torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset. A
-sampler determines which rows are read, each of them once. Other iterables are iterated once. For training, rows are
-read again in every epoch, in any order, so a run can be resumed exactly (`training_set`).
+read row by row: `torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset. If the
+DataLoader has a sampler, the rows that it draws are read, each of them once. Other iterables are iterated once. For
+training, rows are read again in every epoch, in any order, so a run can be resumed exactly (`training_set`).
 
 An item, or a batch, has one of three forms: only an image, a pair (image, label), or a mapping with an image under one
-of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors on the scale that the model expects. If the
+of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors with the model's normalization. If the
 images of a dataset are PIL pictures, they are preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
@@ -48,13 +48,13 @@ from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
 MASK_KEYS = ("mask", "masks", "annotation")  # keys of labels for TARGETS
-# If outputs have no decisions, they are compared without labels. For a metric, labels may have any shape (TARGETS).
+# UNREAD are kinds of outputs that are compared without labels. TARGETS are labels of any shape, for a metric.
 UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
 
-# What a label must be, by the output of the model. For other outputs it must be a class number.
+# The error message about wrong labels, by the kind of the model's outputs. All other kinds need class numbers.
 NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
 SEVERAL_LABELS = ("multilabel", "label_probabilities")
 LABELS = {
@@ -75,11 +75,11 @@ FORMAT_OF_INPUTS = Kind(
 # Images per batch, for data without batches.
 BATCH = 32
 CANDIDATES = 1_000_000  # the most rows that are requested from a sampler
-MAX_LISTED = 2**24  # the most rows for which the dataset's labels are read to choose a few rows from all classes
+MAX_LISTED = 2**24  # the most rows for which the dataset's list of labels is read, to balance a selection of rows
 MAX_ROWS = 2**31  # the most rows of a dataset for training
-# How many images are read twice, to find out whether data differ between readings.
+# How many images are read a second time, to find out whether every reading returns the same images.
 READ_TWICE = 6
-# An iterable whose first batch is larger is not read again.
+# The first batch of an iterable is not read a second time if it has more images than this.
 MAX_READ_TWICE = 256
 
 
@@ -95,7 +95,7 @@ def image_set(
     outputs: str = "logits",
     inputs: Any = None,
 ) -> ImageSet:
-    """Returns the data as an ImageSet, read in one pass. An ImageSet is returned unchanged.
+    """Returns a user's data as an ImageSet, read in one pass. An ImageSet is returned unchanged.
 
     Labels are integers. Without labels, the set has a `label_problem`, and functions that need labels raise DataError.
     If random transforms or samplers would return other images in another reading, the set contains one random draw, and
@@ -105,19 +105,19 @@ def image_set(
         data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
         preprocess: Turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
-        normalization: The scale of the model. With it, images from 8-bit pixels are stored in one byte per value.
+        normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
         limit: The most images to read. If there are more rows, evenly spread ones are chosen. If the dataset lists its
             labels, the chosen rows are balanced over the classes.
         seed: The seed for the random transforms and samplers of the data.
-        outputs: The kind of the model's outputs, the name of an `OutputKind`. For "multilabel" a label is a vector of 0
-            and 1. For a "regression", a "map" or "several", labels are not read. For "targets" labels are tensors of
-            any shape, e.g. masks, for a metric.
-        inputs: How inputs for the model's own library (videos, spectrograms, padded patches) become images
-            (`Family.inputs`). None means images with channels, height and width.
+        outputs: The name of the model's `OutputKind`. For "multilabel", a label is a vector of 0 and 1. For
+            "regression", "map" or "several", labels are not read. For "targets", labels are tensors of any shape, e.g.
+            masks for a metric.
+        inputs: Converts inputs of the model's own library (videos, spectrograms, padded patches) to images
+            (`Family.inputs`). None means that the data are images with channels, height and width.
 
     Raises:
-        InvalidInput: The data has another type, or an item has no image.
-        DataError: The data is empty, or the user's code raised an error, which is the cause of this one.
+        InvalidInput: The data has an unsupported type, or an item has no image.
+        DataError: The data is empty, or the user's code raised an error, which is chained as the cause.
     """
     if isinstance(data, ImageSet):
         return data
@@ -134,12 +134,12 @@ def image_set(
 def training_set(
     data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
 ) -> ImageSet | None:
-    """Returns the data as an ImageSet whose rows are read again in every pass, in any order, with fresh augmentation.
+    """Returns a user's data as an ImageSet that reads and augments its rows again in every pass, in any order.
 
-    Returns None if the data can only be iterated, or if a sampler selects other rows than the dataset has.
+    Returns None if the data can only be iterated, or if a sampler does not draw every row of the dataset once.
 
     Raises:
-        InvalidInput: The data has another type.
+        InvalidInput: The data has an unsupported type.
         DataError: The data is empty or too long, or its length or sampler raised an error.
     """
     if isinstance(data, ImageSet):
@@ -178,7 +178,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
-    # Lists are handled before the check for an index, which they also have. Their items are batches, or single items in
+    # Lists are handled before data with an index, although they have one. Their items are batches, or single items in
     # order.
     if isinstance(data, list | tuple):
         return _IterableData("batches", data, reading, is_list=True)
@@ -187,7 +187,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "In
 
 
 def _length(data: Any, argument: str) -> int | None:
-    """Returns the length of a user's data, or None for data without a length."""
+    """Returns the length of a user's data, or None if it has no length."""
     with user_code(f"the length of {argument} ({type(data).__name__})", DataError):
         try:
             return len(data)
@@ -213,7 +213,7 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "Indexed
 def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "IndexedImages | _IterableData":
     argument, dataset = reading.argument, loader.dataset
     name = type(dataset).__name__
-    # torch also defines __getitem__ for iterable datasets, where it raises an error. Such datasets have no length.
+    # Iterable datasets inherit a __getitem__ from torch that raises an error. Such datasets have no length.
     length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
     # A loader class with its own iteration may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
@@ -230,7 +230,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
     # A sampler may return anything that its dataset accepts as an index.
     if not all(hasattr(row, "__index__") for row in found):
         return _IterableData(name, loader, reading)
-    # Each row is read once. With random transforms, a second reading would be another image of the same picture.
+    # Each row is read once. With random transforms, reading it twice would give two images of the same picture.
     rows = list(dict.fromkeys(int(row) for row in found))
     notes = ()
     if len(rows) < len(found):
@@ -241,7 +241,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
 
 @dataclass(frozen=True)
 class _ItemReader:
-    """The reader that turns the items of a user's data into batches. `argument` names the data in messages."""
+    """Turns the items of a user's data into batches. `argument` is the name of the data in messages."""
 
     argument: str
     preprocess: Preprocess | None = None
@@ -250,7 +250,7 @@ class _ItemReader:
     unread: dict[str, None] = field(default_factory=dict)  # keys of items that may be labels, collected by `fields`
 
     def fields(self, given: Any) -> tuple[Any, Any]:
-        """Returns an item's image and its label, if it has one. For a batch, returns the images and the labels."""
+        """Returns an item's image and its label (None if it has none). For a batch, returns all images and labels."""
         if isinstance(given, Batch):
             return given.images, given.labels
         if isinstance(given, list | tuple) and given:
@@ -273,7 +273,7 @@ class _ItemReader:
         return image, label
 
     def batch(self, given: Any) -> Batch:
-        """Returns a batch from any of the accepted forms. Its `index` counts from 0, and missing labels are -1."""
+        """Returns a batch from any of the accepted forms. Its `index` counts from 0, and missing labels become -1."""
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
         # The batch is on the CPU, whatever device the user's loader uses. `_pass` moves it to the device of the pass.
@@ -300,11 +300,11 @@ class _ItemReader:
         else:
             if numbers.shape == (count, 1):  # a class number may be an array of one
                 numbers = numbers[:, 0]
-            # The targets of a binary cross-entropy are floats.
+            # Labels for a binary cross-entropy are floats.
             if self.outputs == "binary_logit" and bool(((numbers == 0) | (numbers == 1)).all()):
                 numbers = numbers.long()
-            # Floats (soft labels, regression targets) would be truncated to class numbers without an error, and numbers
-            # above 2**63 would become negative.
+            # Other floats (soft labels, regression targets) are rejected, because `long` would silently truncate them.
+            # Numbers above 2**63 would become negative.
             is_integer = not (numbers.is_floating_point() or numbers.is_complex())
             is_valid = numbers.shape == (count,) and is_integer
             is_valid = is_valid and (numbers.dtype != torch.uint64 or bool((numbers.long() >= 0).all()))
@@ -314,7 +314,7 @@ class _ItemReader:
         return numbers if self.outputs == TARGETS else numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
-        """Yields single items as one batch for every image size, with the positions of its items."""
+        """Yields single items in one batch per image size, together with the positions of its items."""
         pairs = [self.fields(item) for item in items]
         images, labels = [self._image(image) for image, _ in pairs], [label for _, label in pairs]
         sizes: dict[torch.Size, list[int]] = {}
@@ -336,7 +336,7 @@ class _ItemReader:
             return self.preprocess(image)
 
     def is_batch(self, image: Any) -> bool:
-        """Returns whether this is a tensor with several images."""
+        """Returns whether a tensor holds several images rather than one."""
         own = 3 if self.inputs is None else self.inputs.dimensions
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
@@ -360,10 +360,10 @@ class _ItemReader:
 
 @dataclass(frozen=True, eq=False)
 class IndexedImages(ImageSet):
-    """Rows of a dataset with an index, which are read again in every pass with the dataset's transforms.
+    """Rows of a dataset that has an index. Every pass reads them again, with the dataset's transforms.
 
-    `loader` is the DataLoader that the dataset came with. `is_whole` states that the rows are all rows of the dataset,
-    each once, and not a sampler's selection. If `num_classes` is given, every image must have a label below it.
+    `loader` is the DataLoader that wraps the dataset. `is_whole` is True if the rows are all rows of the dataset, each
+    once, and False if a sampler selected them. If `num_classes` is set, every image must have a label below it.
     """
 
     name: str
@@ -391,7 +391,7 @@ class IndexedImages(ImageSet):
     @property
     def fingerprint(self) -> str:
         """A hash of up to 64 images and their labels, spread over the rows, with name and count."""
-        with seeded_draws(0):  # gives the same images in every call, whatever the random transforms are
+        with seeded_draws(0):  # random transforms give the same images in every call
             batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
@@ -416,7 +416,7 @@ class IndexedImages(ImageSet):
             yield batch.to(order.device)
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the rows, or `limit` of them, once."""
+        """Reads the rows once. If there are more rows than `limit`, a spread or class-balanced selection is read."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
             chosen = self.at(self._spread(limit).sort().values)
@@ -425,7 +425,7 @@ class IndexedImages(ImageSet):
         total = -(-len(chosen) // size)
         images = read_once(chosen.batches(size), self.name, total=total, normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
-        # If a collate function drops items, rows cannot be compared. Tensors are the same in every reading.
+        # If a collate function drops items, rows cannot be compared. Plain tensors never change between readings.
         if len(images) == len(chosen) and (self.loader is not None or type(self.dataset) is not TensorDataset):
             (batch,) = self._read_rows([chosen.rows[position] for position in again])
             if not torch.equal(content_hashes(batch.images), images.hashes[again]):
@@ -433,7 +433,7 @@ class IndexedImages(ImageSet):
         return replace(images, notes=(*notes, *images.notes))
 
     def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
-        """Reads some rows in this process, with a loader as one batch, else as one batch for every image size."""
+        """Reads some rows in this process, as one batch with a loader, or else as one batch per image size."""
         argument, items = self.reading.argument, []
         for row in rows:
             with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):
@@ -448,7 +448,7 @@ class IndexedImages(ImageSet):
         return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
 
     def _read_batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """Reads batches of rows in this order, with the worker processes of the DataLoader."""
+        """Reads batches of rows in this order. The worker processes of the DataLoader are used if it has any."""
         loader = self.loader
         if loader is None or not loader.num_workers:
             yield from chain.from_iterable(map(self._read_rows, rows))
@@ -473,11 +473,11 @@ class IndexedImages(ImageSet):
             yield _with_rows(self.reading.batch(batch), batch_rows)
 
     def _labels(self) -> Int[Tensor, "rows"] | None:
-        """Returns the labels of the rows, if there are few rows and the dataset lists labels, as torchvision's do."""
-        if len(self) > MAX_LISTED:  # need not fit into memory
+        """Returns the labels of the rows if the dataset lists them, as torchvision's datasets do, else None."""
+        if len(self) > MAX_LISTED:  # the labels may not fit into memory
             return None
-        # The labels only balance the classes in `take`, because a batch has the labels of its items. Most datasets in
-        # torchvision have the attribute `targets`, SVHN has `labels`, and Food101 has `_labels`.
+        # The listed labels only balance the classes in `take`, because a batch has the labels of its own items. Most
+        # torchvision datasets list labels in the attribute `targets`, SVHN in `labels`, and Food101 in `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()
         listed = [*tensors, *(getattr(dataset, name, None) for name in ("targets", "labels", "_labels"))]
@@ -488,7 +488,7 @@ class IndexedImages(ImageSet):
         column = next((key for key in LABEL_KEYS if key in names), None)
         if column is None:
             return None
-        # The user's transform is removed, because it may not accept a single column.
+        # The user's transform is removed, because it may reject a single column.
         plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
         return _as_labels(list(plain[column]), self.rows)
 
@@ -510,14 +510,14 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
         labels = np.asarray(found.cpu() if isinstance(found, Tensor) else found)[np.asarray(rows)]
     except (TypeError, ValueError, IndexError):  # nested lists, or fewer labels than rows
         return None
-    # Negative numbers mean missing labels.
+    # Negative numbers mean that labels are missing.
     usable = labels.ndim == 1 and labels.dtype.kind in "iub" and labels.min(initial=0) >= 0
     return torch.from_numpy(labels.astype(np.int64)) if usable else None
 
 
 @dataclass(frozen=True, eq=False)
 class _IterableData:
-    """An iterable of batches or single items. A list has its items in memory, and yields each item once."""
+    """An iterable of batches or single items. If it is a list (`is_list`), repeated images are kept."""
 
     name: str
     source: Iterable[Any]
@@ -535,7 +535,7 @@ class _IterableData:
         """Reads the images once, at most `limit` images. If the data is not a list, repeated images are left out."""
         batches = self._batches()
         first = [*islice(batches, 1)]
-        # The length may count batches or items, so it only shows that the data ends.
+        # The length may count batches or items, so it is only used to find out whether the data ends.
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
             chain(first, batches),
@@ -558,7 +558,7 @@ class _IterableData:
         first = next(parts, None)
         if first is None:
             return
-        # The first item shows whether these are batches or single items. It is put back afterwards.
+        # The first item shows whether the data yields batches or single items. It is put back afterwards.
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))

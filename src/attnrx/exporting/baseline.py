@@ -1,4 +1,4 @@
-"""The baseline of every speed, which is what you would run without attnrx.
+"""The baseline of all speeds: what you would run without attnrx.
 
 The baseline is your model in eager PyTorch, or the file that the vendor's own tools convert it to, in the runtime and
 precision that you name.
@@ -32,18 +32,18 @@ from attnrx.support.subprocess_runner import run_side_by_side
 from attnrx.vit.models import blocks_of, family_of, timed_form
 
 UNCHANGED, EMPTY = "nothing removed", "no blocks"
-# 8-bit files that are only timed are calibrated on this many images, because their time does not depend on the ranges.
+# How many images calibrate an 8-bit file that is only timed. A few suffice, because its time does not depend on ranges.
 TIMED_ON = 8
 FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """What you would run without attnrx. `faster=` and all speeds of evidence and reports are relative to it.
+    """The model or file that you would run without attnrx. `faster=` and all reported speeds are relative to it.
 
     Attributes:
-        title: Its name in logs, claims and reports.
-        model: What is timed: a module, or a file.
+        title: The baseline's name in logs, claims and reports.
+        model: The module or the exported file that is timed.
         form: The format of the file. None for eager PyTorch.
         unchanged: attnrx's file of the model with nothing removed, if it was written.
         empty: attnrx's file of the model without its blocks, if it was written.
@@ -57,7 +57,7 @@ class Baseline:
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
-        """Returns a baseline that runs the model in its own library's code, or in attnrx's code for attnrx's models."""
+        """Returns a baseline that runs the model in its own library's code. A model of attnrx runs in attnrx's code."""
         name = getattr(family_of(model), "library", None)
         if name is None:
             return cls("the unchanged model in the same kernels", model)
@@ -71,9 +71,10 @@ class Baseline:
     ) -> "Baseline":
         """Returns a baseline with the vendor's file of a model, in a format's runtime and precision.
 
-        attnrx's files of the model are also written. Files in 8 bits are calibrated on a few of these images, because
-        they are only timed. If the vendor's tool fails, attnrx's file is the baseline instead. With `in_subprocess`,
-        some files are written in another process at the same time.
+        attnrx also writes its own files, of the unchanged model and of the model without its blocks. 8-bit files are
+        calibrated on only a few of the images, because they are only timed. If the vendor's tool fails, attnrx's file
+        of the unchanged model is the baseline instead. With `in_subprocess`, some files are written in another process
+        at the same time.
 
         Raises:
             NotSupported: attnrx cannot write the model in the format.
@@ -97,7 +98,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns this baseline with attnrx's files of `model`, a changed copy of the original that plans are for."""
+        """Returns the baseline for plans of a changed copy of the original, with attnrx's own files of this copy."""
         assert self.form is not None  # plans for a copy are timed as files
         drafts = _own_drafts(model, self.form, few_images(images))
         unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))
@@ -105,7 +106,7 @@ class Baseline:
 
 
 def few_images(images: ImageSet) -> ImageSet:
-    """Returns the images for calibrating a file that is only timed."""
+    """Returns up to TIMED_ON of the images, to calibrate a file that is only timed."""
     return images.take(min(TIMED_ON, len(images)))
 
 
@@ -113,7 +114,7 @@ def few_images(images: ImageSet) -> ImageSet:
 class Draft:
     """A file to write: the model, the format, and whether the vendor's tool or attnrx writes it.
 
-    If attnrx writes the file and it `is_compared`, its outputs must match the model's, or an error is raised.
+    With `is_compared`, the outputs of a file that attnrx writes must match the model's, or `write` raises an error.
     """
 
     subject: ExportSubject
@@ -149,7 +150,7 @@ def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[st
     """Writes files to temporary folders. If a file cannot be written, the error is returned in its place.
 
     A folder is deleted once its file is no longer in use. With `in_subprocess`, every second file is written in another
-    process, because writing a file takes only one core.
+    process, because writing a file uses only one core.
     """
     with ExitStack() as opened:
         folders = {name: opened.enter_context(ExitStack()) for name in drafts}
@@ -158,7 +159,7 @@ def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[st
             path = result_path(folders[name].enter_context(scratch_folder()), draft.form)
             calls.append(partial(_attempt, draft, path))
         made = run_side_by_side(calls, in_subprocess)
-        if in_subprocess:  # the other process may fail alone, e.g. without a reader that you registered
+        if in_subprocess:  # a file may fail only in the other process, e.g. without a reader that you registered
             made = [file if isinstance(file, Exported) else call() for file, call in zip(made, calls, strict=True)]
         files = dict(zip(drafts, made, strict=True))
         for name, file in files.items():
@@ -175,7 +176,7 @@ def _attempt(draft: Draft, path: Path) -> Exported | AttnrxError:
 
 
 def _own_drafts(model: nn.Module, form: Format, images: ImageSet) -> dict[str, Draft]:
-    """Returns the drafts of two files that attnrx writes: the model, and the model without its blocks."""
+    """Returns the drafts of the two files that attnrx writes: the model, and the model without its blocks."""
     return {UNCHANGED: Draft.of(model, form, images), EMPTY: Draft.of(without_blocks(model), form, images)}
 
 
@@ -195,7 +196,7 @@ def without_blocks(model: nn.Module) -> nn.Module:
 
 
 def with_8_bits(form: Format) -> Format | None:
-    """Returns the 8-bit format for a format's runtime, or None if there is none or a library is missing."""
+    """Returns the 8-bit format for the same runtime, or None if there is none or a library is missing."""
     if isinstance(form, Onnx):
         found = form if isinstance(form, Int8) else Int8(form.opset)
     elif isinstance(form, OpenVINO):
@@ -206,9 +207,9 @@ def with_8_bits(form: Format) -> Format | None:
 
 
 def without_8_bits(form: Format) -> Format:
-    """Returns the float format for a format's runtime.
+    """Returns the float format for the same runtime.
 
-    For OpenVINO with 8 bits, the result is bfloat16, because the other operations of such a file run in bfloat16.
+    An 8-bit OpenVINO file becomes bfloat16, because its operations that are not quantized already run in bfloat16.
     """
     if isinstance(form, Int8):
         return Onnx(form.opset)
@@ -216,13 +217,13 @@ def without_8_bits(form: Format) -> Format:
 
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
-    """Returns a model in its own library's code, as the subject of a file at the precision of the format."""
-    # Latencies in PyTorch are relative to another library model, which has other weights than this one.
+    """Returns the subject for a file of a model in its own library's code, at the precision of the format."""
+    # `Baseline.eager` times a different object: `family.library_model`, whose weights may differ from this model's.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 
 
 def vendor_title(form: Format) -> str:
-    """Returns a few words that say how the vendor's file in a format is made."""
+    """Returns a title for the file that the vendor's own tool writes in a format, for logs, claims and reports."""
     if isinstance(form, OpenVINO):
         precision = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}[form.precision]
         return f"OpenVINO's own conversion to {precision}"
@@ -235,7 +236,7 @@ def vendor_title(form: Format) -> str:
 def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
     """Writes the vendor's file of a model for any batch size, as a user would without attnrx.
 
-    `subject` is the model in its own code. Files in 8 bits are calibrated on its images.
+    `subject` is the model in its own library's code. 8-bit files are calibrated on the subject's images.
 
     Raises:
         NotSupported: The tool cannot convert the model.

@@ -68,7 +68,7 @@ FACTS = kinds.record(
 RECORD = kinds.record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
-# The kinds of outputs that a file must state, because the width of the outputs does not determine their kind.
+# The kinds of outputs that a file's facts must name, because the width of the outputs does not show their kind.
 OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map", "several")
 
 
@@ -76,8 +76,8 @@ OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic. If the module takes other axes than these, e.g. for a video, a volume
-    or a series, `item` is the shape of one input.
+    `batch` is None if the batch size is dynamic. If the module's input has other axes, e.g. a video, a volume or a
+    series, `item` is the shape of one input.
     """
 
     shape: tuple[int, int, int]
@@ -116,13 +116,13 @@ class Exported(nn.Module):
     def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
         super().__init__()
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
-        # The state dict has an empty parameter for dtype and device, and the file's hash for the fingerprint.
+        # The empty parameter tells the module's dtype and device. The hash in a buffer identifies the file.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
-        # A bytearray is used, because torch warns of buffers that cannot be written.
+        # A bytearray is used, because torch warns about buffers that are read-only.
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
-        # For class logits the width determines the kind, and a file of features has no kind.
+        # Class logits need no stated kind, because their width shows it. A file of patch features has no kind.
         if self.facts.get("output") in OF_FILES:
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
@@ -132,7 +132,7 @@ class Exported(nn.Module):
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """How many numbers per image every output has, by the output's name, if there are several outputs."""
+        """How many numbers each output has per image, by the output's name. Empty if there is only one output."""
         return self.facts.get("outputs", {})
 
     @property
@@ -144,8 +144,8 @@ class Exported(nn.Module):
     def forward(self, images: Float[Tensor, "batch *sizes"]) -> Any:
         """Returns the logits, or the features of all patches, on the device of the images.
 
-        The result is a tensor [batch, ...], or several tensors by their names. Images are [batch, channels, height,
-        width], or have the axes that the file takes.
+        The result is a tensor [batch, ...], or several tensors by name. Images are [batch, channels, height, width], or
+        have the shape of the file's input.
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
@@ -167,7 +167,7 @@ class Exported(nn.Module):
         return dict(zip(self.output_sizes, outputs, strict=True)) if self.output_sizes else outputs
 
     def _run(self, threads: int) -> Run:
-        # A session keeps the number of threads that it was started with, so every number has its own session.
+        # A session keeps the number of threads that it was started with, so every thread count has its own session.
         if threads not in self._runs:
             if not DEVICE.accepts(self.images.device):
                 raise NotSupported(
@@ -206,7 +206,7 @@ def facts_path(path: Path | str) -> Path:
 
 
 def is_exported(path: Path | str) -> bool:
-    """Whether the path is a file, with facts in PATH.json."""
+    """Returns whether the path is a file that has facts in PATH.json."""
     return Path(path).is_file() and facts_path(path).is_file()
 
 
@@ -223,7 +223,7 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the earlier facts if a replacement was interrupted before it replaced the files, else the new facts."""
+    """Returns the facts that match the files: earlier facts if a replacement was interrupted, else the new facts."""
     # The new facts are valid once their files are in place. Until then, the old files and the earlier facts are valid.
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
@@ -256,14 +256,14 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
-    # The hashes are checked before a runtime parses the file, because most runtimes are written in C++.
+    # The hashes are checked before a runtime parses the file, because a damaged file could crash a runtime in C++.
     changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
         raise CheckpointError(
             f"{changed} is not the file that was exported (its name or its sha256 differs): the files are "
             f"{', '.join(sorted(facts['files']))}; name them so again, or export again."
         )
-    # The hashes do not make the file safe, because whoever writes the file also writes them.
+    # A matching hash does not make a file safe, because the file's author also writes the hash.
     if form.runs_code and not trust:
         raise untrusted(f"{path} is {form.name}: such a file", "; onnx and openvino need no trust")
     images = from_dict(facts["images"], Images)
@@ -276,7 +276,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
 
 
 def sealed_script(script: str) -> str:
-    """Returns a script with an additional last line, which shows whether the script was edited later."""
+    """Returns a script with an additional last line, a hash that shows whether the script was edited later."""
     return script + SEAL.format(hashlib.sha256(script.encode()).hexdigest()[:16])
 
 
@@ -313,7 +313,7 @@ def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the unchanged files in the list of a path's facts, even if the export was interrupted."""
+    """Returns the unchanged files that the facts of a path list, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}
@@ -331,7 +331,7 @@ def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Returns an export's facts file, its other files, and its script if this was not edited."""
+    """Returns an export's facts file, its other files, and its script, unless the script was edited."""
     script = present_script(path)
     return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
 
@@ -348,7 +348,7 @@ def copy_export(exported: Exported, path: Path) -> None:
 def remove_export(path: Path) -> None:
     """Deletes an export, even an interrupted one: its facts, and its files and script if they were not changed."""
     # The main file is deleted first, because without it there is no export. The facts are deleted last, because they
-    # state which files belong to the export if the deletion is interrupted.
+    # list the files that still have to be deleted after an interruption.
     for each in sorted(stated_files(path), key=lambda file: file != path):
         each.unlink(missing_ok=True)
     if (script := present_script(path)) is not None:

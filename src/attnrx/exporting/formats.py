@@ -38,7 +38,7 @@ ROUNDING: dict[torch.dtype, float] = {
 }
 
 
-# The start and the end of the script beside a file. It classifies an image with only the runtime, NumPy and Pillow.
+# The start and the end of the script beside a file. The script classifies an image with the runtime, NumPy and Pillow.
 HEAD = '''"""Classifies an image: python {script} IMAGE"""
 
 import io
@@ -116,21 +116,21 @@ class Format(ABC):
         return f"{self.runtime} in {precision}"
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
+        """Returns how far a logit may differ from eager PyTorch, as a share of the largest logit."""
         return ROUNDING[dtype]
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Returns the files of every export to `path`. If weights exceed MOST_BYTES, there may be other files, too."""
+        """Returns the files that every export to `path` has. Weights above MOST_BYTES need additional files."""
         return (path,)
 
     @property
     def place(self) -> str:
-        """The key in RUNTIMES of the runtime that runs files of this format."""
+        """The key in RUNTIMES for the runtime of this format."""
         return self.name
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """The optional libraries that write and run the file. `extra` installs them."""
+        """The optional libraries that write and run the file. attnrx's extra `extra` installs them."""
         return ()
 
     @property
@@ -144,7 +144,7 @@ class Format(ABC):
 
     @property
     def wanted(self) -> int:
-        """The number of images for parity and calibration, unless there are fewer."""
+        """How many images are used to compare the file with the model and to calibrate it, if there are enough."""
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:
@@ -166,12 +166,12 @@ def script_path(path: Path) -> Path:
 
 
 def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
-    """Returns the script of the file at `path`.
+    """Returns the script that classifies an image with the file at `path`.
 
-    `opening` are statements that set `about` to the file's facts, and `batch` to the number of images that it takes.
+    `opening` holds statements that set `about` to the file's facts, and `batch` to the number of images per call.
     `call` is an expression that returns the outputs for `images`.
     """
-    # The script contains the source of the module `pictures`, so that it computes the same as attnrx.
+    # The script contains the source of the module `pictures`, so it preprocesses exactly like attnrx.
     computing = inspect.getsource(pictures).partition("import numpy as np\n")[2]
     head = HEAD.format(script=script_path(path).name, runtime=runtime)
     return head + computing + TAIL.format(opening=opening, call=call)
@@ -179,7 +179,7 @@ def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
 
 @contextmanager
 def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
-    """Turns any exception of a runtime or translator into an error of the class `kind` with this message."""
+    """Turns exceptions of a runtime or converter into an error of the class `kind` with the message `problem`."""
     try:
         yield
     except AttnrxError:
@@ -244,10 +244,10 @@ class Program(Format):
 
 
 def remove_folders(package: BytesIO) -> BytesIO:
-    """Returns an AOTInductor package without parts that name this machine's folders. None of these parts is run.
+    """Returns an AOTInductor package without the names of this machine's folders. The package runs as before.
 
-    The removed parts are the source code of the package's libraries, which contains the compiler's command, and the
-    names of source files in the libraries' messages.
+    The source code of the package's libraries is removed, because it contains the compiler's command. In the libraries
+    themselves, the folders in the names of source files are replaced by slashes. Only messages use these names.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

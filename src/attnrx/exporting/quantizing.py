@@ -14,10 +14,10 @@ from attnrx.support.optional import required_module
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
     """Returns a graph with 8-bit matrix products, quantized by NNCF's scheme for transformers.
 
-    The scheme uses SmoothQuant and corrects biases. Every item of `inputs` is the input of one call, and the calls
-    determine the ranges of activations. By default, the range of an activation covers all inputs. With `by_defaults` it
-    is NNCF's own range, the mean over the ranges of single inputs, which cuts off the outliers of pre-trained models.
-    Operations with the names `floats` are not quantized.
+    NNCF applies SmoothQuant and corrects biases. To measure the ranges of activations, it calls the graph once with
+    every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, NNCF's own default
+    is used, the mean over the ranges of single inputs. This mean clips the outliers of pre-trained models. Operations
+    with the names `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.
@@ -40,14 +40,14 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
 
 
 def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:
-    """Yields the inputs of calls, which are single images if the graph takes any batch size, else whole batches."""
+    """Yields the inputs for calibration calls: single images if the graph takes any batch size, else whole batches."""
     for batch in batches:
         yield from np.split(batch, len(batch)) if is_free else [batch]
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Silences the logs and the progress of other libraries, even if they have no loggers of their own."""
+    """Silences what other libraries print, and their log messages up to warnings."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

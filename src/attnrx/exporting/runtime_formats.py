@@ -41,8 +41,8 @@ class Onnx(Format):
 
     If the weights exceed MOST_BYTES, they are stored in an external file.
 
-    `opset` is the operator set version, 17 to 23. From version 20 on there is a GELU operation, and from 23 on there is
-    an attention operation. Choose a smaller version if your runtime or tool does not support these, e.g. 22 for
+    `opset` is the operator set version, 17 to 23. Version 20 adds a GELU operation, and version 23 adds an attention
+    operation. Choose a smaller version if your runtime or tool does not support these operations, e.g. 22 for
     `quantize_dynamic`.
     """
 
@@ -73,7 +73,7 @@ class Onnx(Format):
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
             scale: float | None = None, enable_gqa: bool = False,
         ) -> Any:  # fmt: skip
-            # These operations are faster than torch's, which copy the keys twice and scale both operands.
+            # The operations below are faster than torch's, which copy the keys twice and scale both operands.
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             if factor != 1:
                 query = op.Mul(query, op.CastLike(op.Constant(value_float=factor), query))
@@ -94,7 +94,7 @@ class Onnx(Format):
             output_names=[f"outputs{index}" for index in range(num_outputs)],  # `describe` renames them
             custom_translation_table=translations,
             verbose=False,
-            optimize=False,  # the exporter's rewriting would take two thirds of an export, and runtimes rewrite, too
+            optimize=False,  # rewriting the graph would take two thirds of the export, and runtimes rewrite it anyway
         )
         # Weights of any size are folded. Otherwise they would be transposed or joined in every call, and they could not
         # be quantized.
@@ -102,8 +102,8 @@ class Onnx(Format):
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
         passes = library("onnx_ir.passes.common")
-        # The order matters. First equal weights become one weight, then nodes with equal inputs become one node, and
-        # then the copies are unused.
+        # The order of the passes matters. First equal weights become one weight, then nodes with equal inputs become
+        # one node, and then the copies are unused.
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
         use_flat_attention(translated.model)
@@ -127,7 +127,7 @@ class Onnx(Format):
         names = list(facts.get("outputs", ())) or [facts["output"]]
         for output, name in zip(model.graph.outputs, names, strict=True):
             output.name = name
-        # torch names values after their operators, so an inner value may also have the name "embedding", as in CLIP.
+        # An inner value may have the same name as an output, e.g. "embedding" in CLIP, so duplicates are renamed.
         library("onnx_ir.passes.common").NameFixPass()(model)
         forget_shapes_of_weights(model)
         ir.save(model, path)
@@ -138,7 +138,7 @@ class Onnx(Format):
         )
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Starts an ONNX Runtime session on the CPU, whose threads sleep while they are idle, and do not spin."""
+        """Starts an ONNX Runtime session on the CPU. Its idle threads sleep instead of spinning."""
         runtime = library("onnxruntime")
         options = runtime.SessionOptions()
         # The graph runs node by node, so threads that run nodes in parallel would have no work.
@@ -151,7 +151,7 @@ class Onnx(Format):
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a node is not attention, or is attention over four axes with no mask or a floating-point mask."""
+    """Returns False for attention that `attend` cannot replace: causal, grouped, boolean mask, or not four axes."""
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
@@ -165,7 +165,7 @@ def _is_plain(node: Any) -> bool:
 def remove_notes(model: Any) -> None:
     """Removes the exporter's notes (names, classes, lines of code) about every node and value.
 
-    The notes take most of a small file, and they name folders of this machine.
+    The notes make up most of a small file, and they name folders of this machine.
     """
     ir, graphs = library("onnx_ir"), [model.graph, *model.functions.values()]
     nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
@@ -187,9 +187,10 @@ def to_older_opset(model: Any, opset: int) -> None:
 
 
 def forget_shapes_of_weights(model: Any) -> None:
-    """Removes the types and shapes that the graph states for its weights, because the weights contain them, too.
+    """Removes the types and shapes that the graph declares for its weights, because the weights contain them, too.
 
-    ONNX Runtime's dynamic quantization transposes the weight of a classifier, but it does not update the stated shape.
+    ONNX Runtime's dynamic quantization transposes the weight of a classifier, but not the declared shape. A declared
+    shape would then contradict its weight.
     """
     for value in model.graph.initializers.values():
         value.type = value.shape = None
@@ -199,8 +200,8 @@ def use_flat_attention(model: Any) -> None:
     """Changes Attention operations so that they take and return [batch, tokens, heads * features], where possible.
 
     torch writes the operation with a separate axis of heads, so every operand is reshaped and transposed. In operator
-    set 23, the operation itself can divide the features into heads without copies. A mask is repeated for every query,
-    because ONNX Runtime requires that.
+    set 23, the operation itself can divide the features into heads without copies. ONNX Runtime requires a mask for
+    every query, so a mask is repeated if it has only one row.
     """
     ir = library("onnx_ir")
     expanded: dict[Any, Any] = {}
@@ -208,7 +209,7 @@ def use_flat_attention(model: Any) -> None:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
         heads = query.shape[1]
         if mask is not None and mask.shape[2] != query.shape[2]:
-            # In the last layer, only the tokens before the patches may have queries.
+            # The last layer may have queries only for the tokens before the patches, so masks may need several sizes.
             key = mask, query.shape[2]
             if key not in expanded:
                 expanded[key] = _with_all_queries(ir, node, mask, query)
@@ -245,7 +246,7 @@ def _constant(ir: Any, numbers: list[int]) -> Any:
 
 
 def _flat_input(value: Any) -> Any:
-    """Returns the value [batch, tokens, features] that this operand was divided into heads from, or None."""
+    """Returns the value [batch, tokens, features] before it was divided into heads, or None if there is none."""
     transpose = value.producer()
     if not _is_heads_first(transpose):
         return None
@@ -256,7 +257,7 @@ def _flat_input(value: Any) -> Any:
 
 
 def _flat_output(value: Any) -> Any:
-    """Returns the value [batch, tokens, features] that the heads of this output are joined to, or None."""
+    """Returns the value [batch, tokens, features] after the heads are joined, or None if there is none."""
     for op_type in ("Transpose", "Reshape"):
         consumers = [use.node for use in value.uses()]
         if len(consumers) != 1 or consumers[0].op_type != op_type:
@@ -276,8 +277,8 @@ class Int8(Onnx):
     """ONNX with 8-bit matrix products, quantized by NNCF on `images` calibration images (see `quantizing`).
 
     Weights have one scale per output feature, and activations have one scale per tensor. Norms, softmax, activation
-    functions and the comparison of tokens stay in float. `most_difference` is the largest allowed difference of a logit
-    from eager PyTorch, as a share of the largest logit. To measure the loss of accuracy, use `verify`.
+    functions and the comparison of tokens stay in float. `most_difference` limits how far a logit may differ from eager
+    PyTorch, as a share of the largest logit. To measure the loss of accuracy, use `verify`.
     """
 
     name: ClassVar[str] = "int8"
@@ -311,7 +312,7 @@ class Int8(Onnx):
         onnx = library("onnx")
         model = open_graph(path)
         graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
-        # Attention is one operation, so these products are the comparisons of tokens.
+        # Attention is one operation, so all remaining products of two activations compare tokens.
         floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
         is_free = not graph.input[0].type.tensor_type.shape.dim[0].dim_value
         batches = single_images(map(to_numpy, images), is_free)
@@ -333,10 +334,10 @@ class Int8(Onnx):
 
 
 def use_unsigned_activations(model: Any) -> None:
-    """Makes signed 8-bit activations unsigned, with zero points that are larger by 128, so the numbers stay the same.
+    """Makes signed 8-bit activations unsigned. Zero points grow by 128, so the represented numbers stay the same.
 
-    ONNX Runtime would do the same. But if it has moved such an operation before a reshape, it then refuses the file,
-    because the stated type is still signed (1.31).
+    ONNX Runtime would make the same change itself. But if it has moved such an operation before a reshape, ONNX Runtime
+    refuses the file, because the declared type is still signed (1.31).
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}
@@ -353,11 +354,11 @@ def use_unsigned_activations(model: Any) -> None:
 
 
 def keep_biases_apart(model: Any) -> None:
-    """Reshapes the biases of linear maps from [features] to [1, 1, features], which are the axes of the tokens.
+    """Reshapes the biases of linear maps from [features] to [1, 1, features], so they have the axes of the tokens.
 
     ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed and the bias has one
-    axis, it fuses product and bias into one operation, which only exists in float. It then converts every weight in
-    every call, and a call takes 2.3 times as long (ONNX Runtime 1.31).
+    axis, it fuses product and bias into one operation, which only exists in float. ONNX Runtime then converts every
+    weight to float in every call, and a call takes 2.3 times as long (ONNX Runtime 1.31).
     """
     arrays = library("onnx.numpy_helper")
     tensors = {each.name: each for each in model.graph.initializer}
@@ -388,11 +389,11 @@ class _SignalStack(ctypes.Structure):
 
 @contextmanager
 def _signal_stack_kept() -> Iterator[None]:
-    """Restores this thread's signal stack, which is the memory for handling signals.
+    """Restores this thread's signal stack, the memory in which signals are handled.
 
-    A compiled OpenVINO model sets its own stack and, when it is deleted, restores the stack that it found. If there are
-    two models, the model that is deleted last restores the other model's stack, which no longer exists. The next signal
-    then ends the process, e.g. when a worker of a data loader ends.
+    A compiled OpenVINO model sets its own stack. When the model is deleted, it restores the stack that it found. If
+    there are two models, the second deletion restores the other model's stack, which no longer exists. The next signal
+    then ends the process, e.g. the signal that a data loader's worker has ended.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()
@@ -413,7 +414,7 @@ def converted_by_openvino(source: Any, **options: Any) -> Any:
 
 
 def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
-    """Whether a program takes any number of images. OpenVINO's graph does not tell, because it frees fixed sizes."""
+    """Returns whether a program takes any number of images. OpenVINO's graph cannot tell: it frees fixed sizes."""
     (name,) = program.graph_signature.user_inputs
     (given,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
     return not isinstance(given.meta["val"].shape[0], int)
@@ -422,8 +423,8 @@ def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
 def fold_norms_(model: Any) -> None:
     """Folds the scale g and the offset b of every layer norm into the linear maps W that follow it.
 
-    W (g x + b) = (W g) x + W b, where W g scales the columns of W. This is done if only linear maps follow. OpenVINO
-    itself computes g x + b for all tokens in a separate operation.
+    W (g x + b) = (W g) x + W b, where W g scales the columns of W. A norm is folded only if nothing but linear maps
+    follow it. Without folding, OpenVINO computes g x + b for all tokens in a separate operation.
     """
     op = library("openvino.opset13", "openvino")
     for norm in [node for node in model.get_ordered_ops() if node.get_type_name() == "MVN"]:
@@ -457,13 +458,13 @@ def fold_norms_(model: Any) -> None:
 def divide_attention_(model: Any) -> None:
     """Replaces scaled dot-product attention by its two products and its softmax.
 
-    OpenVINO runs either form as one kernel. But for the single operation it transposes the keys in memory
+    OpenVINO runs both forms as one kernel. But for the single operation, OpenVINO also transposes the keys in memory
     (docs/results/speed.md).
     """
     op = library("openvino.opset13", "openvino")
     for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
         query, key, value, *others = node.input_values()
-        # Programs of torch state both a mask, which may be one number, and the scale.
+        # Programs from torch always have a mask, which may be a single number, and a scale.
         if len(others) != 2 or node.get_attributes()["causal"]:
             continue
         mask, scale = others
@@ -518,10 +519,10 @@ def comparisons(model: Any) -> list[str]:
 class OpenVINO(Format):
     """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
-    With the `precision` f32, the file runs in float32, even on CPUs that support narrower types. With bf16, it runs in
-    bfloat16 on CPUs that support this type, and in float32 on others, and the weights are stored in float32. With int8,
-    NNCF quantizes the matrix products to 8 bits on `images` calibration images (see `quantizing`), and all other
-    operations run as with bf16.
+    `precision` is f32, bf16 or int8. With f32, the file runs in float32, even on CPUs that support narrower types. With
+    bf16, it runs in bfloat16 on CPUs that support this type, and in float32 on others. The weights are stored in
+    float32. With int8, NNCF quantizes the matrix products to 8 bits on `images` calibration images (see `quantizing`).
+    All other operations then run as with bf16.
     """
 
     name: ClassVar[str] = "openvino"
@@ -592,7 +593,7 @@ class OpenVINO(Format):
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file anew for every input shape. It runs up to a third faster than if the batch size is free."""
+        """Compiles the file anew for every input shape, which runs up to a third faster than a dynamic batch size."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,
@@ -628,7 +629,7 @@ def parse_format(text: str) -> Format:
 
     Raises:
         UnknownName: There is no such format or knob.
-        InvalidInput: The text has another form.
+        InvalidInput: The text is not a name with knobs in brackets.
     """
     reader = _FormatReader(text)
     name, kind = reader.read_name(FORMATS)

@@ -53,8 +53,8 @@ from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Sever
 
 DYNAMIC = "dynamic"
 GRAPH_BYTES = 2**18  # the approximate size of a file without its weights
-# Batch sizes for capture and for parity, if the batch size of the file is dynamic. The capture needs more than one
-# image, because torch.export treats a size of 1 as a constant.
+# Batch sizes to capture a model and to compare its file, if the file's batch size is dynamic. The capture needs more
+# than one image, because torch.export treats a size of 1 as a constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
 # Batch sizes and rounds for timing a file. A file with a fixed batch size is timed at that size.
 TIMED, ROUNDS = (1, 32), 20
@@ -66,9 +66,9 @@ PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", 
 
 
 class PatchFeatures(nn.Module):
-    """Returns the last features of all patches, [batch, patches, width].
+    """Wraps a model and returns the last features of all patches, [batch, patches, width].
 
-    If tokens are pruned or merged, they are restored.
+    Pruned or merged tokens are restored.
     """
 
     def __init__(self, model: nn.Module):
@@ -83,8 +83,8 @@ class PatchFeatures(nn.Module):
 class ExportSubject:
     """The model to export, in evaluation mode, with the file's input and the facts for PATH.json.
 
-    `calibration` are normalized images. Without them, parity is measured on noise. `outputs` is the kind of the model's
-    outputs, or None for patch features.
+    `calibration` holds normalized images. Without them, the file is compared with the model on noise. `outputs` is the
+    kind of the model's outputs, or None for patch features.
     """
 
     model: nn.Module
@@ -105,7 +105,7 @@ class ExportSubject:
         """Copies a model of a known family, converts it to `precision`, and collects its facts.
 
         Raises:
-            NotSupported: The model takes inputs that a file cannot take.
+            NotSupported: The model takes inputs that an exported file cannot take.
         """
         family = family_of(model)
         if (inputs := family.inputs(model)) is not None:
@@ -143,7 +143,7 @@ class ExportSubject:
 
     @property
     def of_items(self) -> nn.Module:
-        """The model, with inputs in the shape that the file takes."""
+        """The model, wrapped so that it accepts inputs in the file's shape."""
         return _OfItems(self.model, self.images.shape).eval() if self.images.item else self.model
 
     def example(self, batch: int) -> Tensor:
@@ -159,10 +159,10 @@ class ExportSubject:
         return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
 
     def batches(self, count: int) -> list[Tensor]:
-        """Returns batches for calibration and parity: about `count` calibration images, or noise without any.
+        """Returns batches to calibrate and compare a file: about `count` calibration images, or noise without any.
 
         Raises:
-            InvalidInput: There are fewer calibration images than the file takes at once.
+            InvalidInput: There are fewer calibration images than one batch of the file.
         """
         size = self.images.batch or AT_ONCE
         if self.calibration is not None:
@@ -174,7 +174,7 @@ class ExportSubject:
                 raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
             return [each.to(self.images.dtype) for each in full_batches]
         generator = torch.Generator().manual_seed(0)
-        # Noise is drawn in float64 and then converted, so that all precisions have the same noise.
+        # Noise is drawn in float64 and then converted, so all precisions get the same noise.
         sizes = COMPARED if self.images.batch is None else (size, size)
         noise = [torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes]
         return [each.to(self.images.device, self.images.dtype) for each in noise]
@@ -212,14 +212,15 @@ def export(
 
     Args:
         model: The model. If it has no classifier, the file returns its embeddings and has no class names.
-        path: The file.
+        path: The file to write.
         to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
             e.g. openvino(precision=bf16).
-        batch: The number of images that the file takes at once, or dynamic for any (dynamic).
+        batch: The number of images that the file takes at once, or dynamic for any number (dynamic).
         precision: The precision of weights and images (the model's own).
-        calibration: Images, normalized for the model, to measure parity on. By default, noise. int8 requires images.
+        calibration: Images, normalized for the model, to compare the file with the model on. By default, noise is used.
+            int8 requires images, because it is also calibrated on them.
         class_names: The name of every class. By default, the model's own names. If it has none, the names of the
-            calibration dataset are used (e.g. an ImageFolder), if it has the same number of classes.
+            calibration dataset are used (e.g. an ImageFolder), provided that it has the same number of classes.
         features: Whether the file returns the features of all patches instead of the model's answer.
 
     Returns:
@@ -252,7 +253,7 @@ def export(
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
-    """Returns a dataset's class names if the model has the same number of classes and no names, else no names."""
+    """Returns a dataset's class names if the model has equally many classes and no names, else ()."""
     fits = len(class_names) == num_classes(model) > 0
     return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
 
@@ -260,15 +261,15 @@ def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ..
 def precision_for(model: nn.Module, form: Format) -> str | None:
     """Returns the `precision` at which to export a model.
 
-    None stands for the model's own precision. It is returned if the format has this precision and latencies are timed
-    in it. Otherwise the result is float32.
+    None means the model's own precision. It is returned if the format supports this precision and latencies can be
+    timed in it. Otherwise, "float32" is returned.
     """
     dtype = next(model.parameters()).dtype
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
 def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
-    """Returns a model as the subject of a file for any batch size, at the precision of `precision_for`.
+    """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision of `precision_for`.
 
     If the model has no class names, the file gets `class_names`, or else the names of the calibration images.
     """
@@ -289,8 +290,8 @@ def compare_with_original(
 ) -> tuple[LatencyComparison, ...]:
     """Times a file against the original model in the same format, and adds the speeds to PATH.json.
 
-    The original has the attention of its own library. Both files run in turns in the same runtime, with `threads` CPU
-    threads. They are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
+    The original is exported with the attention of its own library. Both files run alternately in the same runtime, with
+    `threads` CPU threads. They are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -298,7 +299,7 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    # Long passes have only a few rounds, and then one round is enough to warm up.
+    # If passes are long, there are only a few rounds, and one round is enough to warm up.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
     with scratch_folder() as folder:
@@ -313,7 +314,7 @@ def compare_with_original(
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_compared: bool = True) -> Exported:
-    """Writes the file and its facts, and returns it as a module. A file that is only timed need not be compared.
+    """Writes a file and its facts, and returns the file as a module. Without `is_compared`, outputs are not compared.
 
     Raises:
         NotSupported: The model cannot be captured, or the file's outputs differ from the model's. No file is written.
@@ -346,7 +347,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
     with temporary_folder(path) as room:
         written = room / path.name
         with raising(f"this model cannot be written as {form.name}"):
-            # `raising` would report a full disk as a model that the format does not support.
+            # A full disk is reported here, because `raising` would report that the format does not support the model.
             size = GRAPH_BYTES + sum(tensor.nbytes for tensor in program.state_dict.values())
             try:
                 form.write(program, written, [*map(images.as_items, batches)])
@@ -382,7 +383,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
-    """Captures a model, or a part of it, for inputs like the example. `shapes` states which sizes are free."""
+    """Captures a model, or a part of it, for inputs like the example. `shapes` says which sizes are dynamic."""
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
@@ -390,10 +391,10 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The place where parts of a model run for timing.
+    """The place where parts of a model run when they are timed.
 
-    Without a `form`, this is PyTorch under the `conditions`. With a `form`, this is the runtime of the format, with the
-    device and the threads of the conditions.
+    Without a `form`, parts run in PyTorch under the `conditions`. With a `form`, they run in the format's runtime, on
+    the device and with the threads of the conditions.
     """
 
     conditions: Conditions
@@ -402,7 +403,7 @@ class Runtime:
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
         """Returns a function that runs a module, e.g. some blocks, on inputs like the example.
 
-        The second size of the inputs, e.g. the number of tokens, may be any. The module itself is not changed.
+        The second axis of the inputs, e.g. the tokens, may have any size. The module itself is not changed.
 
         Raises:
             NotSupported: The module cannot be written in the format.
@@ -422,7 +423,7 @@ class Runtime:
 
 
 class _FourAxes(TorchFunctionMode):
-    """Adds an axis of size 1 to attention without an axis of heads, like SAM's, because ONNX requires the axis."""
+    """Adds a head axis of size 1 to attention that has none, such as SAM's, because ONNX requires this axis."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -436,12 +437,13 @@ class _FourAxes(TorchFunctionMode):
 
 @contextmanager
 def _free_lengths(model: nn.Module) -> Iterator[None]:
-    """Lets `len(images)` in a user's module return the free number of images.
+    """Lets `len(images)` in a user's module return the dynamic batch size.
 
     Python's own `len` returns a plain number, which fixes the batch size in torch.export. No mode of PyTorch can change
-    that. The model here is attnrx's own copy. So its parts get copies of their methods as attributes, which hide the
-    class's methods. The copies have the same code and the same global names, but another `len`. The user's classes and
-    modules are not changed. Calls by `super()` reach the class's own methods, which must use `images.shape[0]`.
+    that. So every part of the model, which is attnrx's own copy, gets copies of the user's methods as attributes. The
+    copies hide the methods of the class. They have the same code and the same global names, but another `len`. The
+    user's classes and modules are not changed. Calls by `super()` reach the class's own methods, which must use
+    `images.shape[0]`.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
@@ -460,7 +462,7 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
 
 
 def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns copies of a class's methods that the user wrote, in which `len` returns the first size of a tensor."""
+    """Returns copies of the methods that the user wrote for a class. Their `len` returns a tensor's first size."""
     methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
     spaces: dict[str, dict[str, Any]] = {}  # global names by module, shared by a copy and the functions that it calls
 
@@ -491,7 +493,7 @@ def _free_length(value: Any) -> Any:
 
 @contextmanager
 def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
-    """Runs the model's attention as one operation per layer, with the weights that it needs as constants.
+    """Runs the model's attention as one operation per layer, and precomputes its combined weights as constants.
 
     If a token reducer needs a layer's attention, the layer keeps its backend.
     """
@@ -512,7 +514,7 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Removes operations that change nothing or have no users, and weights that no operation uses.
 
-    Also removes stack traces, because they would write this machine's folders into every file.
+    Stack traces are also removed, because they contain this machine's folders.
     """
     graph, aten = program.graph, torch.ops.aten
     for part in program.graph_module.modules():  # the branches of a condition are graphs, too
@@ -538,15 +540,15 @@ def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> bool:
-    """Whether aten.slice with these arguments returns its whole input, as it does for a `:` in an index."""
+    """Returns whether aten.slice with these arguments returns its whole input, as it does for a `:` in an index."""
     return not start and step == 1 and (stop is None or stop == sys.maxsize)
 
 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
     """Compares the file's outputs with the model's on the same images.
 
-    In models with token reduction, some images that differ are excluded. At most the share MAY_DIFFER is excluded, or
-    MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
+    With token reduction, rounding may swap tokens, so some images that differ are excluded. At most the share
+    MAY_DIFFER is excluded, or MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
 
     Raises:
         NotSupported: The file does not run, or its outputs differ.
@@ -566,7 +568,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     # If there are several outputs, the differences of each are relative to its own largest number.
     sizes = torch.stack([each.abs().amax(-1) for each in expected]).clamp(min=torch.finfo(torch.float64).tiny)
     difference = differences.amax(0)
-    # Each image's largest difference relative to its largest logit, in increasing order.
+    # `shares` has each image's largest difference relative to its largest logit, in increasing order.
     shares, order = (differences / sizes).amax(0).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
     prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())
@@ -602,9 +604,9 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """Moves the exported files from the folder `room` to their path.
 
     A file and its facts cannot be replaced in one step. Between the two steps, the new facts therefore also contain the
-    earlier facts, and the hash of the file determines which facts are valid. If there are several files, their hashes
-    cannot determine this, so the earlier export is removed first. The facts are written before the files. If the export
-    is interrupted, the facts then show which files belong to it.
+    earlier facts, and the file's hash shows which facts are valid. With several files, hashes cannot show this, so the
+    earlier export is removed first. The facts are written before the files. If the export is interrupted, the facts
+    then show which files belong to it.
     """
     files = facts["files"]
     if len(files) > 1:
@@ -625,7 +627,7 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _OfItems(nn.Module):
-    """Wraps a model that takes images of this shape, so that it takes inputs with the axes of the user's module."""
+    """Wraps a model of images so that it accepts inputs with the axes of the user's module, e.g. videos."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
         super().__init__()
@@ -636,7 +638,7 @@ class _OfItems(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Returns the first tensor in a model's outputs, e.g. the logits of a transformers model, or all tensors."""
+    """Wraps a model and returns the first tensor of its outputs, e.g. a transformers model's logits, or all tensors."""
 
     def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()

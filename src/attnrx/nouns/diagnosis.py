@@ -1,4 +1,4 @@
-"""The diagnosis of a model: the spectrum and the named readings of every layer."""
+"""The diagnosis of a model: for every layer, the spectrum of its attention scores and other measurements (readings)."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ LAYER = kinds.record(
         "norms": kinds.one_of(*NORMS),
         "shared": kinds.FLAG,
         "readings": kinds.JSON_OBJECT,  # for human readers, because `load` reads the tensors
-        # The list has both maps, or none if the MLP is not read. A map that is not one matrix is null.
+        # The list holds both linear maps, or none if the MLP was not diagnosed. A map that is not one matrix is null.
         "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
     {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
@@ -87,8 +87,9 @@ class Computed(Mapping[str, MapDirections]):
 class MapDiagnosis(Displayed):
     """One linear map of the MLP: the number of its inputs, and its directions by metric.
 
-    "weights" are the singular directions of the weight, with the bias as center. "centered" are the principal
-    directions of the outputs on the data, about their mean. They are measured only with the diagnostic `Moments`.
+    The metric "weights" has the singular directions of the weight matrix, with the bias as center. The metric
+    "centered" has the principal directions of the outputs on the data, about their mean. "centered" is measured only
+    with the diagnostic `Moments`.
     """
 
     inputs: int
@@ -97,12 +98,12 @@ class MapDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class HiddenDiagnosis(Displayed):
-    """The hidden units of an MLP: their strengths by metric, their moments, and the map that reads them.
+    """The hidden units of an MLP: their strengths by metric, their moments, and the linear map after them.
 
-    "weights" is the product of two norms: the norm of the weights before a unit, and of the weights after it.
-    "activation" is the unit's standard deviation times the norm of the weights after it. The square of "centered" is
-    how much the error grows in backward elimination (`unit_losses`). Without the diagnostic `Moments`, only "weights"
-    is present, and there is no covariance or mean.
+    The strength "weights" is the norm of a unit's input weights times the norm of its output weights. "activation" is
+    the unit's standard deviation times the norm of its output weights. The square of "centered" is the growth of the
+    error when backward elimination removes the unit (`unit_losses`). Without the diagnostic `Moments`, only "weights"
+    is measured, and there is no covariance or mean.
     """
 
     strength: Mapping[str, Float[Tensor, "units"]]
@@ -114,9 +115,9 @@ class HiddenDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class LayerDiagnosis(Displayed):
-    """One layer: its spectrum, and its readings, whose first axis is the heads.
+    """One layer: its spectrum, and its readings by name. The first axis of every reading is the heads.
 
-    If the MLP is read, `mlp` contains the diagnoses of its two maps, and `hidden` the diagnosis of its hidden units.
+    If the MLP was diagnosed, `mlp` describes its two linear maps, and `hidden` describes its hidden units.
     """
 
     spectrum: Spectrum
@@ -126,7 +127,7 @@ class LayerDiagnosis(Displayed):
 
     @checked()
     def reading(self, name: str) -> Tensor:
-        """Returns one reading, whose first axis is the heads.
+        """Returns the reading called `name`, whose first axis is the heads.
 
         Raises:
             InvalidInput: The layer has no reading of this name.
@@ -188,7 +189,7 @@ class Diagnosis(Displayed):
 
         A plan prescribes every candidate from one diagnosis, and would otherwise repeat the computation.
         """
-        # The results are not a field. So they are not compared, and a copy made by `replace` starts without them.
+        # Kept results are not a field, so they are not compared, and a copy made by `replace` starts without them.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
         if key not in known:
             known[key] = compute()
@@ -200,7 +201,7 @@ class Diagnosis(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: What the model is, in the words of the caller.
+            what: The caller's words for that model, for the error message.
 
         Raises:
             FingerprintMismatch: The diagnosis belongs to another model.

@@ -1,6 +1,7 @@
-"""What "quick", "normal" and "thorough" mean: how much one call measures and fits, by the model and its outputs.
+"""The efforts "quick", "normal" and "thorough": how much one call measures and fits for a model.
 
-`Effort.of` decides this. Here are three models at 224 pixels (`tests/unit/test_effort.py` has more):
+`Effort.of` computes these numbers from the model's cost and its outputs. The table shows three models at 224 pixels,
+and `tests/unit/test_effort.py` tests more:
 
     effort    model             diagnose   plan    fit  predict  verify  sensitivities  trials  repair  distill
     quick     ViT-Tiny               128    192    256       96   4,762             32      10     100
@@ -13,9 +14,9 @@
     thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
     thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
 
-The first six columns are the largest numbers of images. Datasets with fewer images use fewer. The images for planning
-are among the images for fitting. Trials are whole plans that a search measures. Repair is in steps of Adam for each
-block, and distillation in epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and
+The first six columns are numbers of images. If a dataset has fewer images, all of them are used. The images for
+planning are among the images for fitting. Trials are whole plans that a search measures. Repair counts Adam steps for
+each block, and distill counts epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and
 steps for large models.
 """
 
@@ -48,32 +49,32 @@ from attnrx.vit.models import family_of
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import parse_reducer
 
-# What a plan chooses: the ranks of maps, at levels that are shares of the full rank, and which patches stay.
+# The axes of a plan: the ranks of linear maps, at levels that are shares of the full rank, and the patches that stay.
 RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOKENS: "tokens"}
-# Eighths of the full rank. For 64 directions they are multiples of 8, which are efficient in GEMM kernels.
+# Levels are eighths of the full rank. For 64 directions, they are multiples of 8, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
 # For a model with more than LARGE multiply-accumulates per image, a quick call diagnoses on half of the images. It
 # measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model with more than
-# HUGE (a ViT-L has 6e10), it plans on half of the images, measures sensitivities in half of the layers, and diagnoses
-# on a quarter. In both cases, plans are compared and repaired in bfloat16 where it is faster (docs/results/plan.md).
+# HUGE (a ViT-L has 6e10), it plans on half of the images and diagnoses on a quarter. It measures sensitivities in half
+# of the layers. In both cases, plans are compared and repaired in bfloat16 if it is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A quick call verifies on as many images as VERIFICATION_MACS multiply-accumulates of the original allow, but on at
 # least MIN_VERIFICATION_IMAGES. That is 4,800 images for a ViT-Tiny, and 340 for a ViT-B.
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 6e12, 256
-# Outputs with a number per position vary less between images, so both limits are smaller for maps. The mean error of a
-# saliency map has an interval of +- 20 % on 128 images, and of +- 13 % on 324 (docs/results/dense.md).
+# Maps are outputs with a number per position. They vary less between images, so both limits are smaller for them. The
+# mean error of a saliency map has an interval of +- 20 % on 128 images, and of +- 13 % on 324 (docs/results/dense.md).
 MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS = 7.5e11, 64
 # The MACs per image of a ViT-S with a decoder, at 224 pixels. If a map model has more MACs, proportionally fewer images
 # are used for its plan, and fewer steps to fit its decoder (`map_share`).
 FULL_MAP_MACS = 8e9
-# A repair within a budget uses at least this many images. A smaller budget leaves fewer steps, but at least half.
+# A repair within a budget uses at least this many images. A smaller budget leaves fewer steps, at least half of them.
 MIN_REPAIR_IMAGES = 128
 
-# A pass with this many multiply-accumulates takes about a second, and its time varies less.
+# A pass with this many multiply-accumulates takes about a second. Its time varies less than the time of a shorter pass.
 LONG_PASS = 4e10
 # The rounds of a final measurement. A batch with fewer than MIN_TIMED_IMAGES images gets proportionally more rounds. A
 # pass with LONG_PASS multiply-accumulates gets fewer, and a pass with LONGER_PASS fewer still.
@@ -83,45 +84,48 @@ FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 # multiply-accumulates, because calling the operations dominates a smaller pass. Files do not run in chunks, so their
 # part is large enough for TIMED_FILE_MACS.
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# Rounds before the counted rounds.
+# Warm-up rounds, whose times do not count.
 WARMUP = 2
-# Files are timed until their speeds are known to this share, but at most for the rounds of the settings. Plans that are
-# adjusted are timed less precisely than results.
+# Files are timed until the error of their speeds is below this share, but at most for the rounds of the settings. While
+# plans are adjusted, the larger share is used.
 PRECISE, NEARLY_PRECISE = 0.02, 0.03
-# For few images, plans are timed in more rounds, up to this multiple for files.
+# Plans for small batches are timed in more rounds. For files, this factor limits the additional rounds.
 MOST_OF_FILES = 4
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned, and how much is measured for it. The defaults are the effort "normal".
+    """What a plan may change, and how much is measured for it. The defaults are the effort "normal".
 
-    What is planned. By default, `axes` are all axes that the model has. If an axis is left out, the reason is logged.
-    The default token `reducer` is `ward`, with a relevance if the outputs come from a class token. `to` is the text of
-    a format for `attnrx.export`. A target of latency then applies to the file in this format, and blocks and whole
-    plans are timed in its runtime. A `portable` plan uses only what the library's own class can hold. All its MLPs get
-    one width, a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All its layers get the same
-    number of heads, if the class has an argument for it. The plan's latency is measured in the library's own code.
+    `axes` lists what the plan may change. By default, these are all axes that the model has. If an axis is left out,
+    the reason is logged. The default token `reducer` is `ward`, with a relevance if the outputs come from a class
+    token. `to` is the text of a format for `attnrx.export`. A latency target then applies to the file in this format,
+    and blocks and whole plans are timed in its runtime. A `portable` plan uses only what the library's own class can
+    hold. All its MLPs get one width, a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All its
+    layers get the same number of heads, if the class has an argument for it. The plan's latency is measured in the
+    library's own code.
 
-    How latency is measured (`protocol`). Forward passes of `batch` images are timed under the `conditions`, by `clock`
+    Latency is measured by the `protocol`. Forward passes of `batch` images are timed under the `conditions`, by `clock`
     (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
     these levels, times are interpolated. Whole models are timed for `whole_rounds` rounds. With `in_subprocess`, the
-    timings run in a new process that keeps freed memory (`subprocess_runner`), because the speed of memory allocation
-    depends on the history of the process.
+    timings run in a new process that keeps freed memory (`subprocess_runner`), because memory allocation is faster or
+    slower depending on what the process did before.
 
-    How divergence is measured. Sensitivities of single choices are measured on `sensitivity_images`, at `probed_levels`
-    and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are interpolated. The
-    search measures `trials` plans on `trial_images`. Each of them is the best of some `variations` by prediction. If a
-    plan is far worse than the best one on the first batch, it is measured only on that batch. The best `finalists` are
-    measured on all images. `shrink` uses `num_images` for this. With `bfloat16`, these plans are computed with bfloat16
-    products if the device is faster with them. Sensitivities and predictions use the model's own precision.
+    Divergence is first measured for single choices. These sensitivities are measured on `sensitivity_images`, at
+    `probed_levels` and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are
+    interpolated. The search then measures `trials` whole plans on `trial_images`. A plan has the best prediction among
+    `variations` candidates. If a plan is far worse than the best one on the first batch, it is measured only on that
+    batch. The best `finalists` are measured on all images, which are `num_images` in `shrink`. With `bfloat16`, these
+    plans are computed with bfloat16 products if the device is faster with them. Sensitivities and predictions use the
+    model's own precision.
 
-    A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
-    `max_ratio` times the target. The first attempt makes no search. With `adjusts`, attempts after the second correct
-    the cost without a new search. For a file with `adjusts`, every attempt times two plans, and the first searches.
+    Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
+    `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct
+    the cost without a new search. For a file with `adjusts`, every attempt times two plans, and the first attempt
+    already searches.
 
-    `seed` determines every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with
-    progress messages.
+    `seed` fixes every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with progress
+    messages.
     """
 
     example = "attnrx.planning.PlanSettings.preset('quick')"
@@ -202,7 +206,7 @@ class PlanSettings:
         return replace(EFFORTS[effort].settings, **changes)
 
     def for_outputs(self, kind: OutputKind) -> "PlanSettings":
-        """Returns the settings with as many images as outputs of this kind need, and batches that are no larger."""
+        """Returns the settings for outputs of this kind. Maps need fewer images, which limits the batch size, too."""
         if kind.needed_images == 1:
             return self
         fewer = self.on_share(kind.needed_images)
@@ -215,24 +219,24 @@ class PlanSettings:
 
     @property
     def protocol(self) -> LatencyProtocol:
-        """How blocks are timed. Whole models are timed in the same way, in `whole_rounds` rounds."""
+        """The protocol for timing blocks. Whole models are timed in the same way, in `whole_rounds` rounds."""
         enough = None if self.to is None else NEARLY_PRECISE if self.adjusts else PRECISE
         return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=enough)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
-        """Returns a batch of noise for timings, [batch, *input shape]. Latency depends only on the number of images."""
+        """Returns a batch of noise for timings, [batch, *input shape]. Latency does not depend on the pixel values."""
         shape = family_of(model).input_shape(model)
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def while_planning(self, macs: float) -> "PlanSettings":
         """Returns the settings for timing plans of a model with `macs` MACs per image.
 
-        They differ from these settings only if plans are adjusted on a CPU.
+        The result differs from `self` only if plans are adjusted on a CPU.
         """
         if not self.adjusts or self.conditions.on_cuda:
             return self
-        # A large batch runs in chunks of a few images. Timing only a few images is faster, and its ratios agree to a
-        # hundredth. On one thread, CPU time is the latency without the load of other processes.
+        # A large batch runs in chunks of a few images. Timing only a few images is faster, and the latency ratios agree
+        # to a hundredth. On one thread, CPU time is the latency without the load of other processes.
         enough = ceil((TIMED_MACS if self.to is None else TIMED_FILE_MACS) / macs)
         fewest = FEWEST_TIMED_IMAGES if enough <= FEWEST_TIMED_IMAGES else MIN_TIMED_IMAGES
         batch, is_serial = min(self.batch, max(fewest, enough)), self.conditions.threads == 1
@@ -246,8 +250,8 @@ class PlanSettings:
 def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
     """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
 
-    Few images get more rounds, and a large model gets fewer. The rounds of files end once the speeds are precise, so
-    only very large models get fewer for their files.
+    Small batches get more rounds, and large models get fewer. Timing a file ends as soon as its speed is precise. For
+    files (`of_files`), only very large models therefore get fewer rounds.
     """
     if batch * macs >= LONGER_PASS:
         return LONGER_ROUNDS
@@ -257,7 +261,7 @@ def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of images and steps for planning and fitting a map model with `macs` MACs per image."""
+    """Returns the share of images and steps with which a map model with `macs` MACs per image is planned and fitted."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 
@@ -278,22 +282,22 @@ class DecoderFit(NamedTuple):
 
 @dataclass(frozen=True)
 class Effort:
-    """How much one call measures and fits.
+    """How much one call measures and fits. Numbers of images are limits, because a dataset may have fewer.
 
     Attributes:
         name: "quick", "normal" or "thorough".
         settings: How plans are searched and timed.
-        fitted_images: The images for fitting weights, which include the images for choosing the plan.
+        fitted_images: The number of images for fitting weights. They include the images for choosing the plan.
         repair: The repair of a realized plan, or None for no repair.
         distill_epochs: The epochs of the distillation that follows, or 0 for no distillation.
-        most_distilled: The most MACs per image that a distilled model may have.
-        diagnosed_images: The images for the diagnosis.
-        predicted_images: The images for measuring the predictions of a plan.
+        most_distilled: The MACs per image above which a model is not distilled.
+        diagnosed_images: The number of images for the diagnosis.
+        predicted_images: The number of images for measuring the predictions of a plan.
         verified_images: The most images for verifying a result. An accuracy on 10,000 images has a standard error of at
             most 0.5 points.
-        image_share: The share of the images read on which a quick call plans, fits and predicts maps. None means all.
+        image_share: The share of its images on which a quick call plans, fits and predicts maps. None means all images.
         decoder_fits: The fits of a smaller decoder, before the plan and after it.
-        keep_index: Whether the distillation is for search in an index of the original's embeddings.
+        keep_index: Whether the smaller model will search an index of the original's embeddings.
     """
 
     name: str
@@ -321,12 +325,13 @@ class Effort:
         """Returns what a call measures and fits for one model.
 
         Args:
-            name: The effort.
+            name: The effort: "quick", "normal" or "thorough".
             kind: The kind of the model's outputs.
-            macs: The model's MACs per image, at the size of the images, or None before the images are read. They do not
-                affect how many images are read.
-            settings: The settings of the call's plans, with the effort's numbers of images. By default, the effort's.
-            keep_index: Whether the model is for search in an index of the original's embeddings.
+            macs: The model's MACs per image, at the size of the images, or None before the images are read. The MACs do
+                not affect how many images are read.
+            settings: The plan settings of the call, with the effort's numbers of images. By default, the effort's own
+                settings.
+            keep_index: Whether the smaller model will search an index of the original's embeddings.
 
         Raises:
             UnknownName: No such effort.
@@ -335,13 +340,13 @@ class Effort:
             raise UnknownName("effort", name, EFFORTS)
         effort = EFFORTS[name]._for_index() if keep_index else EFFORTS[name]
         settings = (settings or effort.settings).for_outputs(kind)
-        # For means of the same precision, these outputs need fewer images than logits do. A fit and a diagnosis use a
-        # larger share.
+        # Maps need fewer images than logits for a mean of the same precision. The square root reduces the images for
+        # fits and diagnoses less than the images for plans.
         precision = kind.needed_images**0.5
         effort = replace(
             effort,
             settings=settings,
-            # A fit determines many more numbers than a plan does.
+            # A fit estimates many more numbers than a plan, so it uses at least as many images.
             fitted_images=max(round(precision * effort.fitted_images), settings.num_images),
             diagnosed_images=round(precision * effort.diagnosed_images),
             predicted_images=round(precision * effort.predicted_images),
@@ -359,7 +364,7 @@ class Effort:
         budget, least = VERIFICATION_MACS, MIN_VERIFICATION_IMAGES
         if is_map:
             budget, least = MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS
-        # The more positions an image has, the less results vary between images.
+        # Larger maps have more positions, so results vary less between images, and fewer images suffice.
         share = map_share(macs) if is_map else 1.0
         settings = replace(self.settings.on_share(share), bfloat16=is_large)
         if is_huge:
@@ -388,16 +393,16 @@ class Effort:
         )
 
     def with_smaller_decoder(self) -> "Effort":
-        """Returns the effort for a plan with a smaller decoder, because fitting the decoder takes part of the time."""
-        # A search of ten plans gained 5 % in 53 CPU seconds. Fitting the decoder takes less time than that. It also
-        # gains more than a quick repair, in a quarter of the time.
+        """Returns the effort for a plan with a smaller decoder. It measures fewer plans, to save time."""
+        # A search of ten plans gained 5 % in 53 CPU seconds, and fitting the decoder takes less time than that. Fitting
+        # also gains more than a quick repair, in a quarter of the time.
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
 
-# For a model that searches in an old index: the fewest images for fitting it, the queries for measuring a plan's
-# recall, and the epochs of its distillation. On 512 queries, a share of 0.98 of 10 neighbours has a standard error of
-# 0.3 points.
+# For a model that will search an index of the original's embeddings, INDEX_IMAGES is the least number of images to fit
+# it. INDEX_EPOCHS are the epochs of its distillation. A plan's recall is measured with INDEX_QUERIES queries. On 512
+# queries, a share of 0.98 of 10 neighbours has a standard error of 0.3 points.
 INDEX_IMAGES, INDEX_QUERIES = 1024, 512
 INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
 MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
@@ -415,20 +420,20 @@ EFFORTS: dict[str, Effort] = {
             layer_stride=2,
             trials=10,
             variations=3,
-            # With 32 images (96 for the better half), the search for a ViT-Tiny at 60 % of the MACs found a plan with
-            # 0.043 instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+            # With `trial_images=32` (96 for the better half), a ViT-Tiny at 60 % of the MACs reached 0.043 instead of
+            # 0.038 nats on 500 test images. The search took 6 % less CPU time (one seed, 2026-11-26).
             trial_images=96,
             finalists=3,
             attempts=4,
-            # Only faster plans are adjusted, because an attempt takes a tenth of a call's time.
+            # A plan up to 5.5 % faster than the target is accepted, because an attempt takes a tenth of a call's time.
             min_ratio=0.945,
             max_ratio=0.99,
-            # Every search measures many plans, but an adjustment of the cost measures only a few.
+            # A new search measures many plans, but an adjustment of the cost measures only a few.
             adjusts=True,
         ),
         fitted_images=256,
-        # A ViT-Tiny needs 2e12 for all images. Larger models get MIN_REPAIR_IMAGES and half of the steps. 512 images,
-        # with steps on four of them, take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
+        # Repairing a ViT-Tiny on all images takes 2e12 MACs. Larger models get MIN_REPAIR_IMAGES and half of the steps.
+        # With 512 images and four per step, the same divergence takes 1.6 times the CPU time (docs/results/plan.md).
         repair=RepairBudget(100, images=2, macs=3.5e12),
     ),
     "normal": Effort(
@@ -436,8 +441,8 @@ EFFORTS: dict[str, Effort] = {
         PlanSettings(),
         fitted_images=1024,
         repair=RepairBudget(300, images=4, macs=1e14),
-        # For a plan for single images in eager PyTorch, the distillation removes 14 % of the divergence, in 131 s on
-        # two threads.
+        # For a plan that is made for single images in eager PyTorch, distillation removes 14 % of the divergence, in
+        # 131 s on two threads.
         distill_epochs=2,
         most_distilled=MOST_QUICKLY_DISTILLED,
     ),
@@ -451,13 +456,13 @@ EFFORTS: dict[str, Effort] = {
             sensitivity_images=96,
             pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
             trials=48,
-            # On few images, the best of many plans is selected by chance (docs/results/plan.md, "How many trials?").
+            # On few images, chance selects the best of many plans (docs/results/plan.md, "How many trials?").
             trial_images=128,
             finalists=6,
             attempts=4,
         ),
-        # At 60 % of the parameters this gives 0.376 nats. 1,024 images and 300 steps give 0.420 (docs/results/plan.md).
-        # For a ViT-L, seven copies of the tokens are in memory for the images within the budget, in 12 GB.
+        # At 60 % of the parameters, these settings reach 0.376 nats. 1,024 images and 300 steps reach 0.420
+        # (docs/results/plan.md). For a ViT-L, the budget's images keep seven copies of their tokens in memory, 12 GB.
         fitted_images=3072,
         repair=RepairBudget(500, images=4, macs=4e14),
         distill_epochs=2,

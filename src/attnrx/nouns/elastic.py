@@ -14,7 +14,7 @@ KIND, SCHEMA = "attnrx elastic model", 1
 INDEX = "elastic.json"
 ORIGINAL = "original"
 MOST_SIZES = 1000
-# The name is joined to the folder. A separator or ".." would lead out of the folder.
+# The name of a size is joined to the folder's path. A separator or ".." would lead out of the folder.
 NAME = kinds.matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
 SIZE = kinds.record(
     {
@@ -42,7 +42,7 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model. It is None if it was not measured. `fingerprint` identifies the size's weights.
+    model. If it was not measured, `latency` is None. `fingerprint` identifies the size's weights.
     """
 
     name: str
@@ -119,14 +119,14 @@ class Elastic:
         """Checks that a size's folder contains the model that the index describes.
 
         Args:
-            size: The size.
-            fingerprint: The fingerprint of the model.
-            macs: The MACs of the model.
+            size: The size whose folder was loaded.
+            fingerprint: The fingerprint of the loaded model.
+            macs: The MACs of the loaded model.
 
         Raises:
             CheckpointError: The folder contains another model, because it was swapped or replaced.
         """
-        # A token policy changes the MACs, but not the weights.
+        # MACs are compared, too, because a token policy changes the MACs but not the weights.
         expected_macs = round(size.macs * self.about["macs"])
         for name, found, expected in (("fingerprint", fingerprint, size.fingerprint), ("MACs", macs, expected_macs)):
             if found != expected:

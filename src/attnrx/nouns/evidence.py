@@ -51,10 +51,11 @@ RECORD = kinds.record(
 class Finding(Displayed):
     """One measured claim.
 
-    A claim has a `limit` and an `outcome`. It holds if the whole interval satisfies the limit, and fails if no part of
-    the interval does. Otherwise it is undecided, and about `deciding_n` samples with the same value and spread would
-    decide it. A quantity without a limit is reported. `low` and `high` are the 95 % interval, and `n` is the sample
-    size (images, rounds or runs). `details` contains further measurements (draws, kernels).
+    A claim has a `limit` and an `outcome`. The claim holds if the whole interval satisfies the limit, and fails if no
+    part of the interval does. In all other cases, the claim is undecided, and about `deciding_n` samples with the same
+    value and spread would decide it. A quantity without a limit is only reported. `low` and `high` are the 95 %
+    interval, and `n` is the sample size (images, rounds or runs). `details` contains further measurements (draws,
+    kernels).
     """
 
     check: str
@@ -141,7 +142,7 @@ def against_limit(
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
         return {**judgement, "outcome": HOLDS}
-    # Comparisons with NaN are false, so NaN cannot hold above. It must not be undecided either.
+    # Comparisons with NaN are false, so NaN is not caught above. Its claim fails, instead of being undecided.
     if math.isnan(value) or best < bound or (best == bound and strict):
         return {**judgement, "outcome": FAILS}
     # The half of the interval towards the limit. Bootstrap intervals are not symmetric.
@@ -175,8 +176,8 @@ class Evidence(Displayed):
 
     Printing the evidence shows a table of the findings.
 
-    In `about`, "notes" are remarks. "warnings" are texts that you must know, or the numbers would mislead you. The
-    warnings come first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
+    `about["notes"]` holds remarks. `about["warnings"]` holds texts without which the numbers would mislead you.
+    Warnings come first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
     example = "attnrx.verify(model, reference, images)"
@@ -205,7 +206,7 @@ class Evidence(Displayed):
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
-        """The claims that these images do not decide."""
+        """The claims that the images do not decide, because there are too few of them."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
@@ -258,7 +259,7 @@ class Evidence(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: What the model is, in the words of the caller.
+            what: The caller's words for that model, for the error message.
 
         Raises:
             FingerprintMismatch: The evidence was measured on another model.
@@ -308,12 +309,12 @@ class Evidence(Displayed):
         return evidence
 
 
-# Some numbers in a file determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
+# Some numbers in a file follow from others, so `load` detects edits. Values may be rounded to ROUNDED (e.g. percent).
 ROUNDED = 0.01
 # Quantities that must be at least, or at most, their limit. Other checks have their own rules.
 AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}
 AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
-CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # of these, candidate minus reference
+CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # a change is candidate minus reference
 
 
 def _contradictions(evidence: Evidence) -> list[str]:

@@ -51,7 +51,7 @@ class PredictedQuantity:
         return max(self.value - half, low), min(self.value + half, high)
 
     def to_record(self) -> dict[str, float]:
-        """Returns the prediction as JSON-ready values. The quantity's name determines the limits."""
+        """Returns the prediction as JSON-ready values, without the limits, which follow from the quantity's name."""
         return {"value": self.value, "spread": self.spread, "images": self.images}
 
 
@@ -82,10 +82,10 @@ class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
     `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is the predicted cost as a
-    share of the original's. For latency, `measured` is the latency that was measured while planning. `expected`
-    contains the divergence in nats, and the agreement and the change of top-1 accuracy as shares. `explained` has one
-    line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and the number of
-    "images" that the plan was chosen on.
+    share of the original's. `measured` is the latency that was measured while planning, or None for other costs.
+    `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as shares.
+    `explained` has one line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and
+    the number of images that the plan was chosen on ("images").
     """
 
     prescription: Prescription
@@ -104,7 +104,7 @@ class Plan(Displayed):
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """What the check `promises` verifies, as JSON-ready values. The prescription records them."""
+        """The predictions that the check `promises` verifies, as JSON-ready values. The prescription records them."""
         return {
             "target": self.target,
             "spend": self.minimized,  # the name in the file format, schema 2
@@ -140,7 +140,7 @@ class Plan(Displayed):
 
         # plan.json is moved last, so a folder that contains it is complete.
         def is_part(path: Path) -> bool:
-            # Both name and content are compared, so a user's file of the same name is not replaced.
+            # The name and the content of a file are compared, so a user's file of the same name is not replaced.
             kind = KIND if path.name == "plan.json" else PRESCRIPTION
             kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
             return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind

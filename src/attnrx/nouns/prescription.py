@@ -28,34 +28,34 @@ from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
-# The fields in the safetensors file. Keeps, ranks, strengths and reasons are in the JSON file, because people read it.
+# The fields in the safetensors file. The JSON file, which people read, has kept directions, ranks, strengths, reasons.
 MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "bias")
 
 
 def _require(part: Displayed, fits: bool, rule: str) -> None:
-    """Raises InvalidInput, with the shapes of all fields, if the part does not fit a rule about them."""
+    """Raises InvalidInput with the rule and the shapes of all fields if the part does not fit the rule."""
     if not fits:
         raise InvalidInput(f"{part!r}: {rule}. Prescribe again, or correct the fields.")
 
 
 def _lay_out(part: Any, *names: str) -> None:
-    """Converts the tensors to contiguous float64, like saved and loaded ones, so that products round identically."""
+    """Converts a part's tensors to contiguous float64, like tensors from a file, so products round identically."""
     for name in names:  # the dataclass is frozen, so its own `__setattr__` raises an error
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
 
 @dataclass(frozen=True, repr=False)
 class Basis(Displayed):
-    """New directions of a decision, as linear combinations of the model's rows.
+    """New directions of a decision, as linear combinations of the rows of the model's query and key projections.
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
-    owns its directions, the rows belong to head h. Shared directions have one owner, and combine the concatenated rows
-    of all heads. Neighbouring shared directions may form blocks, and `blocks` are their sizes. A head has the same
-    strength for all directions in a block.
+    owns its directions, owner h is head h. Shared directions have a single owner, and combine the concatenated rows of
+    all heads. Neighbouring shared directions may form blocks with the sizes `blocks`. A head has the same strength for
+    all directions in a block.
 
     Without pruning, the scores equal the model's, unless the prescription's `about` records an approximation error. For
-    rotary attention, `pairs` are the frequencies that rotate the directions, or -1 for directions that are not rotated.
-    These come first, then the real parts of the pairs, then their imaginary parts.
+    rotary attention, `pairs` holds the index of the frequency that rotates each direction, or -1 for directions that
+    are not rotated. The unrotated directions come first, then the real parts of the pairs, then their imaginary parts.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -82,7 +82,7 @@ class OutputDecision(Displayed):
 
     For "vo", y concatenates the value outputs of the heads, with one unit per head. For a map of the MLP, y is the
     output of the map, a single unit. `encode` contains the kept directions of all units, concatenated, with
-    `ranks[unit]` rows for each unit. Each of its rows is nonzero only on its own unit, but `decode` may combine all
+    `ranks[unit]` rows for each unit. Each row of `encode` is nonzero only on its own unit, but `decode` may combine all
     units. `strength` contains the strengths of all directions, kept or pruned, for plots of the spectrum.
     """
 
@@ -104,8 +104,8 @@ class OutputDecision(Displayed):
 class ScoreDecision(Displayed):
     """The decision about "qk": the kept directions, their strengths, and a reason per head.
 
-    `strength` is the new strength of the kept directions, which most rules do not change. A head without directions has
-    uniform attention. The directions are the model's own, or the rows of `basis`.
+    `strength` holds the strengths after pruning, which most rules do not change. A head without directions has uniform
+    attention. The directions are the model's own, or the rows of `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]
@@ -173,7 +173,7 @@ class HeadDecision(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class HiddenDecision(Displayed):
-    """The decision about "hidden": which hidden units of the MLP stay, and the second linear map that reads them."""
+    """The decision about "hidden": which hidden units of the MLP stay, and the refitted linear map after them."""
 
     keep: Bool[Tensor, "units"]
     strength: Float[Tensor, "units"]
@@ -195,7 +195,7 @@ Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 class LayerPrescription(Displayed):
     """The decisions about one layer, keyed by map. "qk" is always there, other maps only if they are reduced.
 
-    A removed head has no directions.
+    A removed head keeps no score directions.
     """
 
     decisions: Mapping[str, Decision]
@@ -203,7 +203,7 @@ class LayerPrescription(Displayed):
     def __post_init__(self):
         known = {"qk"} <= self.decisions.keys() <= {*LAYER_MAPS}
         _require(self, known, f"there must be a decision about qk, and others only about {', '.join(LAYER_MAPS)}")
-        # Both `heads` and empty rows of qk state which heads are removed. If they differ, the layer has no meaning.
+        # Removed heads are recorded twice: in `heads`, and as empty rows of qk. The two must agree.
         fits = self.heads.shape == self.qk.keep.shape[:1] and not bool(self.qk.keep[~self.heads].any())
         _require(self, fits, "the heads must be those of qk, and a removed head keeps no direction")
 
@@ -245,9 +245,9 @@ class LayerPrescription(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenPrescription(Displayed):
-    """The token policy, and the weights of trained predictors.
+    """The token policy, and the weights of trained predictors if the token reducer learns them.
 
-    `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them, a learned token
+    `predictors` holds the weights of all stages by name, as in `TokenReduction.stages`. If it is None, a learned token
     reducer is initialized from `seed` and must be trained.
 
     Raises:
@@ -268,7 +268,7 @@ class TokenPrescription(Displayed):
     def reasons(self) -> tuple[str, ...]:
         """What every stage does, and whether its selection must be trained."""
         state = "trained" if self.predictors is not None else f"fresh (seed {self.seed}), must be trained"
-        # The reason says so, because an untrained predictor selects tokens at random.
+        # The reason must say that training is needed, because an untrained predictor selects tokens at random.
         untrained = self.policy.reducer.untrained_reason
         more = "" if untrained is None else f"; must be trained: {untrained}"
         if self.policy.reducer.learned:
@@ -277,7 +277,7 @@ class TokenPrescription(Displayed):
 
     @property
     def must_be_trained(self) -> bool:
-        """Whether the selection means nothing before training: fresh predictors or halting scores."""
+        """Whether the selection is arbitrary before training, because predictors or halting scores are untrained."""
         return self.policy.reducer.untrained_reason is not None and self.predictors is None
 
 
@@ -285,8 +285,8 @@ class TokenPrescription(Displayed):
 class DepthPrescription(Displayed):
     """The blocks that are removed whole. The tokens pass through them unchanged.
 
-    `removed` are the blocks' numbers in the original, in ascending order, counted from 1 as in a token policy. Each
-    block has a reason.
+    `removed` holds the numbers of the blocks in the original, in ascending order, counted from 1 as in a token policy.
+    Each block has a reason.
 
     Raises:
         InvalidInput: There are no numbers, they are not in ascending order, or one is below 1.
@@ -308,10 +308,10 @@ class DepthPrescription(Displayed):
 
 
 def parse_depth(text: str) -> DepthPrescription:
-    """Parses the blocks that are removed, `without:5,9`.
+    """Parses a list of blocks to remove, e.g. `without:5,9`.
 
     Raises:
-        InvalidInput: The text has another form.
+        InvalidInput: The text is not such a list.
     """
     read = re.fullmatch(r"\s*without\s*:\s*(\d{1,6}(?:\s*,\s*\d{1,6})*)\s*", text)
     if read is None:
@@ -321,11 +321,11 @@ def parse_depth(text: str) -> DepthPrescription:
 
 @dataclass(frozen=True, repr=False)
 class Prescription(Displayed):
-    """The decisions about all layers of the model with this fingerprint, the rules, and the data (in `about`).
+    """The decisions about all layers of one model (named by its fingerprint), the rules, and the data (in `about`).
 
     `rules` contains the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
-    prescribed token policy, or None. `depth` are the blocks that are removed whole, or None. Decisions about the layers
-    of removed blocks have no effect.
+    prescribed token policy, or None. `depth` holds the blocks that are removed whole, or is None. Decisions about the
+    layers of removed blocks have no effect.
     """
 
     example = "attnrx.prescribe(diagnosis, rules)"
@@ -338,8 +338,8 @@ class Prescription(Displayed):
     depth: DepthPrescription | None = None
 
     def __post_init__(self):
-        # The rules for tokens and depth come only from these fields, so `replace(prescription, tokens=...)` changes the
-        # rule, too.
+        # The rules for tokens and depth come only from the fields `tokens` and `depth`. So
+        # `replace(prescription, tokens=...)` changes the rule, too.
         rules = {name: rule for name, rule in self.rules.items() if name not in (DEPTH, TOKENS)}
         if self.depth is not None:
             most = len(self.layers)
@@ -374,9 +374,9 @@ class Prescription(Displayed):
     def removed_share(self) -> float:
         """The share of pruned score directions ("Dir. pruned" in the paper's tables).
 
-        The share measures how much smaller the query and key projections become. A shared direction counts once
-        although every head computes scores with it. So the query-key products may cost more than before. Compare forms
-        by their MACs (`Family.costs`).
+        The share measures how much smaller the query and key projections become. A shared direction counts once,
+        although every head computes scores with it. The query-key products may therefore cost more than before. To
+        compare forms, use their MACs (`Family.costs`).
         """
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
@@ -442,7 +442,7 @@ class Prescription(Displayed):
         if depth is not None:
             depth = DepthPrescription(depth.removed, tuple(record[DEPTH]["reasons"]))
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens, depth)
-        # This number follows from the layers, so it reveals a layer that was edited by hand.
+        # `removed_share` follows from the layers, so it reveals a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
             raise InvalidInput(
                 f"removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
@@ -456,7 +456,7 @@ class Prescription(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: What the model is, in the words of the caller.
+            what: The caller's words for that model, for the error message.
 
         Raises:
             FingerprintMismatch: The prescription belongs to another model.
@@ -465,10 +465,10 @@ class Prescription(Displayed):
         require_fingerprint(self.fingerprint, fingerprint, "the prescription was made for", what, advice)
 
 
-# The file: its fields, which values of them are valid, and layers to and from them ------------------------------------
+# The file format: fields, their valid values, and the conversion of layers --------------------------------------------
 
 
-# A file may come from anywhere. These relations of fields are checked before a tensor of their size is allocated.
+# A file may come from anyone. The sizes in its fields are checked before tensors of these sizes are allocated.
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
     """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]
@@ -521,7 +521,7 @@ POLICY = kinds.record(
 )
 
 
-# `rules` contains the text of the policy or of the removed blocks. These fields contain what the text leaves out.
+# `rules` holds the token policy and the removed blocks as text. The fields `tokens` and `depth` hold everything else.
 def _require_both(record: Mapping[str, Any], where: str) -> None:
     """Checks that tokens and depth each have both a rule and a field, or neither."""
     for name in (TOKENS, DEPTH):
@@ -633,11 +633,11 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
     keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
-    # JSON has the shortest text of a float64, which is read back exactly.
+    # JSON stores the shortest text of a float64, and reading it returns exactly the same float64.
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     facts, basis = record.get("basis"), None
     if facts is not None:
         blocks = tuple(facts["blocks"]) if "blocks" in facts else None
         basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, tensors.get("qk.pairs"))
-    # If a layer has no heads or directions, its list is empty and has lost the shape.
+    # If a layer has no heads or directions, the list is empty and has no shape, so the shape is restored.
     return ScoreDecision(keep, strength.reshape(keep.shape), tuple(head["why"] for head in heads), basis)

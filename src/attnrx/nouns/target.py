@@ -59,7 +59,7 @@ class Target:
         """Parses `quantity=number unit`. `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
 
         Raises:
-            InvalidInput: The text has another form, an unknown quantity or a number outside its range.
+            InvalidInput: The text has another form, the quantity is unknown, or the number is outside its range.
         """
         read = FORM.fullmatch(text)
         if read is None or (read[1] and read[4]):
@@ -82,7 +82,7 @@ def target_of(
     size: float | None = None,
     recall: float | str | None = None,
 ) -> Target:
-    """Returns the target for the only argument that is not None.
+    """Returns the target that is set by exactly one of the arguments.
 
     Raises:
         InvalidInput: No argument or several are given, or the value is not a number in its range.

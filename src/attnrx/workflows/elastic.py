@@ -65,14 +65,14 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     in its own folder. The largest size is the original. All sizes are timed together, relative to the model in its own
     library.
 
-    If a call was interrupted, repeat it, and it continues with the first missing size. To add sizes to the folder, call
-    again with other budgets. If the original already reaches a requested speed in attnrx's kernels, no size is made for
-    this speed.
+    If a call is interrupted, repeat it. The repeated call continues with the first missing size. To add sizes to the
+    folder, call `elastic` again with other budgets. If the original already reaches a requested speed in attnrx's
+    kernels, no size is made for this speed.
 
     Args:
         model: A model, or anything that `load` accepts.
         data: Images in any form that `load_data` or `data.image_set` accepts, or `Splits`.
-        folder: The folder of the sizes.
+        folder: The folder to which the sizes are written.
         faster: The speed-ups, e.g. 1.3,1.6,2, relative to your model in eager PyTorch, measured on this machine.
         macs: The shares of the MACs to keep, e.g. 0.8,0.6,0.4.
         params: The shares of the parameters to keep, e.g. 0.8,0.6.
@@ -86,14 +86,14 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             tuple of arguments or a mapping of named arguments. By default, attnrx takes the images from every batch.
         weights: A local file of weights, for a model that you pass by name.
         columns: The columns of images and labels, if the data are tables.
-        seed: Seeds every random draw.
+        seed: The seed of every random draw.
         log: A function that receives a line for every step.
 
     Returns:
         The sizes in the folder, with their costs.
 
     Raises:
-        InvalidInput: You did not pass exactly one kind of budget. Or the folder has sizes that were made from another
+        InvalidInput: You did not pass exactly one kind of budget, or the folder has sizes that were made from another
             original, with other data or with other settings.
         NoOpPrescription: The original meets every budget.
         NotSupported: No plan reaches a budget.
@@ -110,7 +110,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    # From the largest model to the smallest, shares fall and speeds rise.
+    # Sizes are made from the largest to the smallest, so shares are in descending order, and speeds in ascending order.
     ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)
@@ -122,7 +122,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             data = ModelBatches.of(data, inputs)
             original = load_original(model, weights, data)
-            # The folder is refused if a user's file would be overwritten, or if a saved model would become hidden.
+            # An error is raised if a user's file would be overwritten, or if `load` would no longer find a saved model.
             require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
             if (folder / "config.json").exists():
                 raise InvalidInput(
@@ -198,7 +198,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
 
 
 def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
-    """Returns the stored sizes with their costs, all timed in turns."""
+    """Returns the stored sizes with their costs. All sizes are timed alternately in one run."""
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)

@@ -1,4 +1,4 @@
-"""`load`, which returns a model for a folder, a name, a module or an exported file, and `preflight`."""
+"""`load` returns a model for a folder, a name, a module or an exported file. `preflight` checks what a call needs."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fi
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
-# `target_of` requires exactly one budget. It validates the range, which depends on the kind of budget.
+# `target_of` checks that exactly one budget was passed, and that its value is in the range for this kind of budget.
 BUDGET = optional(or_percent(number(0.0, expected="a positive number")))
 SOURCE = replace(
     either("a folder, a name such as timm:vit_tiny_patch16_224, or a model", PATH, MODEL),
@@ -80,7 +80,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `timm:NAME`. The weights come from the file `weights`, or timm downloads them.
     - `hf:ID` or a transformers folder.
     - `torchvision:NAME`, with weights as for `timm:NAME`, or `open_clip:NAME` (an image tower with fresh weights).
-    - A name that an installed package registers, one of `rx.models.model_names()`. The weights are fresh, or published
+    - A name that an installed package registers (see `rx.models.model_names()`). The weights are fresh, or published
       weights from the file `weights`.
     - Your own module. It may be another library's model, a module that contains one (a backbone with a decoder, several
       outputs), or a module whose parts a `reader` names.
@@ -89,8 +89,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - A file that `export` wrote. The returned module runs the file in its runtime.
 
     Args:
-        source: The model.
-        seed: Seeds fresh weights.
+        source: The model to load, in one of these forms.
+        seed: The seed for initializing fresh weights.
         weights: A local file of weights (safetensors, or PyTorch's format for a published model). For a saved folder,
             pass its weights after further training, as a file or as a folder that transformers' Trainer wrote.
         pretrained: Whether timm and torchvision load their published weights.
@@ -99,25 +99,25 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         macs: The budget for an elastic model, as a share of the original's MACs.
         params: The budget for an elastic model, as a share of the original's parameters.
         faster: The budget for an elastic model, as a speed-up over the original.
-        reader: Names the parts of your own module by their paths.
+        reader: A `Reader` that names the parts of your own module by their paths.
         factory: A function that creates your own module again, with any weights, or its name "module:function". It is
-            called as `factory(**reader.arguments)` if there is a reader, else without arguments. By default, it is the
-            class of the module. If you load a saved folder of your own module, pass it if the class has not been
+            called as `factory(**reader.arguments)` if there is a reader, else without arguments. By default, the class
+            of the module is called. To load a saved folder of your own module, pass `factory` if the class has not been
             imported or needs arguments.
-        outputs: The kind of the outputs, if the model does not state it: "classes" (a logit per class, or one logit for
+        outputs: The kind of the outputs, if the model defines none: "classes" (a logit per class, or one logit for
             two classes), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
             "embedding". All comparisons depend on this kind. Copies of the model and saved folders keep it. A
-            transformers model states it in its configuration, as `problem_type`. By default, a classifier returns
-            "classes".
+            transformers model defines it in its configuration, as `problem_type`. By default, the outputs of a
+            classifier are "classes".
         inputs: Example arguments of your own module, if it does not take a batch of images: a tensor, a tuple of
-            arguments or a mapping of named arguments. They have two or more items, e.g. the first batch of your data.
-            attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
+            arguments or a mapping of named arguments. The arguments must hold two or more items, e.g. the first batch
+            of your data. attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
         image_size: The side of the images that the model will take, or their (height, width). By default, the model's
             own size. For another size, position embeddings are interpolated as the library does it (timm, transformers,
             torchvision). Costs, plans and files are then for this size.
 
     Returns:
-        The model.
+        The loaded model.
 
     Raises:
         InvalidInput: The source is not a model, or you passed a budget for a model that is not elastic.
@@ -131,7 +131,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         >>> bool((model(torch.ones(1, 3, 32, 32)) - vit(torch.ones(1, 3, 32, 32))).abs().max() < 1e-4)
         True
     """
-    # A budget selects a size of an elastic model. For any other source it is an error, and not a request to compress.
+    # A budget selects a size of an elastic model. With any other source, a budget raises an error.
     has_budget = any(budget is not None for budget in (macs, params, faster))
     if inputs is not None and not isinstance(source, nn.Module):
         raise InvalidInput(f"load({described(source)}) takes no inputs: they are those of a module that is given.")

@@ -1,7 +1,7 @@
-"""Measures a result's file in one run with the files that you would get without a plan.
+"""Compares a result's file with the files that you would get without a plan, all measured in one run.
 
 The other files are made from the unchanged model. The vendor's own tool converts this model to float and, with the
-tool's defaults, to 8 bits. attnrx also writes its own file of the model.
+tool's defaults, to 8 bits. attnrx also writes its own file of the unchanged model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,17 +53,17 @@ class MeasuredFile:
     """One file of a run.
 
     Attributes:
-        title: What the file is.
-        form: Its format.
-        is_own: Whether attnrx wrote it, and not the vendor's tool.
-        speed: Its speed relative to the run's baseline. The baseline is the vendor's file of the unchanged model in the
-            requested precision, or attnrx's file if the vendor's tool failed.
-        gain: Its speed relative to attnrx's file of the unchanged model in the same run.
-        divergence: The mean divergence of its outputs from the original's.
+        title: A title of the file for logs and reports.
+        form: The format of the file.
+        is_own: Whether attnrx wrote the file, rather than the vendor's tool.
+        speed: The file's speed relative to the run's baseline. The baseline is the vendor's file of the unchanged model
+            in the requested precision, or attnrx's file if the vendor's tool failed.
+        gain: The file's speed relative to attnrx's file of the unchanged model in the same run.
+        divergence: The mean divergence of the file's outputs from the original's.
         agreement: The share of decisions that equal the original's, in %. None for outputs without decisions.
-        bytes: Its size in bytes.
-        timing: The timings that both speeds are computed from.
-        file: The file itself. It is deleted from the disk once no object refers to it.
+        bytes: The size of the file in bytes.
+        timing: The timings from which both speeds are computed.
+        file: The exported file. It is deleted from the disk once no object refers to it.
     """
 
     title: str
@@ -78,11 +78,11 @@ class MeasuredFile:
     file: Exported | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
-        """Whether this file is faster than another one, and its outputs are no farther from the original's."""
+        """Returns whether this file is faster than another one, and its outputs are no farther from the original's."""
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
     def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
-        """Returns the speed as a finding, with the other measurements in its details."""
+        """Returns the file's speed as a finding, with the other measurements in its details."""
         details: dict[str, Any] = {
             "quantity": "file",
             "title": self.title,
@@ -124,7 +124,7 @@ class FileRun:
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns findings about a file's speed relative to the baseline, limited by `least`, and about its factors."""
+        """Returns findings on a file's speed relative to the baseline, with the limit `least`, and on its factors."""
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
@@ -133,7 +133,7 @@ class FileRun:
     def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
         """Returns the evidence with the findings of this run.
 
-        Adds a warning if a file of the unchanged model is better than the result, or is returned `instead` of it.
+        A warning is added if a file of the unchanged model is better than the result, or replaces it (`instead`).
         """
         headline = self.headline(self.chosen(instead), 1 / target.limit if target.quantity == "latency" else None)
         about = dict(evidence.about)
@@ -159,11 +159,11 @@ def measure_baseline(
     """Returns the vendor's file of the unchanged model, and the speed of attnrx's own file relative to it.
 
     8-bit files are calibrated on a few of the `images`. The log shows the speeds of both files and of eager PyTorch.
-    The model without its blocks is also timed, because no plan can be faster than that.
+    The model without its blocks is also timed, because no plan can be faster than this model.
 
     Raises:
-        NotSupported: `limit` (a share of the baseline's latency) is below the latency of the model without its blocks.
-            Or the model cannot be written in the format.
+        NotSupported: `limit` (a share of the baseline's latency) is below the latency of the model without its blocks,
+            or the model cannot be written in the format.
     """
     settings = settings.while_planning(family_of(original).costs(original).macs)
     baseline = Baseline.as_file(original, form, images, settings.log, settings.in_subprocess)
@@ -204,7 +204,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
 
     The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
-    images, timed in turns on the `noise`, and compared on the `tested` images.
+    images, timed alternately on the `noise`, and compared on the `tested` images.
 
     If a file cannot be written, it is left out and logged. Only attnrx's files in `form` must be written. If you pass a
     `baseline`, its files are used again, except for 8-bit files. attnrx's files get the `class_names` if the model has

@@ -43,10 +43,10 @@ def save(
     that attnrx did not write are never overwritten. If you edited the card, it is kept, and a `CardWarning` says so.
 
     Args:
-        model: The model.
+        model: The model to save.
         folder: The folder, which is created if missing.
         prescription: The prescription that the model was realized from.
-        evidence: The evidence of this model.
+        evidence: The evidence that was measured on this model.
         portable: Writes a checkpoint that the model's own library can load without attnrx: timm
             (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision or
             open_clip (weights and a line of code). If the class has no arguments for the sizes, e.g. because layers
@@ -59,7 +59,7 @@ def save(
     Raises:
         InvalidInput: A file that attnrx did not write would be overwritten, or the folder belongs to an elastic model.
         FingerprintMismatch: The evidence is for another model.
-        NotSupported: The model cannot be portable, because the library's class has no reduced ranks or tokens.
+        NotSupported: The model cannot be portable, because the library's class cannot have reduced ranks or tokens.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -109,7 +109,7 @@ def save_with(
 
 
 def require_readable(document: type[Prescription] | type[Evidence], path: Path) -> None:
-    """Raises InvalidInput if a file that was just written cannot be read again. Nothing has been replaced by then."""
+    """Raises InvalidInput if a file that was just written cannot be read again. The old files are still in place."""
     try:
         document.load(path)
     except CheckpointError as error:
@@ -175,8 +175,8 @@ def push_to_hub(
     """Uploads a folder that `save` wrote to the Hugging Face hub, and returns its address.
 
     The folder is loaded first, so a broken model, or evidence about another model, is never published. If the folder
-    has evidence and you did not edit the card, the card is written again. So it includes an evidence.json that was
-    added later. `load("hub:OWNER/NAME")` loads the uploaded model.
+    has evidence and you did not edit the card, the card is written again, because evidence may have been added later.
+    `load("hub:OWNER/NAME")` loads the uploaded model.
 
     Args:
         folder: The folder of the model, with its card.
@@ -205,7 +205,7 @@ def push_to_hub(
             text = _card(folder, model, evidence, prescription, (folder / STOCK).exists())
     if license is not None or base_model is not None:
         text = card_with(text, license=license, base_model=base_model)
-    # Only the card may change here, so all other files are the same in a second upload.
+    # Only the card may change here, so a second upload leaves all other files unchanged.
     if text != written:
         write_text(card, text)
     return upload(folder, repository, private)

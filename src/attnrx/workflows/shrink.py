@@ -76,12 +76,12 @@ from attnrx.workflows.shrunk import (
 )
 from attnrx.workflows.verify import verify
 
-# If a latency target saves less than this share, the whole decoder is kept. Otherwise a smaller decoder could meet the
-# target without any change to the blocks.
+# If a latency target saves less than this share, the whole decoder is kept. A smaller decoder could meet such a target
+# on its own, without any change to the blocks.
 LARGEST_DECODER = 0.2
 
-# For a divergence target: the maximum number of plans, the share of the allowed loss at which the search ends, the
-# share that the next plan aims at, and the largest factor by which a plan's limit is raised.
+# For a divergence target, at most CORRECTIONS plans are made. The search ends if a plan uses at least the share ENOUGH
+# of the allowed loss. The next plan aims at the share AIMED, and its limit is raised at most by the factor FARTHEST.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
 # A recall target counts this many neighbours. A cosine distance d loses the share LOST * sqrt(d) of them, measured on a
 # ViT-Tiny's features in an index of 10,000 images (2026-11).
@@ -159,12 +159,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`.
 
     attnrx reads your data once. It reads the images that the effort needs, and at most 10,000 to verify on. The effort
-    "quick" verifies on fewer images. Their passes take at most 6e12 multiply-accumulates, but there are at least 256
-    images. Random transforms and samplers are drawn once, from `seed`. If your data have splits, the plan uses training
-    and validation images, and the evidence uses test images. Other data are divided into three parts. No image is in
-    two parts, and images with the same pixels count as one image.
+    "quick" verifies on as many images as 6e12 multiply-accumulates allow, but on at least 256. Random transforms and
+    samplers are drawn once, from `seed`. If your data have splits, the plan uses training and validation images, and
+    the evidence uses test images. Other data are divided into three parts. No image is in two parts, and images with
+    the same pixels count as one image.
 
-    If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get this model.
+    If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get it back.
 
     With `to`, the vendor's own tool also converts your unchanged model to files in float and, with the tool's defaults,
     in 8 bits. One run times all files and compares their outputs. If attnrx's own file of the unchanged model is faster
@@ -203,7 +203,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         columns: The columns of images and labels, if the data are tables.
         folder: The folder that `Shrunk.save` will write to. If files that attnrx did not write are in the way, an error
             is raised before the work starts. Only one call at a time can use a folder.
-        seed: Seeds every random draw.
+        seed: The seed of every random draw.
         log: A function that receives a line for every step.
         divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
             outputs. The plan and the evidence use it, and so do the fits if it has gradients.
@@ -214,8 +214,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         The smaller model with its prescription, plan and evidence.
 
     Raises:
-        InvalidInput: You did not pass exactly one target, or labels do not fit. Or results in the `folder` would
-            overwrite files that attnrx did not write.
+        InvalidInput: You did not pass exactly one target, labels do not fit, or results in the `folder` would overwrite
+            files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
         NotSupported: No plan reaches the target, or the class of a portable model has no argument for the MLPs' width.
 
@@ -264,7 +264,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         settings = PlanSettings.preset(effort, portable=portable, **about)
         if portable:  # before the work starts
             require_portable(original, settings)
-        # The decoder is made smaller only for targets that also need a smaller model in the blocks.
+        # The decoder is made smaller only if the target also needs smaller blocks.
         decoder = target.quantity == target.minimized == "latency" and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)
@@ -279,7 +279,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 
 
 def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
-    """Returns `multiple`, for the width of a portable model, as a setting. If it is None, there is no setting.
+    """Returns the setting `multiple` for the width of a portable model, or no setting if `multiple` is None.
 
     Raises:
         InvalidInput: You passed a `multiple`, but the model is not portable.
@@ -295,7 +295,8 @@ def phase_shares(
     """Returns the phases of a call that limits the cost `spend`, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
-        # Blocks and whole plans are timed. These are wall-clock seconds on one thread of an idle machine (2026-11).
+        # For a latency target, blocks and whole plans are timed, too. The shares are wall-clock seconds on one thread
+        # of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
         shares["timing your model"] = 20.0 if is_file else 0.0
@@ -318,8 +319,8 @@ class ShrinkRun:
     effort: Effort
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
-    baseline: Baseline | None = None  # the vendor's file, which speeds of files are relative to
-    planned_baseline: Baseline | None = None  # the same, with attnrx's files of the planned model
+    baseline: Baseline | None = None  # the vendor's file, to which the speeds of files are relative
+    planned_baseline: Baseline | None = None  # like `baseline`, with attnrx's files of the planned model
     unchanged_speed: float = 0.0  # the speed of attnrx's file of the unchanged model, relative to the baseline
     measured: dict[str, Planner] = field(default_factory=dict)  # the planners with their measurements, by cost
 
@@ -338,7 +339,7 @@ class ShrinkRun:
         """Divides the images and diagnoses the model. If the target is a file's speed, also times the vendor's file.
 
         Raises:
-            NotSupported: The target's speed is out of reach, whatever is removed.
+            NotSupported: The target's speed is out of reach, even without any block.
             InvalidInput: There are too few images to verify the search in an index.
         """
         log, seed = settings.log, settings.seed
@@ -426,7 +427,7 @@ class ShrinkRun:
     def _within(self, target: Target) -> "_Made":
         """Returns the plan and the model with the fewest MACs whose loss on other images meets the target.
 
-        If there is a format, the loss is measured on the file.
+        If the call has a format (`to`), the loss is measured on the file.
 
         Raises:
             NotSupported: No plan meets the target.
@@ -491,7 +492,7 @@ class ShrinkRun:
     def _share_lost_by(self, model: nn.Module) -> float:
         """Returns the share of nearest neighbours in an old index that a model, or its file, no longer finds.
 
-        The queries are the images for predictions. The standard error of the share is added.
+        The queries are the images for predictions. The result is the share plus its standard error.
         """
         answers = self._answers_of(model)
         old, new = answers.outputs["original"], answers.outputs["result"]
@@ -504,8 +505,8 @@ class ShrinkRun:
     def _stored(self) -> Tensor:
         """The original's vectors [images, features] for the images to fit to and to verify on.
 
-        With these vectors, a plan is tried in an index at least as large as the index of the verification. The queries
-        are other images.
+        A plan is tested in an index of these vectors, which is at least as large as the index of the verification. The
+        queries are the images for predictions.
         """
         parts = [self.images.planned, self.images.verified]
         rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
@@ -541,7 +542,8 @@ class ShrinkRun:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
-            # The prescription is about the blocks. They are the original's, although the plan is for a copy of it.
+            # The plan is for a copy with a smaller decoder. Its prescription changes only the blocks, which are the
+            # original's, so it gets the original's fingerprint.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
         # `attnrx realize` and the matched controls repeat the settings in this record.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
@@ -559,7 +561,7 @@ class ShrinkRun:
     def _files(self, model: nn.Module | None) -> FileRun | None:
         """Measures a model's file together with the vendor's and attnrx's files of the unchanged model.
 
-        Returns None for a target without a format.
+        Returns None if the call has no format (`to`).
         """
         settings, form = self.settings, format_of(self.settings)
         if form is None:
@@ -573,12 +575,12 @@ class ShrinkRun:
         return measure_files(self.original, model, form, *about, **shared)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
-        """Returns the unchanged model's file that replaces the plan's file, or None.
+        """Returns a file of the unchanged model if it should replace the plan's file, else None.
 
-        If the target limits latency, attnrx wrote this file, and it meets the target. It is also faster than the plan's
-        file, and no farther from the original. If the target limits parameters, no file replaces the plan's, because a
-        plan need not be faster. For other costs, it is the unchanged model's file in the same format, if that file is
-        faster.
+        For a latency target, the returned file meets the target, is faster than the plan's file, and is no farther from
+        the original. Of attnrx's files like this, the fastest is returned. For a target of parameters, no file replaces
+        the plan's, because such a plan need not be faster. For other targets, the unchanged model's file in the same
+        format is returned if it is faster.
         """
         log, result = self.settings.log, files.result
         for file in files.better():
@@ -593,8 +595,8 @@ class ShrinkRun:
     def unchanged(self, target: Target, files: FileRun | None = None, instead: MeasuredFile | None = None) -> Shrunk:
         """Returns the original, with evidence about its speed relative to its own library.
 
-        If plans were made for a smaller decoder, the returned model has it. Pass `instead` if this file is better than
-        the plan's file. The returned model then has the original's own decoder.
+        If plans were made for a smaller decoder, the returned model has this decoder. If a file of the unchanged model
+        replaces the plan's file, pass it as `instead`. The returned model then has the original's own decoder.
         """
         batch, model = self.settings.batch, self.planned_model if instead is None else self.original
         files = files or self._files(self.planned_model if self.has_smaller_decoder else None)
@@ -615,7 +617,7 @@ class ShrinkRun:
     ) -> Shrunk:
         """Verifies a model, or its file if there is a format, against the original.
 
-        `last` are the checks that run at the end, such as the check of the plan's promises.
+        `last` holds the checks that run at the end, such as the check of the plan's promises.
         """
         begin("verifying")
         tested, names = self.images.verified, self.class_names
@@ -631,7 +633,8 @@ class ShrinkRun:
             evidence = with_file(evidence, of_file, result_path(Path(), file.form).name, str(form))
         evidence = evidence if files is None else files.added_to(evidence, target, instead)
         samples, maps = samples_of(self.original, model, tested, names)
-        # The diagnosis is about the blocks. A copy with a smaller decoder has the same blocks as the original.
+        # The diagnosis covers only the blocks, and a copy with a smaller decoder has the original's blocks. So the
+        # diagnosis gets the original's fingerprint.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
@@ -651,7 +654,7 @@ class _Loss(NamedTuple):
     """The loss that a target limits.
 
     `allowed` is the loss that the target allows. `limit` is the limit for the first plan's divergence. The divergence
-    grows like the loss to the `power`. `measured` returns a model's loss, and `advice` says what to request instead.
+    grows like the loss raised to `power`. `measured` returns a model's loss, and `advice` says what to request instead.
     """
 
     name: str

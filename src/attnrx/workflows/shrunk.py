@@ -69,7 +69,7 @@ REPORT_IMAGES, REPORT_MAPS = 8, 4  # how many test images the report shows, and 
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`.
+    Unpack a result as `model, prescription, evidence`.
 
     Attributes:
         model: The smaller model.
@@ -85,9 +85,9 @@ class Shrunk:
             outputs are not maps.
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text. None without `to`. Usually this is the `to` of the call. But if
-            the unchanged model in another format is better than the plan, this is the other format.
-        file: The temporary file in this format that the evidence was measured on. `save` copies it.
+        form: The format of the file to write, as text, or None without `to`. It is the `to` of the call, unless the
+            unchanged model in another format is better than the plan. It is then the other format.
+        file: The temporary file in the format `form` on which the evidence was measured. `save` copies this file.
     """
 
     model: nn.Module
@@ -113,7 +113,7 @@ class Shrunk:
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result with the model in its own class, accelerated if its speed was measured that way."""
+        """Returns the result with the model in its own class, accelerated if it was timed in attnrx's kernels."""
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -123,7 +123,7 @@ class Shrunk:
     def summary(self) -> Sentence:
         """The result in one sentence: the speed with its factors, the accuracy and the costs.
 
-        The sentence also says if the images were drawn at random. You may call the summary, `shrunk.summary()`.
+        The sentence also says if the images were drawn at random. `shrunk.summary()` returns the same text.
         """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
         return Sentence("; ".join((summary_of(self.evidence), *draws)))
@@ -154,11 +154,11 @@ class Shrunk:
 
         If you pass another format as `to`, its file gets its own evidence, e.g. evidence-int8.json, which compares it
         with the original. The file's speed is relative to the original in its own library, at the file's precision. The
-        original is also timed as a file of the same format. So you see how much of the speed is due to the format, and
-        how much to the compression.
+        original is also timed as a file of the same format. Its time shows how much of the speed is due to the format,
+        and how much to the compression.
 
         Args:
-            folder: The folder.
+            folder: The folder to write. A missing folder is created.
             onnx: Whether to write model.onnx. By default, it is written if there is no file of another format.
             to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`). By default, the `form`
                 of this result.
@@ -173,8 +173,8 @@ class Shrunk:
             The folder.
 
         Raises:
-            InvalidInput: A file that attnrx did not write would be overwritten. Nothing was changed.
-            AttnrxError: The model cannot be exported. Everything else was saved.
+            InvalidInput: A file that attnrx did not write would be overwritten. Nothing is changed.
+            AttnrxError: The model cannot be exported. Everything else is saved.
         """
         folder = Path(folder)
         to = self.form if to is None else to
@@ -207,7 +207,7 @@ class Shrunk:
     ) -> None:
         """Writes model.onnx, or a file of another format with its evidence, to a folder without such a file.
 
-        With the original, model.onnx is also timed against the original's ONNX file.
+        If `original` is not None, model.onnx is also timed against the original's ONNX file.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
         # `save_with` has checked that the evidence, and therefore the file, belongs to this model.
@@ -241,7 +241,7 @@ class Shrunk:
         evidence.save(evidence_of(path))
 
     def has_evidence_of(self, to: str) -> bool:
-        """Whether the evidence is about the file of this format."""
+        """Returns whether the evidence was measured on the file of this format."""
         about = self.evidence.about.get("format")
         return isinstance(about, str) and parse_format(about) == parse_format(to)
 
@@ -267,7 +267,7 @@ def samples_of(
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
     """Returns a few images with their classes, and both models' maps for the first ones, for the report.
 
-    Both results are None if the inputs are not pictures. The maps are None if the models do not return maps.
+    If the inputs are not pictures, both results are None. If the models do not return maps, the maps are None.
     """
     if not getattr(family_of(original).inputs(original), "is_plain", True):
         return None, None
@@ -315,7 +315,7 @@ def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Ev
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
-    # The user's metric is measured on both the file and the model, and only the file's finding is kept.
+    # The user's metric is measured on both the file and the model. Only the finding for the file is kept.
     of_outputs = {finding.check for finding in of_file.findings}
     of_model = (finding for finding in evidence.findings if finding.check not in of_outputs)
     return Evidence((*of_file.findings, *of_model), {**about, "file": name, "format": form})
@@ -335,8 +335,8 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
 def result_parts(fingerprint: str) -> ReplacedFiles:
     """Returns a function that names the files that `Shrunk.save` replaces for the model with this fingerprint.
 
-    These files are the model, its report, and exports of other models with their evidence. Exports of this model are
-    kept, unless they are written again.
+    `Shrunk.save` replaces the model, its report, and exports of other models with their evidence. Exports of this model
+    are kept, unless they are written again.
     """
 
     def parts(folder: Path, written: Collection[str]) -> set[str]:

@@ -38,7 +38,7 @@ def realization_of(prescription: Prescription | None) -> str | None:
     if not how:
         return None
     fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
-    # Fits change the weights, so they are named. Without fits, the compressed model has the outputs of the masked one.
+    # Fits change the weights, so they are named. Without fits, a compressed model has the same outputs as a masked one.
     by = how["by"]
     return " and ".join(fitted) or ("exact" if by == "compress" else by)
 
@@ -64,8 +64,8 @@ def stored_prescription(
             "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions."
         )
         return given, (note,)
-    # Only rules and ranks are compared. Realizing a model writes refits and calibrated thresholds into the tensors of
-    # its prescription and policy.
+    # Only rules and ranks are compared, because realizing a model writes refitted weights and calibrated thresholds
+    # into the tensors of its prescription and policy.
     decided = [
         (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (given or stored, stored)
     ]
@@ -80,7 +80,7 @@ def stored_prescription(
 def stored_folder(source: str | Path) -> Path:
     """Returns the folder that contains a model's prescription and evidence.
 
-    For an elastic size (`FOLDER@macs=0.6`) this is the folder of the size, and otherwise the source itself.
+    For an elastic size (`FOLDER@macs=0.6`), this is the folder of the size. For any other source, it is the source.
     """
     found = size_of(source) if "@" in str(source) else None
     return Path(source) if found is None else found[0].folder / found[1].name
@@ -113,8 +113,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
 ) -> Evidence:
     """Runs checks that compare the candidate with the reference, and returns the evidence.
 
-    If a check that you request cannot run, it raises an error. By default the standard checks run. If your data or
-    models do not allow one of them, it is skipped, and a note in the evidence says why.
+    By default, the standard checks run. If your data or models do not allow a standard check, it is skipped, and a note
+    in the evidence says why. If a check that you request cannot run, an error is raised.
 
     Args:
         candidate: A model, or a folder or file that `load` accepts.
@@ -122,7 +122,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             candidate's image size.
         data: Images, in any form that `data.image_set` accepts. Checks that compare labels need images with labels.
         checks: Checks, or a text such as "accuracy(most_drop=0.5),fidelity". By default, the standard checks.
-        about: Facts to add to the record of the evidence.
+        about: Facts to add to the `about` of the evidence.
         origin: The folder that the candidate was loaded from. By default, the path that you passed as the candidate.
             If the folder's prescription is for the reference, `verify` uses it and makes the masked model with it.
         prescription: The prescription that the candidate was made with.
@@ -130,7 +130,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             comes from a folder, the default is made with the folder's prescription.
         diagnosis: The diagnosis of the reference, for the check "controls".
         splits: The data with training images. The checks "controls" and "transfer" fit on them.
-        seed: Seeds every random draw.
+        seed: The seed of every random draw.
         batch_size: Images per forward pass.
         device: The device of the models. By default, the reference's device.
         divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
@@ -144,8 +144,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         The findings, with the conditions of their measurement.
 
     Raises:
-        InvalidInput: A requested check is meaningless for these images, outputs and models. Or the prescription and
-            the candidate do not belong together.
+        InvalidInput: A requested check is meaningless for these images, outputs and models, or the prescription and the
+            candidate do not belong together.
         FingerprintMismatch: The prescription is for another reference.
         DataError: There are no images, or a requested check needs labels that are missing.
 
@@ -201,7 +201,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         # All checks share one comparison, so the outputs of the models are computed only once.
         findings = _findings(chosen, comparison, notes)
     of_candidate = model_fingerprint(candidate)
-    # Merging or pruning tokens changes no weights.
+    # The fingerprint covers only the weights, so the token reduction is compared, too.
     written = candidate.facts.get("model", {}) if isinstance(candidate, Exported) else {}
     states = [(of_candidate, described_tokens(candidate)), (written.get("fingerprint"), written.get("tokens"))]
     facts = {
@@ -317,7 +317,7 @@ def _busy_notes(findings: Sequence[Finding]) -> list[str]:
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
     # If the labels number the classes in another order than the model, no error is raised, but the accuracy is near
-    # chance. Nearest neighbours use the labels of the data themselves, so their order cannot differ.
+    # chance. Embeddings need no such note, because nearest neighbours use the labels of the data themselves.
     of_reference = {"quantity": "accuracy", "model": "reference"}
     for finding in findings if isinstance(comparison.kind, Logits) else ():
         is_accuracy = finding.check == "accuracy" and of_reference.items() <= finding.details.items()
