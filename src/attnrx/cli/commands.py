@@ -606,7 +606,7 @@ def _public(path: str) -> str:
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the file `given` or, if it is None, `name` from the candidate's folder. Returns None if there is no file."""
+    """Loads the file `given`, or else the file `name` in the candidate's folder. Returns None if neither exists."""
     # A file that the user names must exist. The files in the candidate's folder are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)

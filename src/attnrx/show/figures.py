@@ -307,8 +307,8 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
     """Returns a metric's name, and the strengths of all score directions in this metric, sorted from the largest.
 
-    Plans use the metric "mix". If the diagnosis does not allow this metric, the metric "weights" replaces it. If the
-    directions of a layer cannot be combined at all, the strengths are the model's own strengths.
+    The metric is "mix", which plans use, or else "weights" if the diagnosis does not support "mix". If the directions
+    of a layer cannot be combined in either metric, the strengths are the model's own strengths.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):

@@ -44,7 +44,9 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """A set of allowed values. `expected` completes the sentences "give ..." and "it must be ..." in messages.
+    """A set of allowed values, by which arguments and fields are validated.
+
+    In messages, `expected` completes the sentences "give ..." and "it must be ...".
 
     `allows` tests a value, and `inside` checks the parts of a container. `convert` returns the value that a function
     receives, e.g. a Python number for a NumPy number. `explain` may return the end of an error message, which says what
@@ -94,7 +96,7 @@ class Kind:
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates a function's arguments, including its **keyword arguments.
 
-    The kind of an argument is the one in `stated`, or else depends on the argument's name (NAMED) or its annotation. An
+    The kind of an argument comes from `stated`, or else from its name (NAMED), or else from its annotation. An
     argument that the function does not have raises TypeError, as in Python. The message suggests the nearest name.
     """
 
@@ -148,8 +150,7 @@ def _misused(
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
     """Validates the fields of a dataclass. Call it in `__post_init__`.
 
-    The kind of a field is the one in `kinds`, or else the one that `by_type` has for the field's type, or else the kind
-    for its annotation.
+    The kind of a field comes from `kinds`, or else from its type in `by_type`, or else from its annotation.
 
     Raises:
         InvalidInput: A field has a value of another kind. The message names the class and the field.
@@ -177,7 +178,7 @@ def _is_real(value: Any) -> bool:
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Kind:
-    """Returns the kind of whole numbers from `least` to `most`, including NumPy integers but not bools."""
+    """Returns a `Kind` for whole numbers from `least` to `most`, including NumPy integers but not bools."""
     ending = "" if most == 2**31 - 1 else f", at most {most}"
     smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
     expected = "a whole number" if least < 0 else f"{smallest}{ending}"
@@ -192,7 +193,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
-    """Returns the kind of finite numbers from `least` to `most`. With `above`, `least` itself is excluded."""
+    """Returns a `Kind` for finite numbers from `least` to `most`. With `above`, `least` itself is excluded."""
     ending = "" if most == math.inf else f", at most {most:g}"
     expected = expected or f"a number {f'above {least:g}' if above else f'of {least:g} or more'}{ending}"
 
@@ -203,7 +204,7 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
 
 
 def or_percent(kind: Kind) -> Kind:
-    """Returns the kind of a share that may also be a text in percent, e.g. "60%", which is converted to a share."""
+    """Returns a `Kind` that also allows texts in percent, e.g. "60%", and converts them to shares."""
 
     def read(value: Any) -> Any:
         is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
@@ -219,7 +220,7 @@ def or_percent(kind: Kind) -> Kind:
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
-    """Returns the kind of finite numbers from `least` to `most`, by default all numbers in the range of float32."""
+    """Returns a `Kind` for finite numbers from `least` to `most`, by default all numbers in the range of float32."""
     return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
 
 
@@ -245,12 +246,12 @@ SHARE = number(0.0, 1.0, "a share above 0, at most 1, e.g. 0.5")
 
 
 def instance(expected: str, *classes: type) -> Kind:
-    """Returns the kind of instances of the given classes."""
+    """Returns a `Kind` for instances of the given classes."""
     return Kind(expected, lambda value: isinstance(value, classes))
 
 
 def one_of(*values: str | int) -> Kind:
-    """Returns the kind that only allows the given names or numbers."""
+    """Returns a `Kind` that only allows the given names or numbers."""
 
     def allows(value: Any) -> bool:
         # Without this test, True would be allowed where 1 is allowed, because True == 1 in Python.
@@ -260,12 +261,12 @@ def one_of(*values: str | int) -> Kind:
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """Returns the kind of texts that match a regular expression."""
+    """Returns a `Kind` for texts that match a regular expression."""
     return Kind(expected, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
 def parsed(parse: Callable[[str], object]) -> Kind:
-    """Returns the kind of texts that `parse` accepts. If `parse` raises an AttnrxError, `check` raises Invalid."""
+    """Returns a `Kind` for texts that `parse` accepts. If `parse` raises an AttnrxError, `check` raises Invalid."""
 
     def inside(value: Any, where: str, in_file: bool) -> None:
         try:
@@ -280,7 +281,7 @@ def parsed(parse: Callable[[str], object]) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Returns the kind of values that are None (null in files) or of another kind."""
+    """Returns a `Kind` that also allows None, which is null in files."""
 
     def convert(value: Any, name: str) -> Any:
         return None if value is None else kind.convert(value, name)
@@ -293,7 +294,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def either(expected: str, *kinds: Kind) -> Kind:
-    """Returns the kind of values that are of any of several kinds."""
+    """Returns a `Kind` for values that any of several kinds allows."""
 
     def convert(value: Any, name: str) -> Any:
         return next(kind for kind in kinds if kind.accepts(value)).convert(value, name)
@@ -302,7 +303,7 @@ def either(expected: str, *kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
-    """Returns the kind of lists with `least` to `most` values of a kind. Arguments may be tuples, and become tuples.
+    """Returns a `Kind` for lists of `least` to `most` values of one kind. Arguments become tuples.
 
     With `unique`, no value (a text or a number) may occur twice. `check` raises Invalid with the index of the first
     wrong value.
@@ -336,7 +337,7 @@ def record(
     then: Callable[[Mapping[str, Any], str], None] | None = None,
     open: bool = False,
 ) -> Kind:
-    """Returns the kind of JSON objects with the required `fields` and the optional fields `more`.
+    """Returns a `Kind` for JSON objects with the required `fields` and the optional fields `more`.
 
     Other fields are only allowed if the object is `open`. `then` checks valid fields together. `check` raises Invalid
     with the path of the first field that is missing, unknown or wrong.
@@ -377,7 +378,7 @@ FINITE = Kind("a value of JSON", inside=_every_number_is_finite)
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
-    """Returns the kind of JSON objects in which no integer, including nested ones, has a magnitude above `most`.
+    """Returns a `Kind` for JSON objects in which no integer, including nested ones, has a magnitude above `most`.
 
     The fields in `counted` may contain any integer.
     """

@@ -55,7 +55,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     temporary = temporary_path(target)
     try:
         write(temporary)
-        # Without this, the new file would have the permissions of the temporary file.
+        # The temporary file gets the permissions of the old file, which the rename would otherwise change.
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         # The content is flushed before the rename. Otherwise a power failure could leave a renamed file without

@@ -272,7 +272,7 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     return (epsilon**0.5 * columns.clamp(min=least)).expand(sizes.shape)
 
 
-# Rounding limits are relative to the size of the outputs, but outputs below this size are treated as if they had it.
+# Rounding limits are relative to the size of the outputs or, for outputs near zero, relative to this size.
 LEAST_SCALE = 1e-3
 
 

@@ -72,8 +72,9 @@ class Phases:
         if done >= KNOWN:
             self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
         line = f"{self}{self.left}"
-        # A user's own callback gets every phase. Otherwise phases are shown like loops.
-        if inspect.unwrap(self.log) in (no_log, say): # unwrapped, because `checked` and the command line wrap callbacks
+        # A user's own callback gets every phase. Otherwise phases are shown like loops. `checked` and the command line
+        # wrap callbacks, so the log is unwrapped here.
+        if inspect.unwrap(self.log) in (no_log, say):
             now = time.monotonic()
             if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
                 self.shown = now

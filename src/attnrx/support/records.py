@@ -71,7 +71,7 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
 def without_folders(value: Any) -> Any:
     """Returns a JSON-ready value in which every absolute path is replaced by its last name and a short hash.
 
-    Without folders, a file does not reveal anything about its author's disk. The hash keeps different paths different.
+    A file with this value does not reveal its author's folders. The hash keeps different paths different.
     """
     if isinstance(value, Mapping):
         return {without_folders(key): without_folders(each) for key, each in value.items()}

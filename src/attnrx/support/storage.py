@@ -1,7 +1,7 @@
 """Writes JSON and safetensors files atomically, and validates them when they are loaded.
 
-Every file names its kind, e.g. "attnrx diagnosis". A JSON file has it in the field `kind`, and a safetensors file has
-it in its header.
+Every file names its kind, e.g. "attnrx diagnosis". A JSON file stores the kind in the field `kind`, and a safetensors
+file stores it in its header.
 """
 
 import glob

@@ -1,6 +1,6 @@
 """Runs programs, and calls functions in other processes. No other module starts child processes.
 
-Times are measured in another process, because they would depend on the state of this process, e.g. on its heap.
+Models are timed in another process, because times in this process would depend on its state, e.g. on its heap.
 """
 
 import ctypes

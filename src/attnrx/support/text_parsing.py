@@ -1,4 +1,6 @@
-"""Parses the texts of rules, token policies, checks, losses, formats and methods. All of them share this grammar:
+"""Parses the texts of rules, token policies, checks, losses, formats and methods.
+
+All of these texts share one grammar:
 
     call  = name [ "(" [ knob { "," knob } ] ")" ]
     short = name ":" knob { ( "," | ":" ) knob }           for rules and losses, instead of or after the brackets

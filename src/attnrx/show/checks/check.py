@@ -298,7 +298,7 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
     A check may name these requirements in `needs`:
 
     - "labels": The images have labels, and the labels are class indices of the model.
-    - "logits": The outputs are class logits. Embeddings, for example, are not.
+    - "logits": The outputs are class logits, and not e.g. embeddings.
     - "decisions": The outputs make decisions, e.g. for a class. A regression makes none.
     - "embeddings": The outputs are embeddings, among which nearest neighbours can be searched.
     - "layers": Both models have layers that attnrx finds. An exported file has none.

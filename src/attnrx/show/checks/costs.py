@@ -43,8 +43,8 @@ MIN_LOSS = 0.02  # twice a promised loss is at least this share of the images ab
 class Costs(Check):
     """The parameters and MACs that the candidate saves, and a test of the closed-form costs of both models.
 
-    The closed forms are claimed to equal counted costs. Parameters are counted with numel. MACs are counted with
-    torch's FLOP counter on the unpadded eager backend.
+    The check claims that the closed forms equal the counted costs. Parameters are counted with numel. MACs are counted
+    with torch's FLOP counter on the unpadded eager backend.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -103,10 +103,10 @@ def speed_findings(
 ) -> tuple[Finding, ...]:
     """Times the candidate and the baseline, and returns findings of a check: the speed, and then its factors.
 
-    The two factors separate the gain from the runtime from the gain by the compression. There are no factors if the
-    baseline already is the unchanged model in the candidate's runtime. There are none either if the candidate is a file
-    and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is the record of a speed
-    that a plan predicted.
+    The two factors of the speed are the gain from the runtime and the gain from the compression. There are no factors
+    if the baseline already is the unchanged model in the candidate's runtime. There are none either if the candidate is
+    a file and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is the record of
+    a speed that a plan predicted.
     """
     begin("measuring speed")
     model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS

@@ -36,8 +36,8 @@ from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, ne
 PatchTable = Float[Tensor, "images patches features"]
 STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
 PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
-# The allowed numbers of neighbours, COUNTS in an `Index` and NEIGHBOURS in `Retrieval`. Retrieval searches in groups of
-# GROUP images. With more neighbours, all other images of a group would be neighbours, whatever the model.
+# COUNTS are the allowed numbers of neighbours in an `Index`, and NEIGHBOURS in `Retrieval`. Retrieval searches in
+# groups of GROUP images. With more neighbours, all other images of a group would be neighbours, whatever the model.
 COUNTS = each(COUNT, "numbers of neighbours, 1 or more", least=1)
 VECTORS = Kind("vectors, a tensor [images, features]", lambda value: isinstance(value, Tensor) and value.ndim == 2)
 NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)

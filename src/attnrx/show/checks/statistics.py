@@ -91,7 +91,8 @@ def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 
     If an estimate has a bias, its bootstrap samples differ from the estimate by about the same bias. So percentiles of
     the samples contain the bias twice. The returned interval covers two intervals: the percentile interval without the
-    samples' bias, and the basic bootstrap interval, which removes both biases. It contains the value.
+    samples' bias, and the basic bootstrap interval, which removes both biases. The returned interval always contains
+    the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
     # The basic interval is the percentile interval, reflected at the value.

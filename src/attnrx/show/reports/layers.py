@@ -130,8 +130,8 @@ def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str
     return {"facts": facts, "figures": figures, "steps": LEVELS} if facts else None
 
 
-# The kept rank and the full rank of a head or map. The kept rank is None if the head was removed. Instead of a pair
-# there is None if an earlier compression had already removed the head.
+# The kept rank and the full rank of a head or map. The kept rank is None if the head was removed. If an earlier
+# compression had already removed the head, the whole pair is None.
 Rank = tuple[int | None, int] | None
 
 

@@ -209,7 +209,7 @@ def render(content: ReportContent) -> str:
         # The page's content security policy only allows the script with this hash.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sections=sections,
-        # If all sections after the first are folded, the page would look empty. It then opens all of them.
+        # If all sections after the first are folded, the page would look empty, so all of them are opened.
         unfold=all("summary" in data for _, _, data in sections[1:]),
     )
 

@@ -180,7 +180,7 @@ def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images sta
         return None
     groups = []
     for tokens, indices in found:
-        if tokens is None:  # before the first stage that merges
+        if tokens is None:  # no stage has merged patches so far
             groups.append(indices)
         else:  # under a mask no token is removed, so its index is the index of its patch
             groups.append(tokens if reduction.by == "mask" else indices.gather(1, tokens))
