@@ -14,8 +14,8 @@ from attnrx.support.seals import SEAL, sealed
 
 Entries = Mapping[str, Any]
 
-# The old and new names of types, and the fields that types no longer have. If a lost field has the value below, the
-# field had no effect and is dropped. Any other value raises an error.
+# The old and new names of types, and the fields that types no longer have, with the value at which the field had no
+# effect. A field with this value is dropped, and any other value raises an error.
 RENAMED = {"ModelParts": "ViTParts"}
 LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
 

@@ -37,7 +37,7 @@ class ImageGeometry:
 
     `resize` is one of these words:
 
-    - "shortest_edge" makes the shorter side `resize_to`, which is a square.
+    - "shortest_edge" keeps the proportions and makes the shorter side `resize_to`, whose two numbers must be equal.
     - "cover" keeps the proportions and makes no side shorter than `resize_to`.
     - "contain" keeps the proportions and makes no side longer than `resize_to`.
     - "exact" resizes to `resize_to` without keeping the proportions.

@@ -214,7 +214,7 @@ def file_kind(path: Path | str) -> str | None:
     try:
         with path.open("rb") as handle:
             start = handle.read(1000)
-        # The beginning shows the kind of cards, pages and safetensors. JSON is parsed as a whole, because the field
+        # The first bytes show the kind of cards, pages and safetensors. JSON is parsed as a whole, because the field
         # `kind` may be anywhere in it.
         if start.startswith(_CARD):
             return CARD_KIND

@@ -169,7 +169,7 @@ def deterministic() -> Iterator[None]:
     """Uses deterministic algorithms, where they exist, within the context. Then restores settings and generators.
 
     On CUDA, the backward pass of fused attention is only deterministic if PyTorch forbids all other algorithms.
-    Operations without a deterministic algorithm would then fail. So this is left to the user, who may call
+    Operations without a deterministic algorithm would then fail. So attnrx leaves the choice to the user, who may call
     `torch.use_deterministic_algorithms(True)`. Without that call, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
