@@ -299,8 +299,8 @@ def judged_promise(
 ) -> dict[str, Any]:
     """Returns the arguments of a `Finding` on a quantity's mean over images, and on whether it keeps the promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
-    # Over a few images, all shares or changes may be equal, e.g. zero. The ESTIMATES still have intervals of nonzero
-    # width.
+    # Over a few images, all shares or changes may be equal, e.g. zero. The functions in ESTIMATES return intervals of
+    # nonzero width even then.
     interval, measured = promised.interval(n), ESTIMATES[quantity](values, seed)
     worst = interval[1] if more_is_worse else interval[0]
     # There is no limit at the end of the quantity's range, because every model would meet it.
