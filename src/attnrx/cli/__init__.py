@@ -1,4 +1,4 @@
-"""The command line, in which every command takes files and writes files."""
+"""The command line of attnrx. Every command loads its inputs from files, and writes its results to files."""
 
 from attnrx.cli.main import main
 

@@ -1,7 +1,7 @@
-"""The commands of attnrx. Every command is a function that runs it, which `command` registers with its options.
+"""The commands of attnrx. The decorator `command` registers a function as the command of the same name.
 
-attnrx is used as `rx.NAME`. A name is imported on first use, so --help is fast. Other packages register commands in the
-same way, in modules that entry points in the group `attnrx.commands` name.
+Functions of attnrx are called as `rx.NAME`, which imports a name on first use, so that --help is fast. Other packages
+register commands in the same way, in modules that they name as entry points of the group `attnrx.commands`.
 """
 
 import json
@@ -22,11 +22,12 @@ from attnrx.vit.maps import FITS
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["COMMANDS"]  # it contains attnrx's own commands once this module is imported
+__all__ = ["COMMANDS"]  # this registry contains attnrx's own commands once this module is imported
 
 Part = TypeVar("Part")
 
-# The quantities of claims about measured targets. Targets of MACs and parameters are met by construction.
+# The quantities of the findings that judge each measured target. MACs and parameters are not measured, because plans
+# meet these targets by construction.
 MEASURED_TARGETS = {
     "latency": ("promised speed", "speed"),
     "max-drop": ("promised_change",),
@@ -88,12 +89,12 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:
-    """Whether a claim is about the target, and not about another of the plan's predictions."""
+    """Whether a claim is about the user's target, and not only about another prediction of the plan."""
     return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a failed claim as a line, which says if the claim is only a prediction and not the user's target."""
+    """Returns a failed claim as a line, which says whether it is the user's target or only a prediction of the plan."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -133,7 +134,7 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
     fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    # These settings are a single number, a flag or a choice.
+    # Settings that are a single number, a flag or a choice become options as they are.
     plain = [name for name, kind in fields.items() if kind != "TEXT" and not getattr(kind, "several", False)]
     options.add_arguments(knobs, "TrainingConfig", *plain)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -152,18 +153,18 @@ def train(arguments: Namespace, log: Log) -> Outcome:
     settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
-    # Otherwise TrainingConfig's default losses are used, with label smoothing.
+    # Without these options, TrainingConfig's default losses are used, which smooth the labels.
     if arguments.losses or shared or arguments.no_task:
         settings["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
     config = rx.TrainingConfig(**settings)
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
-        # At least four steps per epoch if there are enough images.
+        # The batch is made smaller, so that an epoch has at least four steps if there are enough images.
         config = replace(config, batch_size=max(1, len(splits.train) // 4))
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
-        # Attached before training, because predictors are trained with the model.
+        # The policy is attached before training, because its predictors are trained together with the model.
         model = _reducing(model, policy, config, log)
     trained = rx.train(model, splits, config, arguments.out, log=log)
     accuracy = trained.record["accuracy"]
@@ -178,7 +179,7 @@ def train(arguments: Namespace, log: Log) -> Outcome:
 def _reducing(
     model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
 ) -> "nn.Module":
-    """Attaches the token policy to the model, with predictors initialized from the run's seed."""
+    """Returns the model with the token policy attached. Predictors are initialized from the run's seed."""
     if policy.reducer.learned and "keep_ratio" not in [loss.name for loss in config.losses]:
         log(
             f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
@@ -191,8 +192,9 @@ def _reducing(
 
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
-    """Returns model and data. The data are normalized for the model, or a new model gets the data's shape and scale."""
-    # A new model is built twice. The first one determines the image size that the data are loaded with.
+    """Returns the model and its data. An existing model sets the preprocessing. A new model is built for the data."""
+    # A new model is built twice. The first model sets the image size with which the data are loaded. The second model
+    # has the channels, classes and normalization of the data.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     family = rx.models.own_family(arguments.model)
     if family is None or not family.fits_data or Path(arguments.model).exists():
@@ -242,7 +244,7 @@ def diagnose(arguments: Namespace, log: Log) -> Outcome:
         "notes": diagnosis.about.get("notes", []),
         "layers": rx.serialization.read_json(path)["layers"],
     }
-    # The form of attention determines which readings there are.
+    # Which readings a diagnosis contains depends on the form of attention.
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
         (
@@ -286,7 +288,7 @@ def _prescribe_options(parser: Parser) -> None:
 )
 def prescribe(arguments: Namespace, log: Log) -> Outcome:
     """Makes and saves the prescription."""
-    # The shell splits the rules at spaces, and a rule may contain spaces.
+    # A rule may contain spaces, at which the shell splits it, so the arguments are joined again.
     rules = rx.rules.split_maps(" ".join(arguments.rules))
     settings = options.given_arguments(arguments, "prescribe")
     prescription = rx.prescribe(_diagnosis(arguments), rules, **settings)
@@ -368,12 +370,13 @@ def realize(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
     from attnrx.vit.spec import compression_of
 
-    # Checked before the model is realized, because --repair takes long.
+    # The output folder is checked before the model is realized, because --repair takes long.
     rx.models.require_model_folder(arguments.out)
     compression = compression_of(arguments.by)
     prescription = rx.Prescription.load(arguments.prescription)
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    # The settings are saved with the model, because its matched controls must be realized with the same settings.
+    # The settings are saved with the model, because the check `controls` must realize other prescriptions in the same
+    # way.
     how = {name: getattr(arguments, name) for name in ("by", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
@@ -456,7 +459,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
         evidence.save(arguments.out)
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
-    # Converting to JSON text and back replaces NaN by null.
+    # The record is converted to JSON text and back, which replaces NaN by null.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
@@ -513,7 +516,7 @@ def export(arguments: Namespace, log: Log) -> Outcome:
     model = options.model_argument(arguments.model, device, arguments.weights, arguments.trust)
     splits = None if arguments.data is None else options.splits_argument(model, arguments, log)
     calibration = None if splits is None else splits.train
-    # The file has class names, so that it can be used without the data.
+    # The exported file contains the class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
     settings = options.given_arguments(arguments, "export")
@@ -578,13 +581,13 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
     evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
-    # Evidence about another model would be wrong, and no reader could notice that.
+    # Evidence about another model must not be shown with this candidate, because no reader would notice the mistake.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
         title=f"attnrx: {_public(name or arguments.out)}",
-        # The evidence's fields come last and take precedence, because they describe its numbers.
+        # Fields of the evidence replace others of the same name, because they describe the numbers on the page.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
         diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
@@ -603,8 +606,8 @@ def _public(path: str) -> str:
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the file `given`, or else `name` from the candidate's folder. Returns None if there is no such file."""
-    # A file that the user names must exist, but the candidate's files are optional.
+    """Loads the file `given`, or else the file `name` in the candidate's folder. Returns None if neither exists."""
+    # A file that the user names must exist. The files in the candidate's folder are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
     return None if given is None else load(given)
@@ -624,13 +627,13 @@ def _costs_options(parser: Parser) -> None:
     _costs_options,
 )
 def costs(arguments: Namespace, log: Log) -> Outcome:
-    """Computes the costs in closed form. If the user names an architecture, it is built without weights."""
-    # An invalid policy raises before the model is built, which may be slow.
+    """Computes the costs in closed form. If the model is the name of an architecture, no weights are loaded."""
+    # The policy is parsed first, so that an error in it is reported before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     if options.is_fresh(arguments.model) and not arguments.trust:
         import torch
 
-        with torch.device("meta"):  # computes shapes without memory, weights and downloads
+        with torch.device("meta"):  # tensors on this device have a shape, but need no memory and no download
             model = rx.models.build_model(arguments.model)
     else:
         model = rx.load(arguments.model, trust=arguments.trust)
@@ -641,7 +644,7 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
         return Outcome(record, (_parts_table(costs), *_token_lines(costs)))
     after = family.costs(model, tokens=policy)
     changes, table = _cost_changes(costs, after)
-    # "compressed" comes last, because it replaces the shorter record in the changes.
+    # "compressed" comes last, because its record replaces the shorter one in `changes`.
     record |= {**changes, "policy": arguments.tokens, "compressed": after.to_record()}
     return Outcome(record, (_parts_table(after), table, *_token_lines(after)))
 

@@ -32,11 +32,11 @@ from attnrx.support.optional import environment, import_file
 from attnrx.support.progress import DETAILED, SETTING, say
 from attnrx.support.signals import STOPPING, handling
 
-# 70 is EX_SOFTWARE in sysexits.h. Codes above 128 are 128 plus the number of a signal.
+# The exit codes. 70 is EX_SOFTWARE in sysexits.h. Codes above 128 are 128 plus the number of a signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
-# The files that a command may replace in its output folder.
+# The files that a command may replace in its output folder. None of them may be an input of the same command.
 _REPLACED = (
     *("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json"),
     "attnrx.json",
@@ -60,7 +60,7 @@ exit codes:
 
 # The base class is KeyboardInterrupt, so that no `except Exception` on the way to the handler catches the error.
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP outside a training run."""
+    """The exception for SIGTERM or SIGHUP outside a training run."""
 
     def __init__(self, number: int):
         super().__init__(f"terminated ({signal.Signals(number).name}); every file that was written is whole.")
@@ -68,27 +68,27 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. Every exception is reported, and becomes an exit code."""
+    """Runs one command and returns its exit code. Exceptions are printed as messages, and become exit codes."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
         with _terminable():
             code = _guarded(words)
-        # The buffer is flushed here and not at exit, because only a write shows that the reader has closed the pipe.
+        # The output is flushed here and not at exit, so that a closed pipe or a full disk is handled below.
         sys.stdout.flush()
         if "torch" in sys.modules:
             from torch import distributed
 
-            # If a process exits while it is in its launcher's group, it can abort in gloo's threads.
+            # A process that exits within its launcher's process group may crash in gloo's threads.
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()
         return code
-    # Interrupts before and after the command are also handled here, e.g. while its results are printed.
+    # Interrupts outside the command are also handled here, e.g. while its results are printed.
     except KeyboardInterrupt as stop:
         message = str(stop) or "interrupted; every file that was written is whole."
         return _report_error(words, stop, message, stop.code if isinstance(stop, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
-        # The reader closed the pipe, e.g. `| head`. Without the next line, Python would print another error at exit.
+        # The reader closed the pipe, e.g. `| head`. Without the redirection, Python would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except OSError as error:  # the flush failed, e.g. because the disk is full (`_guarded` handles errors of commands)
@@ -101,7 +101,7 @@ def _open_streams() -> None:
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            # Otherwise a file could get the stream's number, and libraries would print into the file.
+            # Without the stream, a file could get the stream's number, and libraries would print into the file.
             setattr(sys, name, Path(os.devnull).open(mode))
         elif hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -116,7 +116,7 @@ def log(line: str) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raises on SIGTERM and SIGHUP, so that temporary files are deleted. Handlers of the caller are kept."""
+    """Raises an exception on SIGTERM and SIGHUP, so that temporary files are deleted. Keeps the caller's handlers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Terminated(number)
@@ -129,11 +129,11 @@ def _guarded(words: list[str]) -> int:
     """Runs the command line and maps every error to a message and an exit code."""
     try:
         return _run(words)
-    except BrokenPipeError:  # it is an OSError, but `main` handles it
+    except BrokenPipeError:  # raised again before OSError is caught, because `main` handles a closed pipe
         raise
-    except SystemExit as stop:  # argparse, after --help
+    except SystemExit as stop:  # raised by argparse after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
-    # An OSError names a file that is missing or cannot be written, so it is also an input error.
+    # An OSError is also an input error, because it names a file that is missing or cannot be written.
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
@@ -146,7 +146,7 @@ def _guarded(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        # Without a command, the overview answers a usage error and goes to stderr.
+        # A command line without a command is a usage error, so the overview goes to stderr.
         print(overview(), file=sys.stdout if words else sys.stderr)
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
@@ -154,7 +154,7 @@ def _run(words: list[str]) -> int:
         return 0
     require_environment()
     command, parser, arguments = parsed(words)
-    # Checked before the command runs, so that no work is lost because a path cannot be written.
+    # The output path is checked before the command runs, so that no work is lost if it cannot be written.
     require_out(arguments, parser)
     for plugin in arguments.plugin:
         import_file(plugin)
@@ -166,7 +166,7 @@ def _run(words: list[str]) -> int:
         warnings.showwarning = show_warning
         try:
             outcome = command.run(arguments, log)
-        except SystemExit as stop:  # its code is not an exit code of the command
+        except SystemExit as stop:  # raised by user code, whose exit code must not become the command's
             raise UserCodeError(f"code of a model or of data ended the process (SystemExit: {stop}).") from stop
     if _is_first_process():
         # json.dumps would write NaN and infinity as words that JSON does not have.
@@ -175,7 +175,7 @@ def _run(words: list[str]) -> int:
 
 
 def require_environment() -> None:
-    """Raises InvalidInput if an environment variable is invalid: a launcher's numbers, flags, or the cache folder."""
+    """Raises InvalidInput if an environment variable is invalid: a process's rank, a flag, or the cache folder."""
     given = {name: os.environ[name] for name in PROCESS_VARIABLES if name in os.environ}
     are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in given.values())
     if not are_numbers or 0 < int(given.get("RANK", 0)) >= int(given.get("WORLD_SIZE", 0)):
@@ -193,15 +193,16 @@ def require_environment() -> None:
 
 
 def require_out(arguments: Namespace, parser: Parser) -> None:
-    """Raises InvalidInput if --out would overwrite an input, or something that the command does not write.
+    """Raises InvalidInput if --out would overwrite an input, or a file that the command does not write.
 
-    An existing file is replaced only if attnrx wrote it with the `kind` of the command's output.
+    An existing file may only be replaced if attnrx wrote it, and if its `kind` is the kind of the command's output.
     """
     if getattr(arguments, "out", None) is None or not real_path(arguments.out).exists():
         return
     out = Path(arguments.out)
     for name, path in _inputs(arguments):
-        # The command replaces some files in its output folder. samefile also detects links and other spellings.
+        # An input is overwritten if it is one of the files that the command replaces in its output folder. samefile
+        # also detects links and other spellings of a path.
         is_replaced = parser.writes_folder and path.name in _REPLACED and out.samefile(path.parent)
         if is_replaced or out.samefile(path):
             described = f"{path} (--{name.replace('_', '-')})"
@@ -213,7 +214,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
     require_replaceable(out)
     from attnrx.support.storage import file_kind  # imports torch
 
-    # The kind of an exported model is in its facts, FILE.json.
+    # An exported model has its kind in a second file, FILE.json.
     found = file_kind(out) or file_kind(out.with_name(f"{out.name}.json"))
     if found != parser.kind:
         what = "a file that attnrx did not write" if found is None else f"an {found}"
@@ -221,7 +222,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
 
 
 def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
-    """Yields every other argument that names an existing file or folder."""
+    """Yields the name and the path of every argument, other than --out, that is an existing file or folder."""
     for name, value in vars(arguments).items():
         for text in texts_of(value) if name != "out" else ():
             try:
@@ -268,8 +269,8 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
 
 
 def _is_first_process() -> bool:
-    """Whether this process has rank 0, by the variable RANK that launchers set."""
-    # torch is not used here, because importing it takes seconds.
+    """Whether this process has rank 0. Launchers set the rank in the variable RANK."""
+    # torch would also return the rank, but importing torch takes seconds.
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,12 +1,13 @@
 """The parts of commands: the parser, the outcome, the options, and the models and data that option values name.
 
-`option` adds one option, `add_arguments` adds a public function's arguments as options, and `add_*` add options that
-commands share. A type maps the text of an option to its value. For a wrong text it raises ArgumentTypeError with the
-text and the allowed values, and the parser adds the name of the option.
+`option` adds one option, `add_arguments` adds a public function's arguments as options, and functions `add_*` add
+options that several commands have. An option's type is a function that converts the option's text to its value. For a
+wrong text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the name of the
+option to this message.
 
-The parameters of functions are parsed from the source code. To import a function would import torch, which takes
-seconds and which --help does not need. The range of a value comes from the function (`support.arguments.Kind`). It is
-imported when an option has a value.
+The names, defaults and help texts of a function's parameters are parsed from its source code. Importing the function
+would import torch, which takes seconds, and --help does not need it. Only the allowed range of a number comes from the
+imported function (`support.arguments.Kind`), when the user passes a value.
 """
 
 import argparse
@@ -34,10 +35,10 @@ class UsageError(AttnrxError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError with the closest options, and does not exit."""
+    """An argument parser that raises UsageError instead of exiting. The message suggests the closest options."""
 
     def __init__(self, command: str, summary: str, example: str):
-        # `add_out` sets these two, and `require_out` uses them after parsing.
+        # `add_out` sets these two attributes, and `require_out` uses them after parsing.
         self.writes_folder, self.kind = False, ""  # whether --out is a folder, or else the kind of its file
         super().__init__(
             prog=f"attnrx {command}",
@@ -57,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with a hint for unknown options."""
-        # The option is parsed from argparse's message, because none of its exceptions contains it.
+        # The unknown option is parsed from argparse's message, because argparse's exceptions do not contain it.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
         hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
@@ -72,7 +73,7 @@ class Parser(argparse.ArgumentParser):
             for text in texts_of(getattr(namespace, action.dest, None)):
                 if not text.strip():
                     raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
-                # Python decodes bytes of the command line that are not UTF-8 as surrogates, which are not text.
+                # Bytes of the command line that are not UTF-8 become surrogates in Python, which are not text.
                 if re.search("[\0\ud800-\udfff]", text):
                     raise InvalidInput(
                         f"{option} {text!r} has characters that are not UTF-8 text, or a null character."
@@ -122,8 +123,8 @@ def command(
 
 
 def texts_of(value: object) -> list[str]:
-    """Returns the texts in the value of one argument, which may have several."""
-    # With nargs, the value is a list.
+    """Returns the texts in the value of one argument, which is a list if the option accepts several values."""
+    # The value of an option with nargs is a list.
     values = value if isinstance(value, list | tuple) else (value,)
     return [each for each in values if isinstance(each, str)]
 
@@ -132,20 +133,21 @@ def texts_of(value: object) -> list[str]:
 class Number:
     """The type of an option that is a number or, with `several`, numbers separated by commas.
 
-    `kind` returns the allowed values from the module `support.arguments`, which is imported with the first value.
+    `kind` receives the module `support.arguments` and returns the kind of the allowed values. The module is imported
+    when an option has a value, because it imports torch.
     """
 
     read: type[int] | type[float]
     kind: Callable[[Any], Any] = lambda kinds: kinds.ANY
     metavar: str = "N"
     several: bool = False
-    unit: str = ""  # may follow the number
+    unit: str = ""  # a suffix that may follow the number, e.g. pt
 
     def __call__(self, text: str) -> Any:
         from attnrx.support import arguments  # imports torch
 
         kind, parts = self.kind(arguments), text.split(",") if self.several else [text.removesuffix(self.unit)]
-        # int() and float() are not enough, because they also accept digits of other scripts, 1_000 and nan.
+        # The text must match a pattern, because int() and float() also accept digits of other scripts, 1_000 and nan.
         form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
         unread = [part for part in parts if len(part) > LONGEST_NUMBER or not re.fullmatch(form, part)]
         value, problem = text, f"{text[:60]!r}"
@@ -196,7 +198,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Returns the definition of a name in a module, or in the module that the name is imported from."""
     path = Path(rx.__file__).parent.joinpath(*module.split(".")[1:])
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    # Blocks of `if TYPE_CHECKING:` are included, because a module imports some names there that it loads on first use.
+    # Blocks of `if TYPE_CHECKING:` are searched, too. A module imports names there that it only loads on first use.
     for node in [each for part in tree.body for each in (part.body if isinstance(part, ast.If) else [part])]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
@@ -206,7 +208,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _described(docstring: str) -> dict[str, str]:
-    """Returns the `Args` and `Attributes` of a docstring as help texts, without capital, backticks and full stop."""
+    """Returns help texts from a docstring's `Args` and `Attributes`, without capital letter, backticks and period."""
     texts = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE):
         for name, text in re.findall(r"^    (\w+): (.*\n?(?:^ {5,}.*\n?)*)", section, re.MULTILINE):
@@ -230,7 +232,7 @@ def _type_of(function: str, name: str, hint: ast.expr | None) -> Any:
         return bool
     for read in (float, int):
         if read.__name__ in words:
-            # Fields of a dataclass have no kinds here, because its `__post_init__` validates them.
+            # Only functions have `kinds`. The fields of a dataclass are validated by its `__post_init__`.
             return Number(
                 read,
                 lambda kinds: getattr(getattr(rx, function), "kinds", {}).get(name, kinds.ANY),
@@ -248,10 +250,10 @@ POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POI
 
 
 def device(text: str) -> str:
-    """The type of an option that names a device.
+    """Returns the text of the option --device if it names a device. This function is the option's type.
 
     Raises:
-        ArgumentTypeError: torch finds no such device here.
+        ArgumentTypeError: torch finds no such device on this machine.
     """
     from attnrx.support.arguments import DEVICE  # imports torch
 
@@ -274,9 +276,9 @@ def option(
     elif isinstance(value, str):
         more["metavar"] = value
     else:
-        # A placeholder in `more` replaces the type's. If it is None, argparse derives a placeholder from the option.
+        # A `metavar` in `more` replaces the type's placeholder. If it is None, argparse derives one from the option.
         more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
-    # The help states every default. If a default depends on other options, it is None here and the text describes it.
+    # The help shows every default. If a default depends on other options, it is None here, and the help describes it.
     if default is not None:
         # If there is no help text, only the default is shown.
         more["default"], help = default, f"{help} ({default})".strip()
@@ -286,9 +288,9 @@ def option(
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
     """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help.
 
-    `names` are arguments whose types come from the signature. `values` sets the types of others, or the placeholder
-    that the help shows for a number. If the user omits an option, it is None. The help shows the default that the
-    function has (see `given_arguments`).
+    `names` are arguments whose types come from the function's signature. `values` maps other arguments to their types,
+    or to the placeholder that the help shows for a number. An option that the user omits is None. Then
+    `given_arguments` leaves it out, and the function uses its own default, which the help shows.
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
@@ -298,14 +300,14 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
             value = parameter.value
         elif isinstance(value, str) and isinstance(parameter.value, Number):
             value = replace(parameter.value, metavar=value)
-        # If the default is not a plain value, or depends on other values, the text states it.
+        # If the default is not a plain value, or depends on other arguments, the help text describes it in brackets.
         states_default = parameter.help.endswith(")") or any(parameter.default is each for each in (None, False, ()))
         help = parameter.help if states_default else f"{parameter.help} ({parameter.default})"
         option(group, f"--{name.replace('_', '-')}", value, help)
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns a function's flags, and its options that the user passed (see `add_arguments`)."""
+    """Returns the values of a function's options (see `add_arguments`): all flags, and others that the user passed."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -349,13 +351,13 @@ def default_device() -> str:
 
 
 def is_fresh(source: str) -> bool:
-    """Whether a source is the name of an architecture, and not the location of weights."""
-    # A path may also contain a colon, so an existing path is a location.
+    """Whether a model's source is the name of an architecture, e.g. timm:NAME, and not a folder, a file or the hub."""
+    # A path may also contain a colon, so a source that exists as a path is not a name.
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
 def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = True) -> None:
-    """Adds the option for the dataset, and options that say how to load it."""
+    """Adds the option --data for the dataset, and options that say how to load it."""
     group = parser.add_argument_group("data")
     kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet or a folder of images"
     option(group, "--data", "NAME", f"{purpose}: {kinds}", required=required)
@@ -390,14 +392,14 @@ def splits_argument(
 
 
 def _columns(arguments: Namespace) -> "rx.data.Columns":
-    # Some commands with data do not have these options.
+    # Not every command with data has the options for columns.
     image, label, test = (getattr(arguments, f"{name}_column", None) for name in ("image", "label", "test"))
     return rx.data.Columns(image_column=image, label_column=label, test_column=test)
 
 
 def _label_map(path: str) -> dict[str, int]:
     label_map = rx.serialization.read_json(path)
-    # read_json accepts any JSON, e.g. a list.
+    # read_json accepts any JSON, e.g. a list, so the type is checked here.
     if not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
     return label_map
@@ -414,7 +416,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks the dataset, the columns, the label map, formats and the result folder before a model is loaded.
+    """Checks the dataset, its columns, the label map, the formats and the output folder before a model is loaded.
 
     Raises:
         InvalidInput: The file of --label-map is not a JSON object.
@@ -445,12 +447,12 @@ def add_running(parser: Parser, batch_size: int) -> None:
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses. If `task` is true and no text names a task loss, the default task loss comes first.
+    """Returns the losses for training. If `task` is true and no text names a task loss, a default one comes first.
 
-    `shared` has default knobs (the teacher and its weights) for all losses that accept them.
+    `shared` has default values of knobs (the teacher and its weights) for all losses that have these knobs.
 
     Raises:
-        InvalidInput: A text names a task loss although `task` is false. Or no loss uses a shared knob, or there are no
+        InvalidInput: A text names a task loss although `task` is false. Or no loss has a shared knob, or there are no
             losses.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
@@ -470,6 +472,6 @@ def parse_losses(
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
-    """Adds --out, a folder or a file of this `kind`. It is required if it has no default. See `main.require_out`."""
+    """Adds --out, a folder or a file of this `kind` (see `main.require_out`). Without a default, --out is required."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind

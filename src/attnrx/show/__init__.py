@@ -1,1 +1,1 @@
-"""Evidence: checks with their statistics, HTML reports and model cards."""
+"""Shows what a compression costs: checks with their statistics, figures, HTML reports and model cards."""

@@ -1,7 +1,7 @@
 """Figures for papers: spectra, readings, ranks, tokens, kept patches and trade-offs, as SVG, PDF and CSV.
 
-A `Figure` contains numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers.
-`DRAWN` is the registry of results that can be drawn. Other packages register their own results there.
+A `Figure` contains numbers with their labels, or pictures. Matplotlib draws the figure, and a CSV file stores its
+numbers. The registry `DRAWN` lists the results that can be drawn. Other packages may register their own results in it.
 """
 
 import csv
@@ -33,21 +33,21 @@ from attnrx.support.storage import file_kind
 
 FORMATS = ("svg", "pdf", "csv")
 COLUMNS = ("panel", "series", "x", "y", "low", "high")
-# The number of panels in a row, and the inches of one panel, of a figure with one panel, and of one cell in a grid.
+# The number of panels in a row, then sizes in inches: a panel, a figure with only one panel, and a cell of a grid.
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
 PICTURE = (1.5, 1.7)  # inches of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
 MOST_LABELS = 12  # the most series for which a legend is drawn
-# Text is stored as text, which can be searched. Conferences also require embedded fonts.
+# Text is stored as text, so readers can search it. Fonts are embedded, because conferences require it.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "attnrx", "pdf.fonttype": 42, "font.size": 8, "axes.grid": True}
 STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-# Files contain neither a date nor a path, so the same numbers give the same file.
+# Files contain neither a date nor a path, so the same numbers always produce the same file.
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one line, or one row of a grid. `low` and `high` are the ends of intervals, if there are any."""
+    """The points of one line, or one row of a grid. `low` and `high` are the ends of the intervals of `y`, if any."""
 
     label: str
     x: tuple[float, ...]
@@ -58,7 +58,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """The series that share a pair of axes, or the picture in the unit range that is drawn in their place."""
+    """The series that share a pair of axes, or a `picture` with values in [0, 1], which is drawn instead of them."""
 
     series: tuple[Series, ...]
     title: str = ""
@@ -69,8 +69,8 @@ class Panel:
 class Figure:
     """One figure: its name (also the name of its files), the labels of its axes, and its panels.
 
-    `marks` is "lines", "steps", "points", "grid" or "pictures". A grid has one row per series, with cells in the colour
-    of y. `in_a_row` is the number of panels in a row.
+    `marks` is "lines", "steps", "points", "grid" or "pictures". A grid has one row per series, and the colour of a cell
+    shows its `y`. `in_a_row` is the number of panels in a row.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Figure:
 
     @property
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """The lines of the CSV file below COLUMNS."""
+        """The rows of the figure's CSV file, without the header COLUMNS."""
         for panel in self.panels:
             for series in panel.series:
                 ends = series.low or ("",) * len(series.x), series.high or ("",) * len(series.x)
@@ -93,7 +93,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How results of one class become figures, and how their files are loaded. `name` is the kind of these files."""
+    """The functions that load results of one class and turn them into figures. `name` is the kind of their files."""
 
     name: str
     result: type
@@ -105,12 +105,16 @@ class Drawing:
 def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Draws results as figures for a paper, and writes every figure in each format.
 
-    For a diagnosis, the figures show spectra, kept energy and the readings of heads. For a prescription, they show the
-    kept ranks and tokens. For an elastic model or a comparison of methods, they show the trade-off between cost and
-    divergence. For a result of `shrink`, they show its diagnosis and its prescription. For the result of
-    `rx.reports.sample_tokens(model, images)`, they show the patches that every stage of token pruning keeps. Files are
-    named after their figure, and existing files are replaced. Colours are matplotlib's. To draw figures yourself, take
-    the numbers from `Figure`.
+    What the figures show depends on the result:
+
+    - A diagnosis: spectra, kept energy and the readings of heads.
+    - A prescription: the kept ranks and tokens.
+    - An elastic model, or a comparison of methods: the trade-off between cost and divergence.
+    - A result of `shrink`: its diagnosis and its prescription.
+    - A result of `rx.reports.sample_tokens(model, images)`: the patches that every stage of token pruning keeps.
+
+    Files are named after their figure, and existing files are replaced. Colours are matplotlib's defaults. To draw
+    figures yourself, use the numbers in the CSV files.
 
     Args:
         source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, `TokenSamples`, or a list of
@@ -122,7 +126,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
         The written files.
 
     Raises:
-        InvalidInput: The source is not one of these, or has nothing to draw.
+        InvalidInput: The source is none of these results, or has nothing to draw.
         NotSupported: Matplotlib is not installed.
         CheckpointError: A file is damaged, or cannot be written.
 
@@ -133,7 +137,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
     """
     found: dict[str, Figure] = {}
     for figure in figures_of(source):
-        # If several sources are of one kind, every figure still has its own name.
+        # If there are several sources of one kind, a number makes the name of every figure unique.
         name = next(
             name
             for count in range(len(found) + 1)
@@ -164,7 +168,7 @@ def figures_of(source: Any) -> list[Figure]:
         return list(chain.from_iterable(map(figures_of, source)))
     if isinstance(source, str | Path):
         return list(chain.from_iterable(figures_of(result) for result in _read(Path(source))))
-    if isinstance(source, TokenSamples):  # they are not stored in files
+    if isinstance(source, TokenSamples):  # not in DRAWN, because samples have no files
         return [kept_patches(source)]
     for drawing in DRAWN.values():
         if isinstance(source, drawing.result):
@@ -204,7 +208,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _draw(figure: Figure, path: Path, formats: Sequence[str]) -> Iterator[Path]:
-    """Draws a figure and yields its files, one for each of the formats."""
+    """Draws a figure, writes it in every format, and yields the files."""
     if not formats:
         return
     matplotlib, library = (required_module(name, "figures", "a figure") for name in ("matplotlib", "matplotlib.figure"))
@@ -303,8 +307,8 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
     """Returns a metric's name, and the strengths of all score directions in this metric, sorted from the largest.
 
-    The metric is the one that plans use, or else the metric of the weights. If directions cannot be combined, the
-    strengths are the model's own.
+    The metric is "mix", which plans use, or else "weights" if the diagnosis does not support "mix". If the directions
+    of a layer cannot be combined in either metric, the strengths are the model's own strengths.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):
@@ -354,7 +358,7 @@ def _of_prescription(prescription: Prescription) -> Iterator[Figure]:
 def kept_patches(samples: TokenSamples) -> Figure:
     """Returns a figure of images with the patches that every stage keeps, one image per row (SPOT, Figures 3 and 6).
 
-    The numbers are 1 for a kept patch, and 0 for a patch that was pruned or merged into another.
+    The numbers in the CSV file are 1 for a kept patch, and 0 for a patch that was pruned or merged into another.
     """
     rows, columns = samples.grid
     across = tuple(map(float, range(1, columns + 1)))
@@ -385,7 +389,7 @@ def _of_elastic(elastic: Elastic) -> Iterator[Figure]:
 
 
 def trade_off(name: str, label: str, sizes: Sequence[tuple[float, Any]]) -> Figure:
-    """Returns a figure of the sizes' divergence against a cost or a speed."""
+    """Returns a figure that plots the divergence of every size against its cost or its speed."""
     points = tuple(x for x, _ in sizes), tuple(size.divergence or 0.0 for _, size in sizes)
     return Figure(name, label, "divergence", (Panel((Series("sizes", *points),)),), marks="points")
 

@@ -1,1 +1,1 @@
-"""Files, processes, arguments, errors and progress. No module here depends on attention."""
+"""General tools for files, processes, arguments, errors and progress. No module here depends on attention."""

@@ -1,10 +1,12 @@
 """Kinds of values, which validate function arguments, dataclass fields, and values in JSON files.
 
+A public function states the kinds of its arguments:
+
     @checked(faster=optional(FASTER))
     def shrink(model: nn.Module, faster: float | None = None, batch: int = 32, ...):
 
-If an argument is of another kind, InvalidInput is raised before the function does any work: `shrink(batch=0): give a
-positive whole number, at most 65536.` For a value in a file, CheckpointError is raised with the path of the value
+An argument of another kind raises InvalidInput before the function does any work: `shrink(batch=0): give a positive
+whole number, at most 65536.` A wrong value in a file raises CheckpointError, with the path of the value in the file
 (`records.validated`).
 """
 
@@ -34,7 +36,7 @@ LONGEST_PATH = 4000  # bytes (systems allow 4,096, including the folder before a
 
 
 class Invalid(Exception):
-    """The error for a value that its kind does not allow, with the value's path and the problem."""
+    """The error for a value that a kind does not allow. Its message has the value's path in a file and the problem."""
 
     def __init__(self, where: str, problem: str):
         super().__init__(f"{where} {problem}" if where else problem)
@@ -42,11 +44,14 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """A set of allowed values. `expected` completes the sentences "give ..." and "it must be ...".
+    """A set of allowed values, by which arguments and fields are validated.
 
-    `allows` tests a value, and `inside` checks its parts like `check`. `convert` returns the value that a function
-    receives. `explain` returns the end of an error message, which says what is wrong with an argument of any class. If
-    there are `classes`, a value in a file must have one of them. Arguments need not, because they may be NumPy numbers.
+    In messages, `expected` completes the sentences "give ..." and "it must be ...".
+
+    `allows` tests a value, and `inside` checks the parts of a container. `convert` returns the value that a function
+    receives, e.g. a Python number for a NumPy number. `explain` may return the end of an error message, which says what
+    is wrong with an argument. A value from a file must have one of the `classes`, if there are any. Arguments may have
+    other classes, because they may be NumPy numbers.
     """
 
     expected: str
@@ -58,13 +63,13 @@ class Kind:
 
     def check(self, value: Any, where: str, in_file: bool = True) -> None:
         """Raises Invalid if a value is not allowed. `where` is the path of the value in a file."""
-        # The value may have any class, and its comparisons and conversions may raise errors.
+        # The value may be an object of any class, so its comparisons and conversions may raise errors.
         try:
             is_allowed = bool(self.allows(value)) and not (in_file and self.classes and type(value) not in self.classes)
         except Exception:
             is_allowed = False
         if not is_allowed:
-            # An argument is not described here, because the repr of a model takes long. `checked` describes it.
+            # Only `checked` describes an argument, because `accepts` needs no text and the repr of a model takes long.
             raise Invalid(where, f"is {described(value)}; it must be {self.expected}" if in_file else "is not allowed")
         self.inside(value, where, in_file)
 
@@ -77,11 +82,11 @@ class Kind:
         return True
 
     def checked(self, value: Any, where: str, name: str) -> Any:
-        """Returns an argument after its conversion.
+        """Returns an argument after validation and conversion.
 
         Raises:
-            InvalidInput: The argument is not of this kind. The message names the function (`where`), the argument and
-                what to pass.
+            InvalidInput: The argument is not of this kind. The message contains the function (`where`), the argument
+                (`name`) and what to pass.
         """
         if not self.accepts(value):
             raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{self.explain(value) or '.'}")
@@ -91,8 +96,8 @@ class Kind:
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates a function's arguments, including its **keyword arguments.
 
-    Arguments are validated by the `stated` kinds, or else by their names (NAMED) or annotations. An argument that
-    the function does not have raises TypeError, as in Python. The message suggests the nearest name.
+    The kind of an argument comes from `stated`, or else from its name (NAMED), or else from its annotation. An
+    argument that the function does not have raises TypeError, as in Python. The message suggests the nearest name.
     """
 
     def decorate(function: Function) -> Function:
@@ -121,7 +126,7 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
 
 
 def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    # The return annotation is left out, because a method may return its class, which does not exist yet.
+    # The return annotation is left out, because it may be the class of the method, which does not exist yet.
     written = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
     return get_type_hints(SimpleNamespace(__annotations__=written), inspect.unwrap(function).__globals__)
 
@@ -129,11 +134,11 @@ def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
 def _misused(
     function: str, signature: inspect.Signature, hints: Mapping[str, Any], named: Mapping[str, Any], error: TypeError
 ) -> str:
-    """Returns the error message about arguments that a function does not take, with the nearest argument."""
+    """Returns the error message about an argument that the function does not have, with the nearest existing name."""
     unknown = [name for name in named if name not in signature.parameters]
     if not unknown or "unexpected" not in str(error):
         return f"{function}() {error}"
-    # The name may be a field of a dataclass that the function takes, e.g. `Columns`.
+    # The name may be a field of a dataclass that is the type of another argument, e.g. `Columns`.
     for name, hint in hints.items():
         for kind in (hint, *get_args(hint)):
             if is_dataclass(kind) and unknown[0] in {each.name for each in fields(kind)}:
@@ -143,19 +148,21 @@ def _misused(
 
 
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
-    """Validates a dataclass's fields in its __post_init__, by `kinds`, or else by `by_type` or the annotations.
+    """Validates the fields of a dataclass. Call it in `__post_init__`.
+
+    The kind of a field comes from `kinds`, or else from its type in `by_type`, or else from its annotation.
 
     Raises:
         InvalidInput: A field has a value of another kind. The message names the class and the field.
     """
     typed = {field.name: by_type[field.type] for field in fields(item) if field.type in by_type} if by_type else {}
     for name, kind in {**_annotated(type(item)), **typed, **kinds}.items():
-        # The converted value, e.g. a Python number for a NumPy number, is assigned although the class is frozen.
+        # The converted value, e.g. a Python number for a NumPy number, is stored although the class is frozen.
         object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
 
 
 def described(value: Any) -> str:
-    """Returns a short text for any value, which is its repr, or its type if the repr raises an error."""
+    """Returns a short text for any value: its shortened repr, or its type if the repr raises an error."""
     try:
         text = short_value(value)
     except Exception:
@@ -171,7 +178,7 @@ def _is_real(value: Any) -> bool:
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Kind:
-    """Whole numbers in a closed range, including NumPy integers but not bools."""
+    """Returns a `Kind` for whole numbers from `least` to `most`, including NumPy integers but not bools."""
     ending = "" if most == 2**31 - 1 else f", at most {most}"
     smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
     expected = "a whole number" if least < 0 else f"{smallest}{ending}"
@@ -179,14 +186,14 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
-    def explain(value: Any) -> str:  # states the limit if `expected` does not
+    def explain(value: Any) -> str:  # adds the upper limit to the message if `expected` does not contain it
         return f", at most {most}." if not ending and isinstance(value, Integral) and int(value) > most else ""
 
     return Kind(expected, accepts, lambda value, name: int(value), explain, classes=(int,))
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
-    """Finite numbers from `least` to `most`. With `above`, `least` itself is excluded."""
+    """Returns a `Kind` for finite numbers from `least` to `most`. With `above`, `least` itself is excluded."""
     ending = "" if most == math.inf else f", at most {most:g}"
     expected = expected or f"a number {f'above {least:g}' if above else f'of {least:g} or more'}{ending}"
 
@@ -197,7 +204,7 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
 
 
 def or_percent(kind: Kind) -> Kind:
-    """The shares of a kind, or texts in percent, which are converted to shares."""
+    """Returns a `Kind` that also allows texts in percent, e.g. "60%", and converts them to shares."""
 
     def read(value: Any) -> Any:
         is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
@@ -213,7 +220,7 @@ def or_percent(kind: Kind) -> Kind:
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
-    """Finite numbers in a closed range, which by default is the range of float32, as in the tensors of files."""
+    """Returns a `Kind` for finite numbers from `least` to `most`, by default all numbers in the range of float32."""
     return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
 
 
@@ -221,7 +228,7 @@ def _float_of(value: Any, name: str) -> int | float:
     return value if isinstance(value, int) else float(value)
 
 
-# REAL is for measured values, so it includes NaN and infinity.
+# REAL is the kind of measured values, which may be NaN or infinity.
 REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _float_of)
 COUNT = whole(1)
 NATURAL = whole(0)
@@ -239,27 +246,27 @@ SHARE = number(0.0, 1.0, "a share above 0, at most 1, e.g. 0.5")
 
 
 def instance(expected: str, *classes: type) -> Kind:
-    """Instances of one of the classes."""
+    """Returns a `Kind` for instances of the given classes."""
     return Kind(expected, lambda value: isinstance(value, classes))
 
 
 def one_of(*values: str | int) -> Kind:
-    """One of several names or numbers."""
+    """Returns a `Kind` that only allows the given names or numbers."""
 
     def allows(value: Any) -> bool:
-        # A bool is excluded, because True == 1 in Python.
+        # Without this test, True would be allowed where 1 is allowed, because True == 1 in Python.
         return isinstance(value, str | int) and not isinstance(value, bool) and value in values
 
     return Kind(f"one of {', '.join(map(str, values))}", allows)
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """Texts that match a pattern."""
+    """Returns a `Kind` for texts that match a regular expression."""
     return Kind(expected, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
 def parsed(parse: Callable[[str], object]) -> Kind:
-    """Texts for which a function raises no AttnrxError. For others, `check` raises Invalid."""
+    """Returns a `Kind` for texts that `parse` accepts. If `parse` raises an AttnrxError, `check` raises Invalid."""
 
     def inside(value: Any, where: str, in_file: bool) -> None:
         try:
@@ -274,7 +281,7 @@ def parsed(parse: Callable[[str], object]) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """The values of a kind, and None, which is null in files."""
+    """Returns a `Kind` that also allows None, which is null in files."""
 
     def convert(value: Any, name: str) -> Any:
         return None if value is None else kind.convert(value, name)
@@ -287,7 +294,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def either(expected: str, *kinds: Kind) -> Kind:
-    """The values of any of several kinds."""
+    """Returns a `Kind` for values that any of several kinds allows."""
 
     def convert(value: Any, name: str) -> Any:
         return next(kind for kind in kinds if kind.accepts(value)).convert(value, name)
@@ -296,7 +303,7 @@ def either(expected: str, *kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
-    """A list of `least` to `most` values of a kind. An argument may also be a tuple, and is converted to a tuple.
+    """Returns a `Kind` for lists of `least` to `most` values of one kind. Arguments become tuples.
 
     With `unique`, no value (a text or a number) may occur twice. `check` raises Invalid with the index of the first
     wrong value.
@@ -330,10 +337,10 @@ def record(
     then: Callable[[Mapping[str, Any], str], None] | None = None,
     open: bool = False,
 ) -> Kind:
-    """An object with the required `fields` and the optional fields `more`. `then` checks the fields together.
+    """Returns a `Kind` for JSON objects with the required `fields` and the optional fields `more`.
 
-    Other names are allowed only if the record is `open`. `check` raises Invalid with the path of the first field that
-    is missing, unknown or wrong.
+    Other fields are only allowed if the object is `open`. `then` checks valid fields together. `check` raises Invalid
+    with the path of the first field that is missing, unknown or wrong.
     """
     required, known = tuple(fields or ()), {**(fields or {}), **(more or {})}
 
@@ -344,7 +351,7 @@ def record(
         for name in values:
             if name not in known and not open:
                 raise Invalid(below(where, name), f"is unknown; known are {', '.join(known)}")
-        # `then` comes last, so it may rely on every field being valid on its own.
+        # `then` is called last, so it may rely on every single field being valid.
         for name in known.keys() & values.keys():
             known[name].check(values[name], below(where, name), in_file)
         if then is not None:
@@ -354,7 +361,7 @@ def record(
 
 
 def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
-    # The loop has its own stack, because files may nest deeper than Python's recursion allows.
+    # The loop has its own stack instead of recursion, because files may nest deeper than Python's recursion limit.
     parts = [(value, where)]
     while parts:
         value, where = parts.pop()
@@ -366,14 +373,14 @@ def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
             parts += [(part, f"{where}[{index}]") for index, part in enumerate(value)]
 
 
-# JSON has neither NaN nor infinity, but Python accepts both, and turns numbers that are too large into infinity.
+# JSON has neither NaN nor infinity, but Python's parser accepts both, and turns too large numbers into infinity.
 FINITE = Kind("a value of JSON", inside=_every_number_is_finite)
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
-    """Objects in which all integers, including nested ones, have an absolute value of at most `most`.
+    """Returns a `Kind` for JSON objects in which no integer, including nested ones, has a magnitude above `most`.
 
-    The fields `counted` may contain any integer.
+    The fields in `counted` may contain any integer.
     """
     integer = Kind(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
@@ -392,7 +399,7 @@ def bounded(most: int, counted: Collection[str] = ()) -> Kind:
 
 
 def below(where: str, name: str) -> str:
-    """Returns the path of a field of a record."""
+    """Returns the path of a field in a file, e.g. "layers[3].keep" for the field "keep" of "layers[3]"."""
     return f"{where}.{name}" if where else name
 
 
@@ -400,14 +407,14 @@ def below(where: str, name: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    # `encode` raises an error for a surrogate, which is not a character and cannot be written to a file.
+    # `encode` raises an error for a surrogate, which is not a character and cannot be stored in a file.
     return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(value.encode())
 
 
 def _is_path(value: Any) -> bool:
     if not isinstance(value, str | Path) or not _is_text(str(value)):
         return False
-    # The current folder has no parts.
+    # The path of the current folder has no parts.
     longest = max((len(part.encode()) for part in Path(value).parts), default=0)
     return longest <= LONGEST_NAME and len(str(value).encode()) <= LONGEST_PATH
 
@@ -426,7 +433,7 @@ IMAGES = Kind(
         and any(hasattr(data, name) for name in ("__getitem__", "__iter__", "batches"))
     ),
 )
-# ANY is for values that the function itself validates with its own message: datasets, rules, names of models.
+# ANY is for values that a function validates itself, with its own message: datasets, rules, names of models.
 ANY = Kind("")
 
 
@@ -446,13 +453,12 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Names the user's code in errors that this code raises. Errors of attnrx pass unchanged.
+    """Runs user code in the context, and names it (`what`) in errors that it raises. Errors of attnrx pass unchanged.
 
-    SystemExit is also turned into such an error, because otherwise it would end the process with a misleading exit
-    code.
+    SystemExit is also turned into a UserCodeError. Otherwise it would end the process with a misleading exit code.
 
     Raises:
-        UserCodeError: (or `error_class`) The block raised any other exception, which is the `__cause__`.
+        UserCodeError: (or `error_class`) The user's code raised an exception, which is the `__cause__`.
     """
     try:
         yield
@@ -471,7 +477,7 @@ def described_error(error: BaseException) -> str:
 
 
 def _guarded(function: Any, name: str) -> Any:
-    # A function is only guarded once, although a public function may pass its log on to others.
+    # A function is only guarded once, even if a public function passes it on to other public functions.
     if getattr(function, "is_guarded", False):
         return function
 
@@ -484,7 +490,8 @@ def _guarded(function: Any, name: str) -> Any:
     return call
 
 
-# CALLBACK turns exceptions into UserCodeError. FUNCTION does not, because its caller handles the exceptions.
+# A function of the kind CALLBACK raises its exceptions as UserCodeError. A FUNCTION raises them unchanged, because its
+# caller handles them.
 CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", callable)
 
 
@@ -493,14 +500,14 @@ CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", 
 
 @cache
 def _annotated(cls: type) -> Mapping[str, Kind]:
-    """Returns the kinds of all dataclass fields whose annotations determine a kind."""
+    """Returns the kinds of all fields of a dataclass that their names or annotations define."""
     hints = get_type_hints(cls)
     kinds = {field.name: named_kind(field.name, hints[field.name]) for field in fields(cls) if field.init}
     return {name: kind for name, kind in kinds.items() if kind is not ANY}
 
 
 def named_kind(name: str, hint: Any) -> Kind:
-    """Returns the kind of an argument or a field, by its name in NAMED or else by its annotation."""
+    """Returns the kind of an argument or a field: the kind in NAMED or, without one, the kind for the annotation."""
     kind = NAMED.get(name)
     if kind is None:
         return kind_of(hint)
@@ -511,7 +518,7 @@ def kind_of(hint: Any) -> Kind:
     """Returns the kind for an annotation. Numbers must be finite, and texts must not be empty."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        # Beside `Path`, `str` is ignored, because the kind for paths includes texts.
+        # `str` is ignored if `Path` is also allowed, because the kind of paths includes texts.
         kinds = [kind_of(part) for part in parts if part is not NoneType and not (part is str and Path in parts)]
         if ANY in kinds:
             return ANY
@@ -525,17 +532,17 @@ def kind_of(hint: Any) -> Kind:
         if parts[-1] is Ellipsis or origin is not tuple:
             return each(several, expected)
         return each(several, expected, len(parts), len(parts))
-    if hasattr(hint, "array_type"):  # a jaxtyping annotation, which tests the type and the number of axes
+    if hasattr(hint, "array_type"):  # a jaxtyping annotation checks the dtype and the number of axes
         numbers = _NUMBERS[hint.dtypes[-1]]
         return instance(f"a tensor [{', '.join(hint.dim_str.split())}] of {numbers}", hint)
     cls = origin if origin is not None else hint
     if cls in _SIMPLE or not isinstance(cls, type):
         return _SIMPLE.get(cls, ANY)
-    example = getattr(cls, "example", None)  # code that creates an instance, which classes of arguments state
+    example = getattr(cls, "example", None)  # code that creates an instance, for error messages
     return instance(f"an instance of {cls.__name__}" + (f", e.g. {example}" if example else ""), cls)
 
 
-# The words for a tensor's values, by the last dtype that a jaxtyping annotation allows.
+# The words for a tensor's numbers in messages, by the last dtype that a jaxtyping annotation allows.
 _NUMBERS = {
     "float64": "floating-point numbers",
     "int64": "whole numbers",

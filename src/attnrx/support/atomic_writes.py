@@ -1,8 +1,8 @@
 """Atomic replacement of files and folders.
 
-New content is written to a temporary sibling, flushed to disk and moved to the target by one rename. If the process is
-killed at any moment, the target has either its previous content or the new content. The next write to the same target
-deletes the temporary siblings of killed processes.
+New content is first written to a temporary file or folder beside the target. It is flushed to disk, and then moved to
+the target by one rename. Even if the process is killed, the target has either its previous content or the new content.
+The next write to the same target deletes temporary files and folders of killed processes.
 """
 
 import ctypes
@@ -25,21 +25,21 @@ from filelock import FileLock, Timeout  # a dependency of torch
 
 from attnrx.support.errors import CheckpointError, InvalidInput
 
-# Only leftovers of this host are deleted, because process ids are not valid on another machine that shares the disk.
+# Only temporary files of this host are deleted. If another machine shares the disk, its process ids mean nothing here.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
 _SYNCHRONIZE, _ACCESS_DENIED = 0x00100000, 5  # constants of the Windows interface
-# Seconds to wait for another process that replaces the same folder. An exchange takes less than a second.
+# The seconds to wait while another process replaces the same folder. A replacement takes less than a second.
 LOCK_SECONDS = 60.0
 # The error codes of a file system (NFS, FAT) or a kernel that cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
-    """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
+    """Calls `write` with the path of a temporary file beside `path`, renames this file to `path`, and returns `path`.
 
-    After a crash, a full disk or Ctrl-C, the file is either the old file or the new file, and never a partial one.
-    Symbolic links are followed, and permissions are kept.
+    After a crash, a full disk or Ctrl-C, `path` is either the old file or the new file, and never a partial one.
+    Symbolic links are followed, and the old file's permissions are kept.
 
     Args:
         path: The file to write or replace.
@@ -55,11 +55,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     temporary = temporary_path(target)
     try:
         write(temporary)
-        # Otherwise the rename would change the permissions to the temporary file's.
+        # The temporary file gets the permissions of the old file, which the rename would otherwise change.
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-        # The content is flushed before the rename, because after a power failure the new name must not point to content
-        # that is not on disk.
+        # The content is flushed before the rename. Otherwise a power failure could leave a renamed file without
+        # content.
         flush(temporary)
         temporary.replace(target)
         flush(target.parent)
@@ -77,7 +77,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 def require_replaceable(path: Path | str) -> None:
     """Raises InvalidInput if something other than a regular file is at the path, because a write would delete it.
 
-    Raises CheckpointError if links lead back to themselves.
+    Raises CheckpointError if symbolic links form a loop.
     """
     path = Path(path)
     real_path(path)
@@ -88,7 +88,7 @@ def require_replaceable(path: Path | str) -> None:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary sibling folder of `target`. It is deleted at the end.
+    """Yields a temporary folder beside `target`, which is deleted at the end of the context.
 
     Raises:
         InvalidInput: The target is the root of the file system.
@@ -108,7 +108,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
-    """Yields an empty private folder. It is deleted at the end or, if this process is killed, by the next call.
+    """Yields an empty private folder, which is deleted at the end or, if this process is killed, by the next call.
 
     Args:
         folder: The folder to create it in. By default, the system's folder for temporary files.
@@ -122,7 +122,7 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
 
 
 def scratch_file(target: Path) -> IO[bytes]:
-    """Opens a temporary sibling of `target`.
+    """Opens a temporary file beside `target`.
 
     The file is deleted when it is closed or, if this process is killed, by the next call.
 
@@ -136,11 +136,11 @@ def scratch_file(target: Path) -> IO[bytes]:
 
 
 ReplacedFiles = Callable[[Path, Collection[str]], Collection[str]]
-"""A folder and the names of newly written files -> the names in the folder that the new files replace."""
+"""A function of a folder and the names of new files. It returns the names in the folder that the new files replace."""
 
 
 def parts_by(is_part: Callable[[Path], bool]) -> ReplacedFiles:
-    """Returns a function that names the parts of a folder, which are all files with a property."""
+    """Returns a function that names all files in a folder for which `is_part` is true, whatever was written."""
     return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
 
 
@@ -149,16 +149,16 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
     """Yields an empty temporary folder. If the block ends without an error, its files are moved to `folder`.
 
     The old and the new folder are exchanged in one step, by one process at a time. A mount point or the current folder
-    cannot be exchanged. In this case the files are moved one by one, and there must be no parts to replace.
+    cannot be exchanged. For these, the files are moved one by one, and no file may have to be replaced.
 
     Args:
         folder: The folder to create or change.
-        parts: Names the files of `folder` that are replaced together. Parts that were not written again are deleted.
-            All other files are kept and never overwritten.
-        last: The file to move last, because it makes the other files valid.
+        parts: A function that names the files in `folder` that are replaced together (the parts). Parts that were not
+            written again are deleted. All other files are kept, and never overwritten.
+        last: The name of the file that is moved last, because it makes the other files valid.
 
     Raises:
-        InvalidInput: A written file exists in `folder` and is not a part.
+        InvalidInput: A file that was written exists in `folder` and is not a part.
         CheckpointError: The folder cannot be replaced in one step, or cannot be written. Nothing was changed.
     """
     target = _prepare_target(Path(folder))
@@ -166,19 +166,19 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
         raise InvalidInput(f"{folder} is a file; name a folder.")
     # If an earlier replacement was interrupted, the folder is restored before the checks below.
     restore(target)
-    # Files that are moved one by one have their temporary folder in the folder itself, so there may be leftovers, too.
+    # If files were moved one by one, their temporary folder was inside the target, so there may be leftovers, too.
     _remove_leftovers(target, target)
     obstacle = _obstacle(target) if target.exists() else None
     temporary = temporary_path(target, target if obstacle else None)
     try:
         temporary.mkdir()
         yield temporary
-        # JSON files come first, because they state which of the other files attnrx wrote. The file `last` makes the
-        # others valid, e.g. a JSON file that refers to tensors.
+        # JSON files come first, because they show which of the other files attnrx wrote. The file `last` comes last,
+        # because it makes the others valid, e.g. as a JSON file that refers to tensors.
         new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.suffix != ".json", each.name))
         for each in new:
             flush(each)
-        # The files to keep are determined under the lock, because until here another process may replace the folder.
+        # The files to keep are listed under the lock, because another process may have replaced the folder until here.
         with file_lock(target):
             written = [each.name for each in new]
             replaced = set(parts(target, written)) if target.exists() else set()
@@ -196,8 +196,8 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
                 if target.exists():
                     _carry_others(target, temporary, replaced)
                 swap_folders(temporary, target)
-                # Files that others have added to the old folder meanwhile are kept. If the folder was renamed and not
-                # exchanged, there are none.
+                # After an exchange, `temporary` is the old folder. Files that others have added to it meanwhile are
+                # kept. If the folder was renamed instead, `temporary` no longer exists.
                 with suppress(OSError):
                     for each in temporary.iterdir():
                         if each.name not in replaced and not os.path.lexists(target / each.name):
@@ -207,23 +207,23 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
             f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
         ) from error
     finally:
-        # After an exchange of names, this deletes the old folder.
+        # After an exchange of names, the temporary path is the old folder, which is no longer needed.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Holds the lock of a file or a folder. However this process ends, the system then releases the lock.
+    """Holds the lock of a file or a folder within the context. If this process ends, the system releases the lock.
 
-    Other processes and threads wait for the lock. The thread that holds it may acquire it again. If locks are not
+    Other processes and threads wait for the lock. The thread that holds the lock may acquire it again. If locks are not
     possible (a folder without write permission, some network file systems), the block runs without a lock.
 
     Args:
         target: The file or folder. The lock is a file in the same folder, which is deleted at the end.
-        seconds: How long to wait, or -1 to wait without a limit.
+        seconds: How many seconds to wait for the lock, or -1 to wait without a limit.
 
     Raises:
-        CheckpointError: Another process or thread held the lock all the time.
+        CheckpointError: Another process or thread held the lock during all this time.
     """
     target = real_path(target)
     _create_parent(target)
@@ -259,7 +259,7 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
 
 def _remove_leftovers(target: Path, folder: Path) -> None:
     """Deletes temporary files and folders for `target` if the process that wrote them no longer runs."""
-    # Leftovers only occupy the disk, so a failure to delete them must not prevent a write.
+    # Leftovers only waste disk space, so a failure to delete them is ignored.
     with suppress(OSError):
         for each in _leftovers(target, folder):
             if each.is_dir() and not each.is_symlink():
@@ -270,15 +270,15 @@ def _remove_leftovers(target: Path, folder: Path) -> None:
 
 def process_runs(number: int) -> bool:
     """Whether a process with this id runs on this machine."""
-    if sys.platform == "win32":  # os.kill would interrupt it
+    if sys.platform == "win32":  # on Windows, os.kill(number, 0) would send Ctrl-C to the process
         system = ctypes.WinDLL("kernel32", use_last_error=True)
         handle = system.OpenProcess(_SYNCHRONIZE, False, number)
         runs = system.WaitForSingleObject(handle, 0) != 0 if handle else ctypes.get_last_error() == _ACCESS_DENIED
         system.CloseHandle(handle)
         return runs
     try:
-        with suppress(PermissionError):  # the process runs, and belongs to another user
-            os.kill(number, 0)  # signal 0 only checks, and sends nothing
+        with suppress(PermissionError):  # the process runs, but belongs to another user
+            os.kill(number, 0)  # signal 0 is not sent, and only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return False
     return True
@@ -292,7 +292,7 @@ def real_path(path: Path | str) -> Path:
     """
     try:
         target = Path(os.path.realpath(path))
-        is_loop = target.is_symlink()  # only a loop is still a link, because other links are resolved
+        is_loop = target.is_symlink()  # realpath resolves all links except loops
         target.exists()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -322,8 +322,9 @@ def _create_parent(target: Path) -> None:
 
 
 def temporary_path(target: Path, folder: Path | None = None) -> Path:
-    # The path is in the target's folder, because a rename is only atomic within one file system. The host and the
-    # process id identify leftovers. The random digits distinguish the writes of one process.
+    # The temporary path is in the target's folder, because a rename is only atomic within one file system. Its name
+    # contains the host and the process id, by which leftovers are recognized. Random digits distinguish the writes of
+    # one process.
     return (folder or target.parent) / f"{_start(target)}{secrets.token_hex(4)}.partial"
 
 
@@ -343,7 +344,7 @@ def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Returns the reason why a folder cannot be renamed, or None if there is no such reason."""
+    """Returns the reason why a folder cannot be renamed, or None if it can be renamed."""
     if folder.is_mount():
         return "it is a mount point"
     with suppress(OSError):
@@ -354,13 +355,13 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
-    """Links or copies everything that is not replaced from the old folder to the new one, with the permissions."""
+    """Links or copies all files that are not replaced from the old folder to the new folder, with permissions."""
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         candidates = names if Path(folder) == target else []
         return [name for name in candidates if name in replaced or _names(target).fullmatch(name)]
 
-    # Hard links take neither time nor space, whatever size the kept files have.
+    # Hard links take neither time nor disk space, even for large files.
     shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -372,12 +373,12 @@ def _link(source: str, target: str) -> None:
 
 
 def swap_folders(temporary: Path, target: Path) -> None:
-    """Moves the temporary folder to `target`, in place of the folder that may exist there."""
+    """Moves the temporary folder to `target`, and replaces the folder that may exist there."""
     flush(temporary)
     if not target.exists():
         temporary.rename(target)
     elif not exchange_names(temporary, target):
-        # The old folder gets another suffix. If the process is killed now, it must be restored, and not deleted.
+        # The old folder gets the suffix .old. If the process is killed now, `restore` moves the folder back.
         old = temporary_path(target).with_suffix(".old")
         target.rename(old)
         try:
@@ -394,9 +395,9 @@ def exchange_names(first: Path, second: Path) -> bool:
         OSError: The system can exchange names, but the call failed.
     """
     names = os.fsencode(first), os.fsencode(second)
-    # Python has no function for this, so the process's C library is called.
+    # Python has no function that exchanges names, so the C library is called.
     system = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
-    # Python raises audit events for its own renames, but not for calls by ctypes.
+    # Python raises an audit event for its own renames. A call by ctypes raises none, so the event is raised here.
     sys.audit("os.rename", str(first), str(second), -1, -1)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)
@@ -410,7 +411,7 @@ def exchange_names(first: Path, second: Path) -> bool:
 
 
 def restore(target: Path) -> None:
-    """Restores a folder if a process was killed between the two renames of `swap_folders`."""
+    """Restores the old folder if a process was killed between the two renames of `swap_folders`."""
     with suppress(OSError):
         for each in _leftovers(target, target.parent, "old"):
             _keep_one(each, target)
@@ -423,7 +424,7 @@ def _keep_one(old: Path, target: Path) -> None:
 def full_disk(folder: Path, needed: int) -> str | None:
     """Returns the system's message about a full disk if a folder's disk has less than `needed` bytes, else None.
 
-    If a runtime writes a file itself, its own message does not say that the disk is full.
+    Use it if a runtime has failed to write a file, because the runtime's own message does not mention the full disk.
     """
     with suppress(OSError):
         if shutil.disk_usage(folder).free < needed:
@@ -432,7 +433,7 @@ def full_disk(folder: Path, needed: int) -> str | None:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk. Some systems cannot flush folders, and then nothing happens."""
+    """Flushes a file, or the entries of a folder, to disk. On systems that cannot flush folders, nothing happens."""
     if path.is_file():
         with path.open("rb") as handle:
             os.fsync(handle.fileno())

@@ -1,4 +1,4 @@
-"""Short texts for large objects, in consoles and notebooks."""
+"""Short texts that show large objects in consoles and notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# The maximum number of characters for an object and for a value in it, and of items for a collection.
+# The maximum number of characters of an object's text and of a value's text, and of items shown from a collection.
 MAX_OBJECT, MAX_VALUE, MAX_ITEMS = 1500, 160, 6
 
 
 class Sentence(str):
-    """A text that you may use as an attribute or call as a function: `evidence.summary` or `shrunk.summary()`."""
+    """A text that you may also call: `evidence.summary` and `evidence.summary()` return the same text."""
 
     __slots__ = ()
 
@@ -22,7 +22,7 @@ class Sentence(str):
 
 # A diagnosis or prescription has thousands of numbers, and a dataclass's usual repr would print all of them.
 class Displayed:
-    """A dataclass (with repr=False) that is displayed in a few lines, with shapes of tensors and cut values."""
+    """A base class for dataclasses (with repr=False) that shows shapes instead of tensors, and shortens long values."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in _shown(self))
@@ -39,7 +39,7 @@ def _shown(item: Any) -> list[tuple[str, str]]:
 
 
 def short_value(value: Any, depth: int = 2) -> str:
-    """Returns a text for a value, with at most MAX_VALUE characters."""
+    """Returns a text of at most MAX_VALUE characters for a value, e.g. the shape of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Converts files that earlier versions wrote. All differences between versions are handled in this module.
 
-`converted` is called whenever a file of attnrx is loaded, before the file is validated. `tests/saved` has files of
-earlier versions.
+`converted` is called whenever a file of attnrx is loaded, before the file is validated. Files of earlier versions are
+in `tests/saved`.
 """
 
 import json
@@ -14,7 +14,8 @@ from attnrx.support.seals import SEAL, sealed
 
 Entries = Mapping[str, Any]
 
-# The old and new names of types, and fields that types no longer have, with the value that had no effect.
+# The old and new names of types, and the fields that types no longer have, with the value at which the field had no
+# effect. A field with this value is dropped, and any other value raises an error.
 RENAMED = {"ModelParts": "ViTParts"}
 LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
 
@@ -23,14 +24,14 @@ def converted(record: Entries, path: Path | str) -> dict[str, Any]:
     """Returns the record of the file at this path in the form that this version writes.
 
     Raises:
-        CheckpointError: The record has something that this version no longer supports. The message names it.
+        CheckpointError: The record has a setting that this version no longer supports. The message names the setting.
     """
     convert = KINDS.get(record["kind"], lambda record, path: dict(record))
     return {name: _of_types(value) for name, value in convert(record, Path(path)).items()}
 
 
 def _of_types(value: Any) -> Any:
-    """Converts all objects inside a value that state a type."""
+    """Converts all objects inside a value that have a field `type`, i.e. records of dataclasses."""
     if isinstance(value, list):
         return [_of_types(item) for item in value]
     if not isinstance(value, Mapping):
@@ -45,7 +46,7 @@ def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
     """Returns a record without the fields in `lost`.
 
     Raises:
-        CheckpointError: A field has another value than in `lost`.
+        CheckpointError: A field has a different value than in `lost`, so it cannot be dropped.
     """
     for key, value in lost.items():
         if key in record and record[key] != value:
@@ -61,7 +62,8 @@ def _prescription(record: Entries, path: Path) -> dict[str, Any]:
     how = about.get("realized") if isinstance(about, Mapping) else None
     if not isinstance(about, Mapping) or not isinstance(how, Mapping):
         return dict(record)
-    # Earlier versions stored a compression's norms in a separate field, and could also fit queries and keys.
+    # Earlier versions stored the compression's norms in their own field. They could also fit queries and keys
+    # (`refine`), which this version cannot.
     norms = how.get("norms", "exact")
     how = {key: value for key, value in how.items() if key != "norms"}
     if norms != "exact" and how.get("by") == "compress":
@@ -77,7 +79,7 @@ def _plan(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _evidence(record: Entries, path: Path) -> dict[str, Any]:
-    """Seals evidence of schema 2, which had no seal, and sets its schema to 3."""
+    """Returns evidence with schema 3. Evidence with schema 2 had no seal and gets one."""
     if record.get("schema") != 2:
         return dict(record)
     return sealed({name: _of_types(value) for name, value in record.items() if name != SEAL} | {"schema": 3})
@@ -94,8 +96,8 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
     for size in kept:
         if "fingerprint" in size:
             continue
-        # The index only had the original's fingerprint. The evidence of a size has the size's own fingerprint, and the
-        # original's costs.
+        # The index of an earlier version only had the original's fingerprint. A size's own fingerprint and the
+        # original's costs are in the evidence of the size.
         if size.get("name") == "original":
             size["fingerprint"] = about.get("fingerprint")
             continue
@@ -128,7 +130,7 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
     model = record.get("model")
     if record.get("family") != "whole" or not isinstance(model, Mapping):
         return dict(record)
-    # A user's module had its own family, in addition to the family of the Vision Transformer in it.
+    # A user's module was stored with two families: its own, and the family of the Vision Transformer inside it.
     around = model.get("around")
     family = around.get("family") if isinstance(around, Mapping) else None
     if not isinstance(around, Mapping) or not isinstance(family, str):
@@ -138,7 +140,7 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors in a model's file by their present names. `record` is the stored description of the model."""
+    """Returns the tensors of a model's file by the names of this version. `record` describes the stored model."""
     if record.get("family") != "whole":
         return dict(tensors)
     return {_renamed(name, "module.", "source."): tensor for name, tensor in tensors.items()}
@@ -147,7 +149,7 @@ def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, An
 def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a user's module by the names that its fingerprint is computed from.
 
-    These are the old names, because documents of earlier versions contain this fingerprint.
+    The fingerprint is still computed from the old names, because documents of earlier versions contain it.
     """
     return {_renamed(name, "source.", "module."): tensor for name, tensor in tensors.items()}
 
@@ -157,7 +159,7 @@ def _renamed(name: str, before: str, after: str) -> str:
 
 
 def _exported(record: Entries, _: Path) -> dict[str, Any]:
-    # The tolerance is dropped. How a file was quantized does not matter to anyone who runs it.
+    # The setting `tolerance` of the quantization is dropped, because nobody who runs the file needs it.
     form = record.get("format")
     if not isinstance(form, Mapping):
         return dict(record)

@@ -1,26 +1,26 @@
-"""The exceptions of attnrx. Messages say what was passed, what was found and what to do."""
+"""The exceptions of attnrx. Their messages say what you passed, what was found and what to do."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class AttnrxError(Exception):
-    """Base class of all errors that user input can cause. Any other exception is a bug in attnrx."""
+    """The base class of all errors that user input can cause. Any other exception is a bug in attnrx."""
 
 
 class UnknownName(AttnrxError):
-    """An unknown name of a model, dataset, rule, option or recipe."""
+    """The error for an unknown name of a model, dataset, rule, option or recipe."""
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]):
         super().__init__(f"unknown {kind} {name!r}: {nearest(name, valid)}")
 
 
 class InvalidInput(AttnrxError, ValueError):
-    """An argument, a tensor or a file with invalid content."""
+    """The error for an argument, a tensor or a file with invalid content."""
 
 
 class NonFiniteOutputs(InvalidInput):
-    """A candidate that returns NaN or infinity for `count` of `images` images."""
+    """The error for a compressed model that returns NaN or infinity for `count` of `images` images."""
 
     def __init__(self, count: int, images: int):
         super().__init__(
@@ -31,63 +31,63 @@ class NonFiniteOutputs(InvalidInput):
 
 
 class InvalidRule(InvalidInput):
-    """A rule with a parameter outside its range."""
+    """The error for a rule with a parameter outside its range."""
 
 
 class MissingMoments(InvalidRule):
-    """A rule that needs moments, but is used with a diagnosis without moments."""
+    """The error for a rule that needs moments, if the diagnosis was made without moments."""
 
 
 class NoOpPrescription(AttnrxError):
-    """A prescription or option without any effect, or a target that the unchanged model meets."""
+    """The error for a prescription or an option without effect, or for a target that the unchanged model meets."""
 
 
 class FingerprintMismatch(AttnrxError):
-    """A diagnosis, a prescription or evidence that belongs to another model."""
+    """The error for a diagnosis, a prescription or evidence that belongs to another model."""
 
 
 class NotSupported(AttnrxError):
-    """A model or a combination of options that attnrx does not support."""
+    """The error for a model or a combination of options that attnrx does not support."""
 
 
 class DataError(AttnrxError):
-    """A dataset that is missing, unreadable or invalid."""
+    """The error for a dataset that is missing, unreadable or invalid."""
 
 
 class UserCodeError(AttnrxError):
-    """The caller's code (a log callback, a factory, a dataset ...) raised an exception, which is the `__cause__`."""
+    """The error for an exception in the user's code, e.g. a log callback or a dataset. The exception is `__cause__`."""
 
 
 class ScaleWarning(UserWarning):
-    """Images whose values do not seem to be normalized as in the model's training."""
+    """The warning about images that do not seem to be normalized as the model's training images were."""
 
 
 class KernelWarning(UserWarning):
-    """A missing C++ attention kernel. The slower PyTorch attention is used instead."""
+    """The warning about a missing C++ attention kernel. The slower PyTorch attention is used instead."""
 
 
 class CardWarning(UserWarning):
-    """An edited model card that is kept although the model in its folder was replaced."""
+    """The warning about an edited model card, which is kept although the model in its folder was replaced."""
 
 
 class FactoryWarning(UserWarning):
-    """A saved model whose class cannot be created by its name, so you need a `factory` to load it."""
+    """The warning about a saved model whose class cannot be created by name. You need a `factory` to load it."""
 
 
 class CheckpointError(AttnrxError):
-    """A file written by attnrx that is missing, truncated, modified or of another schema version."""
+    """The error for a file of attnrx that is missing, truncated, modified or of another schema version."""
 
 
 class TrainingDiverged(AttnrxError):
-    """A training run whose loss or weights are no longer finite."""
+    """The error for a training run in which the loss or a gradient is no longer finite."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A training run that was interrupted and saved a checkpoint before it stopped."""
+    """The exception of a training run that was interrupted, and saved a checkpoint before it stopped."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was too little memory. On the CPU torch raises RuntimeError for this, and on CUDA a subclass."""
+    """Whether an error reports too little memory. torch raises a RuntimeError for it on the CPU, a subclass on CUDA."""
     causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
     return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
 
@@ -95,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns a hint with the closest valid names, or with all valid names if none is close."""
     names = sorted(valid)
-    # Most unknown names are misspelled, and a list of a hundred models would hide the intended name.
+    # Most unknown names are misspelled. In a list of a hundred models, the user would not find the intended name.
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"

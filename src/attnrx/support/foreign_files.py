@@ -1,8 +1,8 @@
 """Opens other authors' files: Hugging Face and timm models, tables, pickles, torch programs and files of runtimes.
 
-When a library loads a file or a repository, it can run code by the author. The library functions that do this are only
-called here (`tests/test_structure.py`), so that one module decides. An author's code only runs with `trust`. Code in
-pickles never runs. The user is never asked on the terminal.
+A library that loads a file or a repository may run code by the author. Only this module calls library functions that
+may do so (`tests/test_structure.py`). So there is one place that decides. An author's code only runs with `trust`. Code
+in pickles never runs. The user is never asked on the terminal.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from attnrx.support.arguments import described_error
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.support.optional import environment, required_module
 
-# The files of a model that can name code in its repository, in the order in which they are loaded.
+# The settings files of a model, which may name code in its repository, in the order in which they are loaded.
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a variable that torch.load uses
+TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # an environment variable that torch.load uses
 PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
 
 
 def untrusted(what: str, more: str = "") -> InvalidInput:
-    """Returns the error for something that can run code by its author, and is therefore only opened with trust."""
+    """Returns the error for a file or a repository (`what`) that can run its author's code and needs trust."""
     return InvalidInput(
         f"{what} can run any code of its author, with your rights, once it is opened. If you trust its origin, pass "
         f"trust=True (--trust on the command line){more}."
@@ -36,13 +36,13 @@ def untrusted(what: str, more: str = "") -> InvalidInput:
 
 
 def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) -> Any:
-    """Calls `from_pretrained` of a transformers class.
+    """Loads an object of a transformers class with its `from_pretrained`.
 
     Args:
         kind: The class, e.g. AutoConfig.
         source: A folder, or an id on the hub.
-        trust: Whether code of the repository may run.
-        **options: Further arguments of the class.
+        trust: Whether code in the repository may run.
+        **options: Other arguments of `from_pretrained`.
 
     Raises:
         InvalidInput: The model needs code in the repository, and `trust` is False.
@@ -68,12 +68,12 @@ def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) 
 
 
 def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
-    """Returns a transformers model with fresh weights, from a model class or an Auto class."""
+    """Returns a transformers model with random weights, created from a model class or an Auto class."""
     return kind.from_config(config, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(config)
 
 
 def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
-    """Creates a timm model. Only tensors are loaded from a file of weights, even if the file is a pickle.
+    """Creates a timm model. From a file of weights, only tensors are loaded, even if the file is a pickle.
 
     Raises:
         CheckpointError: The weights are a pickle that holds more than tensors.
@@ -88,7 +88,7 @@ def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
 
 
 def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:
-    """Returns the splits of a dataset on the hub. Scripts in a repository are never run."""
+    """Returns the splits of a dataset on the hub. Scripts in the repository are never run."""
     import datasets
 
     return datasets.load_dataset(name, data_dir=folder, revision=revision, trust_remote_code=False)
@@ -103,14 +103,14 @@ def table_features(path: Path) -> Any:
 
 
 def table_rows(path: Path) -> int:
-    """Returns how many rows a parquet file has."""
+    """Returns the number of rows in a parquet file."""
     import pyarrow.parquet
 
     return pyarrow.parquet.read_metadata(path).num_rows
 
 
 def open_tables(paths: Sequence[Path], copy: Path) -> Any:
-    """Returns parquet files as one `datasets.Dataset`, mapped to memory from a copy in the folder `copy`."""
+    """Returns parquet files as one `datasets.Dataset`, which is memory-mapped from a copy in the folder `copy`."""
     import datasets
 
     # `from_parquet` treats file names as patterns, so they are escaped.
@@ -141,7 +141,7 @@ def open_pickle(path: Path) -> Any:
     """Loads a torch checkpoint to the CPU, if it contains only tensors, containers and numbers.
 
     Raises:
-        CheckpointError: The file is damaged, or contains something else.
+        CheckpointError: The file is damaged, or contains other objects.
     """
     try:
         # timm's checkpoints also contain the training options, as a Namespace.
@@ -154,7 +154,7 @@ def open_pickle(path: Path) -> Any:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles only containers, numbers, texts and NumPy arrays, for CIFAR's files. Nothing else is called."""
+    """Unpickles the files of CIFAR. Anything but containers, numbers, texts and NumPy arrays raises an error."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
@@ -169,14 +169,14 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _empty_array(kind: Any, *_: Any) -> np.ndarray:
-    """Replaces the NumPy function that creates every array in a pickle, before its content is loaded."""
+    """Returns an empty array. It replaces NumPy's function that creates an array before its content is unpickled."""
     if kind is not np.ndarray:
         raise pickle.UnpicklingError("it holds an array of a class of its own")
     return np.ndarray(0, np.uint8)
 
 
 def _latin1_bytes(text: str, encoding: str) -> bytes:
-    """Replaces the function that Python 3 uses for bytes in pickles for Python 2."""
+    """Returns a text's bytes. It replaces the function by which Python 3 stores bytes in pickles for Python 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError("it holds bytes of another kind")
     return text.encode("latin1")
@@ -186,7 +186,7 @@ def open_arrays(path: Path) -> Any:
     """Loads a pickle of containers and NumPy arrays, with Python 2's texts as bytes. Code in the pickle never runs.
 
     Raises:
-        CheckpointError: The file is damaged, or contains something else.
+        CheckpointError: The file is damaged, or contains other objects.
     """
     try:
         with path.open("rb") as file:
@@ -223,7 +223,7 @@ def open_package(path: Path) -> Any:
 
 def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
     """Returns the error for a pickle that torch refuses to load as tensors."""
-    # torch's message contains the reason among advice. It is the name of a function or class, or an unsupported opcode.
+    # torch's message mixes the reason with advice. The reason is the name of a function or class, or an opcode.
     name = re.search(r"GLOBAL ([\w.]+)", str(error))
     reason = re.search(r"Unsupported .*", str(error))
     if name:

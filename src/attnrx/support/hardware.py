@@ -1,4 +1,4 @@
-"""Devices and their load, the cache folder, permission to measure, mixed precision, and random states."""
+"""Functions for devices and their load, the cache folder, permission to measure, bfloat16, and random states."""
 
 import os
 import platform
@@ -16,8 +16,8 @@ import torch
 from attnrx.support.errors import NotSupported
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
-# A device has fast bfloat16 products if a product of square matrices of this size is LEAST_GAIN times as fast as in
-# float32.
+# A device has fast bfloat16 products if it multiplies square matrices of the size PRODUCT at least LEAST_GAIN times as
+# fast in bfloat16 as in float32.
 PRODUCT, LEAST_GAIN = 768, 1.5
 
 
@@ -34,14 +34,14 @@ def device_name(device: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the cache folder, which is $ATTNRX_CACHE, or attnrx in the user's cache folder."""
+    """Returns attnrx's cache folder: $ATTNRX_CACHE or, if it is not set, `attnrx` in the user's cache folder."""
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
 
 
 def governor() -> str:
-    """Returns Linux's frequency policy for the first processor, e.g. "performance", or "" if it is unknown."""
+    """Returns Linux's CPU frequency policy (governor), e.g. "performance", or "" if it is unknown."""
     path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -50,15 +50,15 @@ def governor() -> str:
 
 
 class Load:
-    """The use of the processors by other processes from now on. It is unknown on systems without /proc."""
+    """The load that other processes put on the processors, from the creation of this object on."""
 
     def __init__(self):
         self._start = _processor_seconds()
 
     def taken(self, threads: int) -> float | None:
-        """Returns the average number of processors that `threads` threads could not use, because other processes did.
+        """Returns how many processors, on average, other processes took from `threads` threads of this process.
 
-        Returns None if this number is unknown.
+        Returns None if the number is unknown, e.g. on systems without /proc.
         """
         now = _processor_seconds()
         if now is None or self._start is None or now[0] <= self._start[0]:
@@ -69,10 +69,10 @@ class Load:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Returns the time, the processor seconds of all processes, and those of this process with its children.
+    """Returns the time now, the CPU seconds of all processes, and the CPU seconds of this process with its children.
 
     The seconds of all processes include the time that a hypervisor took. Returns None if the system does not report
-    them.
+    these numbers.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")
@@ -86,7 +86,7 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _ticks_of_family(process: int) -> Iterator[int]:
-    """Yields the processor times of a process and its descendants, including descendants that have ended."""
+    """Yields the CPU times, in clock ticks, of a process and its descendants, including ended descendants."""
     times, children = dict[int, int](), dict[int, list[int]]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
@@ -116,7 +116,7 @@ def restored_random_states() -> Iterator[None]:
 
 
 def may_measure() -> bool:
-    """Whether measurements are allowed. They are not if ATTNRX_MEASURE is 0."""
+    """Whether attnrx may time operations on this machine. Set the variable ATTNRX_MEASURE to 0 to forbid it."""
     return os.environ.get(MEASURE, "1") != "0"
 
 
@@ -125,8 +125,8 @@ def has_fast_bfloat16(device: str) -> bool:
     """Whether products in bfloat16 are faster than in float32 on a device ("cpu" or "cuda")."""
     if device not in ("cpu", "cuda") or not may_measure():
         return False
-    # The products must be timed, because libraries also multiply bfloat16 if the processor has no instructions for it.
-    # On CPUs, bfloat16 has between half and ten times the speed of float32.
+    # The products are timed, because libraries also multiply in bfloat16 on processors that have no instructions for
+    # it. On CPUs, bfloat16 runs between half and ten times as fast as float32.
     seconds: list[float] = []
     for dtype in (torch.float32, torch.bfloat16):
         factor, times = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device), []
@@ -149,7 +149,7 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
         yield
         return
     try:
-        # The cache is off, because it would keep the weights of every model twice.
+        # The cache is off, because it would hold a bfloat16 copy of every weight.
         with torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False):
             yield
     except RuntimeError as error:  # torch has no class of errors for dtypes
@@ -163,10 +163,11 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs small factorizations on one thread, as `with one_thread():` or as a decorator.
+    """Runs torch on one thread within the context, e.g. for small factorizations. You may also use it as a decorator.
 
-    Several threads would divide a factorization into parts of microseconds, and wait for each other after every part.
-    If another process uses the processor of one thread, this takes up to a hundred times as long as on one thread.
+    Several threads would divide a small factorization into parts of microseconds, and wait for each other after every
+    part. If another process uses the processor of one thread, this takes up to a hundred times as long as on one
+    thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

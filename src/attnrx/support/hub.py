@@ -9,7 +9,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import required_module
 
 PREFIX = "hub:"
-# The files of a saved model. Its folder may contain other files, e.g. training checkpoints.
+# The files that are uploaded and downloaded. A model's folder may contain other files, e.g. training checkpoints.
 FILES = (
     *("config.json", "model.safetensors", "prescription*", "evidence.json", "preprocessor_config.json", "README.md"),
     *("attnrx.json", "open_clip_config.json", "modeling.py"),  # of portable models
@@ -18,12 +18,12 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Uploads the files of a saved model to a repository, which is created if missing, and returns its address.
+    """Uploads a saved model to a repository, which is created if missing, and returns the repository's address.
 
-    Uses the login of huggingface_hub (`hf auth login`), or the token in the environment.
+    The upload uses your login (`hf auth login`), or the token in the environment.
 
     Raises:
-        InvalidInput: The repository is not OWNER/NAME.
+        InvalidInput: The name of the repository does not have the form OWNER/NAME.
         CheckpointError: The hub cannot be reached, or rejects the upload.
         NotSupported: The package huggingface_hub is not installed.
     """
@@ -41,7 +41,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def card_with(card: str, **metadata: str | None) -> str:
-    """Returns a model card with the fields `metadata` in its YAML header. A field that is None is not changed.
+    """Returns a model card whose YAML header contains the fields `metadata`. Fields that are None are not changed.
 
     Raises:
         NotSupported: The package huggingface_hub is not installed.
@@ -57,7 +57,7 @@ def download(name: str) -> Path:
     """Returns the local copy of a repository (OWNER/NAME or OWNER/NAME@REVISION), and downloads missing files.
 
     Raises:
-        InvalidInput: The name has another form.
+        InvalidInput: The name has neither of these forms.
         CheckpointError: The hub cannot be reached, or has no such repository.
         NotSupported: The package huggingface_hub is not installed.
     """

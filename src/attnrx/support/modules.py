@@ -1,6 +1,7 @@
 """Functions for torch modules: copies, paths of parts, recorded operations, values of weights, and trees of outputs.
 
-A tree is one or more tensors in tuples, lists, mappings or libraries' output classes, as a module may return them.
+A tree is anything that a module may return: a tensor, or tensors in tuples, lists, mappings or a library's output
+class.
 """
 
 import copy
@@ -23,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Copies tensors in an autograd graph as detached tensors, because torch refuses to copy them."""
+    """A mode in which `copy.deepcopy` detaches tensors of an autograd graph, which torch refuses to copy."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,7 +38,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
-    """Returns a deep copy of a module. Activations that its parts keep as attributes are detached in the copy.
+    """Returns a deep copy of a module. Activations that the module stores as attributes are detached in the copy.
 
     As in `copy.deepcopy`, `memo` maps the `id` of an object to the object that replaces it in the copy.
 
@@ -47,7 +48,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     try:
         with _DetachedCopies():
             return copy.deepcopy(model, memo)
-    except Exception as error:  # any class may have its own code for copies, which may raise any error
+    except Exception as error:  # a class may copy its objects by its own code, which may raise any error
         raise NotSupported(
             f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
             "Delete this attribute first, and set it again on the result."
@@ -56,7 +57,7 @@ def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
 
 def _uncopied(model: nn.Module) -> str:
     """Returns the path and the type of the first attribute of a module that cannot be copied."""
-    # The parts count as copied already, so that each attribute is copied without the modules that it refers to.
+    # With all modules in the memo, an attribute is copied without the modules that it refers to.
     parts = {id(part): part for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
@@ -69,7 +70,7 @@ def _uncopied(model: nn.Module) -> str:
 
 
 def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Returns the weights of a module that have several names, with their names."""
+    """Returns the weights of a module that have several names (tied weights), with their names."""
     names = dict[nn.Parameter, list[str]]()
     for name, weight in module.named_parameters(remove_duplicate=False):
         names.setdefault(weight, []).append(name)  # by identity, because torch hashes tensors by identity
@@ -77,7 +78,7 @@ def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
-    """Makes the names in each group share one weight again, if their values are equal."""
+    """Ties weights again: all names in a group share one weight, if their values are equal."""
     for first, *others in names:
         weight = module.get_parameter(first)
         for path, _, name in (other.rpartition(".") for other in others):
@@ -90,7 +91,7 @@ def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replaces the weights of a module by tensors, without copying them.
 
-    If names shared one weight and their tensors are equal, they still share it.
+    Tied weights, i.e. weights with several names, stay tied if their new tensors are equal.
 
     Raises:
         RuntimeError: The names or shapes of the tensors do not fit.
@@ -108,7 +109,7 @@ def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
 
 @contextmanager
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Sets evaluation mode and disables gradients. At the end, the mode of every module is restored."""
+    """Sets models to evaluation mode and disables gradients within the context. Restores every module's mode."""
     models = tuple(models)
     # Modes are stored per module, because model.train() would also change parts that were in evaluation mode.
     modes = [(module, module.training) for model in models for module in model.modules()]
@@ -124,7 +125,7 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def trainable(module: nn.Module) -> Iterator[None]:
-    """Lets gradients reach all parameters. Afterwards, frozen parameters are frozen again, and gradients are None."""
+    """Enables gradients of all parameters within the context. Then frozen ones are frozen again, without gradients."""
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in parameters]
     try:
@@ -138,12 +139,12 @@ def trainable(module: nn.Module) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether operations that run now are recorded as the graph of a compiler, an exporter or a trace."""
+    """Whether a compiler, an exporter or a trace is recording the present operations as a graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def is_recorded() -> bool:
-    """Whether operations that run now are recorded, either for gradients or as a graph."""
+    """Whether the present operations are recorded, either for gradients or as a graph."""
     return torch.is_grad_enabled() or is_traced()
 
 
@@ -156,10 +157,11 @@ _FIXED = _Fixed()
 
 @contextmanager
 def fixed_weights() -> Iterator[None]:
-    """Computes every value of `of_weights` only once within the context. The weights must not change meanwhile.
+    """Caches every value of `of_weights` within the context. The weights must not change meanwhile.
 
-    If you run the model and then record a graph within the context, the graph contains these values as constants. An
-    example is one matrix for query, key and value. Without the context, it contains the operations that compute them.
+    Such a value is, for example, the fused matrix for query, key and value. If you run the model and then record a
+    graph within the context, the graph contains these values as constants. Without the context, the graph contains the
+    operations that compute the values.
     """
     before, _FIXED.values = _FIXED.values, {}
     try:
@@ -169,15 +171,15 @@ def fixed_weights() -> Iterator[None]:
 
 
 def has_fixed_weights() -> bool:
-    """Whether this thread is in the context of `fixed_weights`."""
+    """Whether this thread is within the context of `fixed_weights`."""
     return _FIXED.values is not None
 
 
 def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Value:
-    """Returns the value that `build` computes from a module's weights. A module has one value for each `key`.
+    """Returns the value that `build` computes from the weights of `owner`. An owner has one value for each `key`.
 
     Outside `fixed_weights`, the value is computed in every call, so it always belongs to the present weights. A cache
-    that verifies its entries by a hash of the weights saved less than 3 % of a pass on a CPU (ViT-Tiny, EVA-02 and
+    that verifies its entries by a hash of the weights would save less than 3 % of a pass on a CPU (ViT-Tiny, EVA-02 and
     BEiT-B, batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
     """
     values = _FIXED.values
@@ -185,7 +187,7 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
         return build()
     name = id(owner), key
     if name not in values:
-        if is_recorded():  # the value is a part of the graph and must not be stored
+        if is_recorded():  # the value belongs to the recorded graph, so it must not be cached
             return build()
         with torch.inference_mode(mode=False), torch.no_grad():
             values[name] = build()
@@ -193,25 +195,25 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
 
 
 def kept(build: Callable[P, Value]) -> Callable[P, Value]:
-    """Caches the tensors that a function returns. They must only depend on the function's arguments.
+    """Returns a function that caches the tensors of `build`, which must only depend on the arguments.
 
-    While a graph is traced, the function is called anew. On a GPU, every new tensor costs a kernel. Copying numbers to
-    it waits for the GPU, and cannot be a part of a CUDA graph.
+    Without the cache, every new tensor would cost a kernel on a GPU. Copying numbers to the tensor would wait for the
+    GPU, and could not be a part of a CUDA graph. While a graph is traced, `build` is called without the cache.
     """
     # Inference mode is off, because gradients cannot be computed through an index that was created in inference mode.
     returned: Any = lru_cache(maxsize=256)(torch.inference_mode(mode=False)(build))
 
     @wraps(build)
     def call(*args: P.args, **kwargs: P.kwargs) -> Value:
-        # Tensors that are created during an export are symbolic and cannot be cached. A trace with a cached tensor
-        # would differ from a trace that creates the tensor.
+        # Tensors that are created during an export are symbolic, so they cannot be cached. A trace must not use a
+        # cached tensor either, because it would differ from a trace that creates the tensor.
         return build(*args, **kwargs) if is_traced() else returned(*args, **kwargs)
 
     return call
 
 
 def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:
-    """Yields the outermost parts for which `found` returns a value, as pairs of path and value."""
+    """Yields the outermost modules in a model for which `found` returns a value, as pairs of path and value."""
     outer: list[str] = []
     for path, part in model.named_modules():
         if not any(path.startswith(f"{above}.") or not above for above in outer):
@@ -222,7 +224,7 @@ def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> I
 
 
 def containing(paths: Sequence[str]) -> Iterator[str]:
-    """Yields the paths of all modules that contain all of the parts, from the smallest to the model itself ("")."""
+    """Yields the paths of all modules that contain all of `paths`, from the smallest to the model itself ("")."""
     pieces = [path.split(".") for path in paths]
     for count in range(min(map(len, pieces)) - 1, -1, -1):
         if len({tuple(each[:count]) for each in pieces}) == 1:
@@ -232,8 +234,8 @@ def containing(paths: Sequence[str]) -> Iterator[str]:
 def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:
     """Returns normally distributed images, the same in every call, in the parameters' dtype and on their device.
 
-    They are drawn on the CPU in float64. So they are equal on all devices, and equal up to rounding in all dtypes. On
-    the meta device they have no values.
+    The images are drawn on the CPU in float64. So they are equal on all devices, and equal up to rounding in all
+    dtypes. For a model on the meta device, the images have no values.
     """
     parameter = next(model.parameters())
     if parameter.is_meta:
@@ -248,11 +250,11 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
 def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
     """Returns, for every output, the largest difference that counts as rounding.
 
-    The limit is the square root of the machine epsilon, times the largest magnitude in the output's column. So a large
-    constant beside small logits cannot hide a difference. A column contains all images and all places with the same
-    index of a class, a channel or a row. Columns with small numbers get the limit of the lower quartile of all columns,
-    because they may round like the others. The epsilon is at least float32's, because some attention computes its
-    softmax in float32.
+    The limit is the square root of the machine epsilon, times the largest magnitude in the output's column. A column
+    contains the outputs of all images and positions for one class, channel or row. Because every column has its own
+    limit, a large constant in one output cannot hide differences between small logits. Columns with very small numbers
+    get the limit of the lower quartile of all columns, because they may round like the others. The epsilon is at least
+    float32's, because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -270,7 +272,7 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     return (epsilon**0.5 * columns.clamp(min=least)).expand(sizes.shape)
 
 
-# Rounding limits are relative to the size of outputs, or to this size if that is larger.
+# Rounding limits are relative to the size of the outputs or, for outputs near zero, relative to this size.
 LEAST_SCALE = 1e-3
 
 
@@ -281,9 +283,9 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Returns the tree with `function(tensor, ...)` in place of every tensor. Other values are not changed.
 
     Args:
-        function: A function of a tensor in the tree and of the tensors in the same place of the other trees.
-        tree: Tensors in tuples, lists and mappings.
-        *others: Trees with the same structure.
+        function: A function of a tensor in the tree, and of the tensors at the same place in the other trees.
+        tree: A tensor, or tensors in tuples, lists and mappings.
+        *others: Other trees with the same structure.
     """
     if isinstance(tree, Tensor):
         return function(tree, *others)
@@ -298,7 +300,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
-    """Returns the floating-point tensors in a tree by their place, e.g. `depth` or `heads.0`."""
+    """Returns the floating-point tensors in a tree by their place in it, e.g. `depth` or `heads.0`."""
     if isinstance(tree, Tensor):
         return {name: tree} if tree.is_floating_point() else {}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, tuple | list) else ()
@@ -308,12 +310,12 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Returns one tree for all images, joined from the trees for the parts of a batch."""
+    """Returns one tree for all images, in which the tensors of several batches are concatenated."""
     return mapped(lambda *parts: torch.cat(parts), trees[0], *trees[1:])
 
 
 def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
-    """Returns the tree whose numbers `rows_of` put into rows. `template` is the tree for one image."""
+    """Returns a tree with the numbers in `rows`, as the inverse of `rows_of`. `template` is the tree for one image."""
     sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
     parts = iter(rows.split(sizes, dim=1))
     return mapped(
@@ -322,8 +324,8 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
 
 
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
-    """Returns all numbers of every image in one row. An output that has one row per image is not changed."""
+    """Returns all numbers in a tree with one row per image. A tensor that has rows already is not changed."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
-    # reshape and not flatten, because a tensor may have a single number per image.
+    # flatten(1) would fail for a tensor with a single number per image, [images].
     return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors_of(tree).values()], dim=1)

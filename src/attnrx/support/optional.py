@@ -1,4 +1,4 @@
-"""Imports of optional libraries, which attnrx's extras install, and of parts that other packages register."""
+"""Imports optional libraries, which attnrx's extras install, and plug-ins of other packages."""
 
 import importlib
 import importlib.metadata
@@ -19,26 +19,26 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
     """Imports a module of an optional library.
 
     Raises:
-        NotSupported: The library is not installed. The message names the `purpose`, and attnrx's extra that installs
-            the library, or the `package` itself.
+        NotSupported: The library is not installed. The message names the `purpose` and what to install, i.e. attnrx's
+            `extra` or the `package`.
     """
     try:
         with unreported() if module.partition(".")[0] in REPORTING else nullcontext():
             return importlib.import_module(module)
     except ImportError as error:
         library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
-        # The original error is shown, because an installed library may lack a library that it needs.
+        # The message contains the original error, because an installed library may lack a library that it needs.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
 
 
-# These libraries report every import and every conversion to their makers. For each report, OpenVINO forks this
-# process, which slows down everything else. With these variables they report nothing.
+# The libraries in REPORTING report every import and every conversion to their makers. For each report, OpenVINO forks
+# this process, which slows down everything else. With the variables in UNREPORTED, the libraries report nothing.
 REPORTING, UNREPORTED = ("openvino", "nncf"), {"CI": "true", "NNCF_CI": "1"}
 
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Prevents OpenVINO and NNCF from reporting an import or a conversion."""
+    """Keeps OpenVINO and NNCF from reporting imports and conversions to their makers within the context."""
     with ExitStack() as variables:
         for name, value in UNREPORTED.items():
             variables.enter_context(environment(name, value))
@@ -47,7 +47,7 @@ def unreported() -> Iterator[None]:
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable that another library uses, and restores it at the end."""
+    """Sets an environment variable within the context, and restores its earlier value at the end."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -72,7 +72,7 @@ def is_installed(library: str) -> bool:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Returns the versions of those packages that are installed."""
+    """Returns the versions of the named packages, without packages that are not installed."""
     versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -82,17 +82,17 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 @cache
 def import_plugins(group: str = "attnrx.parts") -> None:
-    """Imports the modules that a group's entry points name. The parts in these modules register themselves."""
-    # Sorted, because the order of entry points depends on how the packages were installed.
+    """Imports the modules that other packages name as entry points of a group. The modules register their own parts."""
+    # The entry points are sorted, because their order depends on how the packages were installed.
     for entry in sorted(importlib.metadata.entry_points(group=group)):
         entry.load()
 
 
 def import_file(path: Path | str) -> ModuleType:
-    """Runs a Python file as a module whose parts register themselves. If it was already run, returns its module.
+    """Runs a Python file as a module, which may register rules, losses and so on. A file is only run once.
 
     Raises:
-        InvalidInput: There is no such Python file.
+        InvalidInput: The path is not a Python file.
         UserCodeError: The code in the file raises an error.
     """
     path = Path(path)
@@ -103,7 +103,7 @@ def import_file(path: Path | str) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if found is None or found.loader is None:
         raise InvalidInput(f"{path} is no file of Python (NAME.py) that could be run as a plug-in; check the path.")
-    # The module must be in sys.modules, because a dataclass looks it up there.
+    # The module must be in sys.modules, because dataclasses look up their own module there.
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)

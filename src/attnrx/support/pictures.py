@@ -1,15 +1,16 @@
 """Turns pictures into the pixels of a model's input, with only Pillow and NumPy.
 
-Scripts beside exported files contain the source of this module, so that they preprocess like attnrx. Therefore this
-module imports nothing from attnrx. `geometry` is a mapping with the fields of `preprocessing.ImageGeometry`, as files
-store them.
+attnrx copies the source of this module into the scripts beside exported files, so that they preprocess like attnrx.
+Therefore this module imports nothing from attnrx. `geometry` is a mapping with the fields of
+`preprocessing.ImageGeometry`, as files store them.
 """
 
 import io
 
 import numpy as np
 
-# The Pillow decoders that may be used. Others are not allowed. For example, the decoder of EPS starts Ghostscript.
+# The allowed Pillow decoders. Others may run programs on untrusted files: the EPS decoder, for example, starts
+# Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 ORIENTATION = 0x0112  # the EXIF tag, whose value is 1 for an upright picture
 MAX_PIXELS = 2**28  # the limit for a resized picture (3 x 100,000 pixels could become 224 x 7,466,666)
@@ -32,11 +33,12 @@ def open_picture(content):
 def pixels_of(picture, channels, alpha="drop"):
     """Returns the pixels of a PIL picture, upright and with 8 bits, as uint8 [height, width, channels].
 
-    With 1 channel they are grey, and with 3 channels RGB. If `channels` is None, the picture determines which.
-    Transparent pixels keep their color. With `alpha` "white", the picture is put on a white background.
+    With `channels=1` the pixels are grey, and with `channels=3` they are RGB. With `channels=None`, grey pictures stay
+    grey and all others become RGB. Transparent pixels keep their color. With `alpha="white"`, the picture is put on a
+    white background.
 
     Raises:
-        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is not one of these.
+        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is not 1, 3 or None.
     """
     from PIL import Image, ImageOps
 
@@ -47,7 +49,7 @@ def pixels_of(picture, channels, alpha="drop"):
     if picture.mode == "F":
         raise ValueError("its pixels are of kind 'F', not 8 or 16 bits a channel")
     if picture.mode.startswith("I"):
-        # Pillow's own conversion to 8 bits clips at 255 instead of dividing. For some formats, mode I holds 16 bits.
+        # Pillow's own conversion to 8 bits clips at 255 instead of dividing. The values may have 16 or 32 bits.
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0:
             raise ValueError("its pixels are negative integers, not 8 or 16 bits a channel")
@@ -58,7 +60,7 @@ def pixels_of(picture, channels, alpha="drop"):
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture)
     elif "transparency" in picture.info:
-        picture = picture.copy()  # Pillow's conversion would drop the transparency of a palette with a warning
+        picture = picture.copy()  # otherwise Pillow warns that its conversion drops the transparency of a palette
         del picture.info["transparency"]
     mode = "L" if channels == 1 or (channels is None and grey) else "RGB"
     pixels = np.array(picture if picture.mode == mode else picture.convert(mode))
@@ -66,7 +68,7 @@ def pixels_of(picture, channels, alpha="drop"):
 
 
 def resized_shape(height, width, geometry):
-    """Returns height and width of a picture after resizing, rounded as in torchvision and timm."""
+    """Returns the height and width of a picture after resizing, rounded as in torchvision and timm."""
     kind, (rows, columns) = geometry["resize"], geometry["resize_to"]
     needed_rows, needed_columns = geometry["size"]
     if kind == "none":
@@ -75,10 +77,10 @@ def resized_shape(height, width, geometry):
         return rows, columns
     if kind == "shortest_edge":
         short = min(height, width)
-        # If pictures are not enlarged, they are only enlarged as far as the crop needs it.
+        # Without `enlarge`, a picture is only enlarged as far as the crop needs it.
         target = rows if geometry["enlarge"] else min(max(short, needed_rows, needed_columns), rows)
         return int(target * height / short), int(target * width / short)
-    # With `cover` no side is shorter than requested, and with `contain` no side is longer.
+    # With "cover", no side becomes shorter than requested. With "contain", no side becomes longer.
     choose = min if kind == "cover" else max
     ratio = choose(height / rows, width / columns)
     if not geometry["enlarge"]:

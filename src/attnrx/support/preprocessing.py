@@ -1,7 +1,7 @@
-"""The preprocessing of pictures for a model, as one declarative record from the model's own data configuration.
+"""The preprocessing of pictures for a model, as one record of settings from the model's own data configuration.
 
-The record is used for named datasets, paths, PIL items of datasets and the scripts beside exported files.
-`attnrx.support.pictures` carries it out.
+The same record is used for named datasets, for paths, for datasets of PIL pictures, and in the scripts beside exported
+files. `attnrx.support.pictures` contains the code that follows it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from attnrx.support.shapes import Float, Tensor, UInt8
 Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
-SMALL = 96  # if no picture has a shorter side above this, the pictures are not treated as photographs
+SMALL = 96  # pictures are treated as photographs if the shorter side of at least one has more pixels than this
 MAX_SIDE = 2**15  # the largest side in pixels, for a model's input and for resized pictures
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
@@ -30,22 +30,22 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class ImageGeometry:
-    """The way in which any picture becomes 8-bit pixels, `channels` (1 or 3) x height x width.
+    """The settings by which any picture becomes 8-bit pixels, `channels` (1 or 3) x height x width.
 
-    A picture is turned upright by its EXIF tag, converted to grey or RGB, and resized by Pillow (which antialiases). It
-    is then cropped or padded around its center to `size`. Pairs are (height, width).
+    A picture is turned upright by its EXIF tag, converted to grey or RGB, and resized by Pillow (with antialiasing).
+    Then it is cropped or padded around its center to `size`. All pairs of numbers are (height, width).
 
     `resize` is one of these words:
 
-    - "shortest_edge" makes the shorter side `resize_to`, which is a square.
+    - "shortest_edge" keeps the proportions and makes the shorter side `resize_to`, whose two numbers must be equal.
     - "cover" keeps the proportions and makes no side shorter than `resize_to`.
     - "contain" keeps the proportions and makes no side longer than `resize_to`.
     - "exact" resizes to `resize_to` without keeping the proportions.
     - "none" does not resize.
 
-    Without `enlarge`, pictures are only enlarged as far as the crop needs it. `center` is the rounding of half pixels,
-    which is "round" in torchvision and timm, and "floor" in transformers. Borders have the color `fill`. Transparent
-    pixels keep their color. With `alpha` "white", they are put on a white background.
+    Without `enlarge`, pictures are only enlarged as far as the crop needs it. `center` is how half pixels are rounded
+    when a picture is centered: "round" as in torchvision and timm, or "floor" as in transformers. Padded borders have
+    the color `fill`. Transparent pixels keep their color or, with `alpha="white"`, are put on a white background.
     """
 
     size: tuple[int, int]
@@ -77,11 +77,14 @@ class ImageGeometry:
 
     @classmethod
     def of_size(cls, size: int | tuple[int, int], channels: int, fit: Fit) -> "ImageGeometry":
-        """Returns a geometry for data or models that do not state one.
+        """Returns a geometry for data or models without their own preprocessing settings.
 
-        `pad` puts pictures between black borders and never enlarges them, so 28x28 pixels in 32x32 do not change.
-        `fill` resizes until the picture fills `size`. `photo` resizes to 256/224 of that, unless the picture is
-        smaller, and the crop then drops a rim.
+        `fit` is one of these words:
+
+        - "pad" puts pictures between black borders and never enlarges them, so 28x28 pixels in 32x32 do not change.
+        - "fill" resizes a picture until it fills `size`.
+        - "photo" resizes a picture to 256/224 of `size` and crops its center. Smaller pictures are not enlarged
+          further than the crop needs it.
         """
         rows, columns = (size, size) if isinstance(size, int) else size
         target = (round(MARGIN * rows), round(MARGIN * columns)) if fit == "photo" else (rows, columns)
@@ -95,7 +98,7 @@ class ImageGeometry:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the pixels."""
+        """The shape of the pixels: channels, height and width."""
         return (self.channels, *self.size)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class ImageGeometry:
         return to_dict(self, typed=False)
 
     def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
-        """Returns the pixels of a picture in the model's size, as in an evaluation, without randomness."""
+        """Returns the pixels of a picture, resized and cropped to the model's size without random augmentation."""
         # vars is used, because to_dict takes longer than decoding a small picture.
         return torch.from_numpy(fit_pixels(picture.permute(1, 2, 0).numpy(), vars(self))).permute(2, 0, 1)
 
@@ -115,9 +118,9 @@ class ImageGeometry:
 
 @dataclass(frozen=True)
 class Normalization:
-    """Subtracts the mean and divides by the standard deviation of each channel.
+    """The normalization of pixels: subtract the mean of each channel, and divide by its standard deviation.
 
-    The law: `invert(apply(x)) == x` to rounding.
+    Up to rounding, `invert(apply(x)) == x`.
     """
 
     mean: tuple[float, ...]
@@ -137,10 +140,10 @@ class Normalization:
     def apply(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Returns pixels in [0, 1] on the model's scale.
+        """Returns pixels in [0, 1] on the model's scale, i.e. normalized.
 
         Raises:
-            InvalidInput: The images have another number of channels.
+            InvalidInput: The images do not have the normalization's number of channels.
         """
         mean, std = self._columns(images)
         return (images - mean) / std
@@ -148,10 +151,10 @@ class Normalization:
     def invert(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Returns images on the model's scale as pixels in [0, 1].
+        """Returns normalized images as pixels in [0, 1].
 
         Raises:
-            InvalidInput: The images have another number of channels.
+            InvalidInput: The images do not have the normalization's number of channels.
         """
         mean, std = self._columns(images)
         return images * std + mean
@@ -177,13 +180,14 @@ class Preprocessing:
         """Returns the model's input, in torch's default dtype, for a PIL picture or the bytes of an image file.
 
         Raises:
-            ValueError: The picture cannot be decoded, or has another number of channels.
+            ValueError: The picture cannot be decoded, its pixels have neither 8 nor 16 bits, or it would have too many
+                pixels after resizing.
         """
         if isinstance(picture, bytes):
             picture = open_picture(picture)
         pixels = pixels_of(picture, self.geometry.channels, self.geometry.alpha)
         fitted = torch.from_numpy(fit_pixels(pixels, vars(self.geometry))).permute(2, 0, 1)
-        # The dtype and the order of operations are the same as in torchvision's transforms.
+        # The dtype and the order of the operations are the same as in torchvision's transforms.
         return self.normalization.apply(fitted.to(torch.get_default_dtype()).contiguous() / 255)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,6 +199,7 @@ class Preprocessing:
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of any shape from the CPU to a device. On a GPU, the copy is queued after earlier operations.
 
-    A plain copy from pageable memory waits for all queued operations, so a training step would begin on an idle GPU.
+    A plain copy from pageable memory would wait for all queued operations. The next training step would then begin on
+    an idle GPU.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,7 @@
-"""Shows the progress of long calls, with log callbacks, the phases of a call, and loops.
+"""Shows the progress of long calls, which consist of phases and loops.
 
-On a terminal, phases and loops are shown in one line that overwrites itself. In a log, a phase is a line if it begins
-some seconds after the last line of a phase, and a loop is a line every minute.
+On a terminal, all progress is shown in one line that overwrites itself. In a log, a loop writes a line every minute. A
+phase writes a line when it begins, unless another phase did so less than BETWEEN_PHASES seconds before.
 """
 
 import errno
@@ -19,38 +19,39 @@ Log = Callable[[str], None]
 Item = TypeVar("Item")
 
 # Seconds before a loop is first shown, between two lines of a loop in a log, and between two updates on a terminal.
+# Without a terminal, a loop is first shown after EVERY seconds.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
-BETWEEN_PHASES = 20.0  # seconds from the line of a phase to the next one in a log
-# With "0" no progress is shown, with "1" phases and loops, and with "2" also every trial of a plan.
+BETWEEN_PHASES = 20.0  # the least number of seconds between the lines of two phases in a log
+# The environment variable for progress: "0" shows nothing, "1" phases and loops, and "2" also every trial of a plan.
 SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
-# The time left is shown once the share KNOWN of the call is done (by the usual shares of its phases), and the last two
-# estimates of the whole time differ by at most the factor STABLE. It is the range of these estimates, widened by the
-# share UNCERTAIN to both sides.
+# The time left is shown after the share KNOWN of the call (by the usual shares of its phases), if the last two
+# estimates of the whole time differ by at most the factor STABLE. The shown range covers both estimates, and is widened
+# by the share UNCERTAIN on both sides.
 KNOWN, STABLE, UNCERTAIN = 0.15, 1.5, 0.2
 
 _is_live = False  # whether the last line on the terminal will be overwritten
 
 
 def no_log(_: str) -> None:
-    """A log callback that discards the message."""
+    """Discards a message. This is the default log callback."""
 
 
 def say(line: str) -> None:
-    """A log callback that prints a line to stderr, above the line that overwrites itself."""
+    """Prints a message to stderr. This log callback first removes the line of progress from the terminal."""
     global _is_live
     start, _is_live = "\r\x1b[K" if _is_live else "", False
     _write(f"{start}{line}\n")
 
 
 def details(log: Log) -> Log:
-    """Returns a log for lines that only developers need, e.g. every trial of a plan. Without `--debug` it is silent."""
+    """Returns a log callback for details, e.g. every trial of a plan. It is silent unless ATTNRX_PROGRESS is 2."""
     return log if os.environ.get(SETTING) == DETAILED else no_log
 
 
 class Phases:
-    """The phases of a call in order, each with its usual share of the time.
+    """The phases of a call in order, each with its usual share of the call's time.
 
-    Shares are relative. They are only used to estimate the time left, together with the time of finished phases.
+    The shares need not add up to 1. They are only used to estimate the time left from the time of finished phases.
     """
 
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
@@ -62,7 +63,7 @@ class Phases:
     def begin(self, name: str) -> None:
         """Begins the next phase of this name. Phases before it are skipped, e.g. a diagnosis that exists already."""
         found = [index for index, step in enumerate(self.steps) if step[0] == name and index >= self.position]
-        if not found or found[0] == self.position:  # a phase of another function, or the present phase
+        if not found or found[0] == self.position:  # the phase belongs to another function, or has already begun
             return
         self.skipped += sum(share for _, share in self.steps[self.position + 1 : found[0]])
         self.position = found[0]
@@ -71,8 +72,9 @@ class Phases:
         if done >= KNOWN:
             self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
         line = f"{self}{self.left}"
-        # Without the user's own callback, phases are shown like loops.
-        if inspect.unwrap(self.log) in (no_log, say):  # the command line and the checks of arguments wrap callbacks
+        # A user's own callback gets every phase. Otherwise phases are shown like loops. `checked` and the command line
+        # wrap callbacks, so the log is unwrapped here.
+        if inspect.unwrap(self.log) in (no_log, say):
             now = time.monotonic()
             if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
                 self.shown = now
@@ -82,7 +84,7 @@ class Phases:
 
     @property
     def left(self) -> str:
-        """The time left for the whole call, as the text of a range. It is empty while the time is unknown."""
+        """The time left for the whole call as a text, e.g. "; 3 to 5 min left", or "" while the time is unknown."""
         if len(self.wholes) < 2 or max(self.wholes) > STABLE * min(self.wholes):
             return ""
         elapsed = time.monotonic() - self.start
@@ -98,9 +100,10 @@ _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
 
 @contextmanager
 def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, again: str = "") -> Iterator[None]:
-    """Shows the phases of a call. Within another call it has no effect, because the other call's phases are shown.
+    """Shows the phases of a call within the context. Only the outermost call shows its phases.
 
-    The phases from `again` on are repeated for each of `repeated` results.
+    `shares` has the usual share of time of every phase. If the call returns several results (`repeated`), the phases
+    from `again` on are repeated for each of them.
     """
     if _current.get() is not None:
         yield
@@ -117,14 +120,14 @@ def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, ag
 
 
 def begin(name: str) -> None:
-    """Begins a phase of the running call, if this call has a phase of this name."""
+    """Begins a phase of the running call. If the call has no phase of this name, nothing happens."""
     current = _current.get()
     if current is not None:
         current.begin(name)
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as text, in seconds below two minutes, and otherwise in minutes."""
+    """Returns a duration as text: in seconds if it is less than two minutes, and otherwise in minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
@@ -138,18 +141,18 @@ def time_range(low: float, high: float) -> str:
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
-    """Yields the items, and regularly shows on stderr how many are done.
+    """Yields the items of a loop, and regularly shows on stderr how many are done.
 
-    Within a phase of a call, it also shows the time left for the whole call. Otherwise it shows the time left for the
-    items. To show nothing, set the environment variable ATTNRX_PROGRESS to 0.
+    Within a phase of a call, the line also shows the time left for the whole call. Otherwise it shows the time left for
+    the loop. To show nothing, set the environment variable ATTNRX_PROGRESS to 0.
     """
-    # A generator has no length, and without a length the time left is unknown.
+    # Without a length, e.g. of a generator, the time left is unknown.
     total = len(items) if total is None and isinstance(items, Sized) else total
     current = _current.get()
     phase = current if current is not None and current.position >= 0 else None
     every = EVERY_LIVE if _on_terminal() else EVERY
     start = time.monotonic()
-    # The first line may be written DELAY seconds after the start on a terminal, and EVERY seconds after it in a log.
+    # On a terminal, the loop is first shown after DELAY seconds. In a log, it is first shown after EVERY seconds.
     shown = start + DELAY - EVERY_LIVE if _on_terminal() else start
     for done, item in enumerate(items, 1):
         yield item
@@ -169,7 +172,7 @@ def _on_terminal() -> bool:
 
 
 def _show(line: str) -> None:
-    """Writes a line of progress. On a terminal, the line overwrites the last one."""
+    """Writes a line of progress. On a terminal, the line overwrites the line before."""
     global _is_live
     if os.environ.get(SETTING) == SILENT:
         return
@@ -190,7 +193,7 @@ def _clear() -> None:
 
 
 def _write(text: str) -> None:
-    """Writes to stderr. If the terminal is closed, nothing is written, because a signal will follow."""
+    """Writes to stderr. If the terminal was closed, nothing is written, because a signal will end this process."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

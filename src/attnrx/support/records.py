@@ -1,7 +1,7 @@
 """Validates the records of JSON files, and converts frozen dataclasses to records and back.
 
-`validated(value, kind, path)` returns the value if it is of the kind (`arguments.Kind`). Otherwise it raises a
-CheckpointError that names file and field:
+`validated(value, kind, path)` returns the value if the kind (`arguments.Kind`) allows it. Otherwise it raises a
+CheckpointError that names the file and the field:
 `prescription.json: layers[3].heads[1].keep[0] is -1; it must be a whole number of 0 or more, at most 63.`
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from attnrx.support.arguments import Invalid, Kind, below, described, named_kind
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, UnknownName
 
-# These limits are far above any model, but a wrong count below them does not allocate gigabytes.
+# These limits are far above any real model. They keep a wrong count in a file from allocating gigabytes.
 MAX_LAYERS, MAX_HEADS, MAX_DIRECTIONS = 4096, 4096, 65_536
 DEEPEST_JSON = 256  # a rule with 50 brackets nests 150 deep
 
@@ -45,7 +45,7 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
 
 
 def nesting(value: Any) -> int:
-    """Returns the nesting depth of lists and objects. It is iterative, so it cannot exceed the recursion limit."""
+    """Returns the nesting depth of lists and objects, without recursion, because files may nest very deep."""
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1
@@ -56,11 +56,11 @@ def nesting(value: Any) -> int:
 def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
     """Returns the type name and the fields of a dataclass instance, as JSON-ready values.
 
-    Without `typed` there is no type name, and tuples become lists. To convert such a record back, pass the class to
-    `from_dict`.
+    Without `typed`, the record has no type name, and tuples become lists. To convert an untyped record back, pass the
+    class to `from_dict`.
 
     Raises:
-        InvalidInput: The argument is not an instance of a dataclass, or a field has a value that JSON cannot have.
+        InvalidInput: The argument is not an instance of a dataclass, or a field has a value that JSON cannot represent.
     """
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
@@ -71,7 +71,7 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
 def without_folders(value: Any) -> Any:
     """Returns a JSON-ready value in which every absolute path is replaced by its last name and a short hash.
 
-    So a file does not reveal its author's folders, and two different paths still differ.
+    A file with this value does not reveal its author's folders. The hash keeps different paths different.
     """
     if isinstance(value, Mapping):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
@@ -85,14 +85,13 @@ def without_folders(value: Any) -> Any:
 def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: str = "") -> Any:
     """Creates a dataclass instance from a record that `to_dict` returned.
 
-    `kinds` are the allowed types of a typed record, or the class of an untyped record.
-
-    The law: `from_dict(to_dict(part), kinds) == part`, including tuples and nested dataclasses.
+    `kinds` are the allowed classes if the record names its type. If the record is untyped, `kinds` is its class. The
+    round trip `from_dict(to_dict(part), kinds) == part` holds, including tuples and nested dataclasses.
 
     Raises:
-        InvalidInput: A field is unknown or missing. In a typed record, a field may also have another type than its
-            annotation. The message names the field, prefixed by `where`.
-        UnknownName: There is no such type.
+        InvalidInput: A field is unknown or missing or, in a typed record, does not have its annotated type. The message
+            names the field, prefixed by `where`.
+        UnknownName: None of the allowed classes has the name of the record's type.
     """
     typed = None if isinstance(kinds, type) else {kind.__name__: kind for kind in kinds}
     kind = kinds if isinstance(kinds, type) else _kind_of(record, typed or {}, where)
@@ -108,7 +107,7 @@ def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: st
     if missing:
         raise InvalidInput(f"{below(where, missing[0])} is missing; {kind.__name__} needs it.")
     values = {key: _rich(value, typed, below(where, key)) for key, value in entries.items()}
-    # Values in an untyped record are not checked here, because the kinds of the file have checked them.
+    # Values in an untyped record are not checked here, because they were checked when their file was loaded.
     for key, value in {} if typed is None else values.items():
         # An empty text is allowed here, because it is the path of a part that a model does not have.
         if not (allowed := named_kind(key, fields[key].type)).accepts("-" if value == "" else value):
@@ -141,7 +140,7 @@ def _plain(value: Any, typed: bool) -> Any:
 
 
 def _rich(value: Any, kinds: Mapping[str, type] | None, where: str) -> Any:
-    """Returns a field from its JSON value. `kinds` are the types of a typed record, or None for an untyped one."""
+    """Returns a field's value from JSON. `kinds` are a typed record's allowed types, or None for an untyped record."""
     if kinds is None:
         return tuple(_rich(item, None, where) for item in value) if isinstance(value, list) else value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Registries, which map names in texts, files and calls to things, including things from other packages.
+"""Registries, which map names to objects (things), e.g. the name of a rule in a text to the class of the rule.
 
     RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
     RULES["total_rank"]
@@ -6,7 +6,7 @@
     @RULES.register
     class Mine(Rule): ...
 
-Other packages register their things as in the last example, in a module that an entry point names.
+Other packages register their things as in the last example, in a module that they name as an entry point.
 """
 
 import re
@@ -21,7 +21,7 @@ Registered = TypeVar("Registered")
 
 
 def text_name(thing: Any) -> str:
-    """Returns the name of a thing. For a class without a `name` it is the class name, e.g. `total_rank`."""
+    """Returns the name of a thing. A class without its own `name` gets its class name in snake case."""
     if not isinstance(thing, type):
         return str(thing.name)
     own = vars(thing).get("name")  # vars, because a subclass must not inherit the name
@@ -29,10 +29,10 @@ def text_name(thing: Any) -> str:
 
 
 class Registry(Mapping[str, Thing]):
-    """The things of one kind, by name. `noun` is the word for the kind in messages.
+    """A mapping from names to the things of one kind. `noun` is the word for the kind in messages, e.g. "rule".
 
-    Other packages register their things in modules that entry points in the `group` name. The modules are imported when
-    a name is unknown, and when all names are listed.
+    Other packages register their things in modules, which they name as entry points of the `group`. These modules are
+    imported when a name is unknown, and when all names are listed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Registry(Mapping[str, Thing]):
         self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **(named or {})}
 
     def register(self, thing: Registered, name: str = "") -> Registered:
-        """Adds a thing under `name` or its own name (`text_name`), and returns it, so you can use it as a decorator.
+        """Adds a thing under `name`, or under its own name (`text_name`). Returns the thing, as a decorator must.
 
         Raises:
             InvalidInput: Another thing has this name.
@@ -56,14 +56,14 @@ class Registry(Mapping[str, Thing]):
 
     @property
     def loaded(self) -> tuple[Thing, ...]:
-        """The things that are registered so far. Other packages are not imported."""
+        """The things that are registered so far. Entry points of other packages are not imported."""
         return tuple(self._things.values())
 
     def __getitem__(self, name: str) -> Thing:
         """Returns the thing with this name.
 
         Raises:
-            UnknownName: There is no such thing.
+            UnknownName: No thing has this name. The message suggests similar names.
         """
         if name not in self:
             raise UnknownName(self.noun, name, self)

@@ -1,4 +1,4 @@
-"""Seals of JSON files. A seal is a hash of a file's content, stored in the file, which shows if the file was edited."""
+"""Seals of JSON files. A seal is a hash of the file's other content. It shows if someone has edited the file."""
 
 import hashlib
 import json
@@ -13,24 +13,24 @@ SEAL = "sha256_of_the_rest"
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record with a hash of its content, which `check_seal` verifies."""
+    """Returns a record with a hash of its content (its seal), which `check_seal` verifies."""
     return {**record, SEAL: _seal(record)}
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
-    """Raises CheckpointError, with the advice, if a record that `sealed` returned was changed afterwards."""
+    """Raises CheckpointError, with the `advice`, if a record was changed after `sealed` returned it."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
 
 
 def _seal(record: Mapping[str, Any]) -> str:
-    # Keys are sorted, because the hash must not depend on the order of the fields.
+    # Keys are sorted, so that the hash does not depend on the order of the fields.
     content = json.dumps(finite_json({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def finite_json(value: Any) -> Any:
-    """Returns a value that JSON can have. NaN and infinity become None, keys become texts, and tuples become lists."""
+    """Returns a value for JSON: NaN and infinity become None, keys become texts, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

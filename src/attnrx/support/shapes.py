@@ -1,4 +1,4 @@
-"""Axis names of the shape annotations.
+"""The axis names in shape annotations, which mean the same in all modules.
 
     batch       images of a batch              width       embedding dimension of a token
     tokens      tokens of an image             heads       attention heads of a layer
@@ -7,7 +7,8 @@
     head_dim    value dimensions of a head     classes     outputs of the classifier
     draws       repeated random draws          images      images of a whole dataset
 
-`Float[Tensor, "heads directions"]` is only checked at run time by the tests.
+The tests check annotations such as `Float[Tensor, "heads directions"]` at run time. Outside the tests, they are not
+checked.
 """
 
 from jaxtyping import Bool, Float, Int, UInt8

@@ -1,4 +1,4 @@
-"""Handles signals that ask this process to stop, within a context."""
+"""Handlers for signals that ask this process to stop."""
 
 import signal
 import threading
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# These signals mean Ctrl-C, a request by a scheduler or `kill`, and a closed terminal (which Windows does not have).
+# Ctrl-C sends SIGINT, a scheduler or `kill` sends SIGTERM, and a closed terminal sends SIGHUP (not on Windows).
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @contextmanager
 def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Calls a function on these signals, and restores the earlier handlers at the end.
+    """Calls `handler` on the signals `numbers` within the context, and restores the earlier handlers at the end.
 
-    Signals that this process ignores stay ignored, because `nohup` relies on that. Outside the main thread, Python
-    refuses to install handlers, so the context has no effect there.
+    Signals that this process already ignores stay ignored, because `nohup` relies on that. Outside the main thread,
+    Python does not allow new handlers, so the context has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,7 @@
 """Writes JSON and safetensors files atomically, and validates them when they are loaded.
 
-Every file contains its kind, in the field `kind` of a JSON object or in the header of a safetensors file.
+Every file names its kind, e.g. "attnrx diagnosis". A JSON file stores the kind in the field `kind`, and a safetensors
+file stores it in its header.
 """
 
 import glob
@@ -27,7 +28,7 @@ from attnrx.support.shapes import Tensor
 Part = TypeVar("Part")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# The dtypes in models, diagnoses and costs. For others, e.g. float8 and complex numbers, torch has few operations.
+# The allowed dtypes of tensors in files. Others are rejected, because torch has few operations for e.g. float8.
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -48,7 +49,7 @@ def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
 
 
 def json_text(record: Mapping[str, Any] | list[Any]) -> str:
-    """Returns a record as indented JSON. NaN and infinity become null, because JSON does not have them."""
+    """Returns a record as indented JSON. NaN and infinity become null, because JSON cannot represent them."""
     return json.dumps(finite_json(record), indent=2, allow_nan=False) + "\n"
 
 
@@ -61,17 +62,17 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """
     path = require_regular(path)
     size = path.stat().st_size
-    if size > max_bytes:  # before reading, so that a wrong file cannot exhaust the memory
+    if size > max_bytes:  # checked before the file is read, so that a wrong file cannot exhaust the memory
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark at the start
         value = json.loads(text, object_pairs_hook=_object)
-        # A lone surrogate, half of a character, raises an error here. It could be neither printed nor saved again.
+        # A lone surrogate is half of a character, which could not be printed or saved again. It raises an error here.
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         if nesting(value) > DEEPEST_JSON:
             raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
-    except (OSError, ValueError, RecursionError) as error:  # ValueError for no UTF-8, no JSON, or 4,300 digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or over 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
@@ -79,7 +80,7 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object, or raises ValueError if a name occurs twice, because its meaning would be unknown."""
+    """Returns a JSON object, or raises ValueError if a name occurs twice, because either value could be meant."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -97,7 +98,7 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mappin
 
 def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # safetensors cannot store the same memory under two names, so the second tensor is cloned.
+    # safetensors cannot store the same memory under two names. If two tensors share memory, one of them is cloned.
     first = {tensor.data_ptr(): name for name, tensor in reversed(written.items())}
     is_first = {name: first[tensor.data_ptr()] == name or not tensor.numel() for name, tensor in written.items()}
     return encode_tensors({name: each if is_first[name] else each.clone() for name, each in written.items()}, about)
@@ -112,7 +113,7 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
     """
     path = require_regular(path)
     try:
-        # Hash and tensors come from the same bytes, even if the file is replaced meanwhile.
+        # The file is read once, so that hash and tensors come from the same bytes even if it is replaced meanwhile.
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
@@ -138,9 +139,9 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
 def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Writes a record as JSON, and its tensors as safetensors in the same folder. Returns the path of the JSON file.
 
-    The JSON file refers to the tensors by their hash. The tensors' file name contains the name of the JSON file and the
-    hash, so no other file is overwritten. When the JSON file is replaced atomically, the new tensors become valid. The
-    tensors of earlier versions of this JSON file are then deleted.
+    The JSON file refers to the tensors by their hash. The name of the tensors' file contains the name of the JSON file
+    and the hash, so different tensors never overwrite each other. The tensors are written first. They become valid when
+    the JSON file is replaced, in one atomic step. The tensors of the previous JSON file are then deleted.
 
     Raises:
         InvalidInput: A file with this name exists, and attnrx did not write it.
@@ -149,7 +150,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     path, kind = Path(path), f"{record['kind']} tensors"
     require_replaceable(path)
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
-    # Only tensors of this kind are replaced or deleted. Other files with a matching name belong to the user.
+    # Only files of this kind are replaced or deleted, because other files with a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
         content = _encoded(tensors, {"kind": kind})
@@ -157,7 +158,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
-        # The file is written even if the same tensors were written before, because the existing file may be damaged.
+        # The file is written even if it exists with the same hash in its name, because it may be damaged.
         write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
@@ -168,7 +169,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
 
 
 def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Loads the tensors that `write_with_tensors` wrote with a JSON file. If its record has none, the result is empty.
+    """Loads the tensors that `write_with_tensors` wrote with a record, or returns none if the record has no tensors.
 
     Raises:
         CheckpointError: The tensors are missing, damaged, or do not have the hash in the record.
@@ -190,7 +191,7 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def layer_tensors(layers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the tensors of all layers by their names in a file, e.g. layers.3.NAME."""
+    """Returns the tensors of all layers in one mapping, by their names in a file, e.g. layers.3.NAME."""
     return {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
@@ -199,7 +200,7 @@ def _tensors_path(path: Path | str, sha256: str) -> Path:
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
 
 
-# The beginnings of files that are neither JSON nor safetensors, and the kinds of these files.
+# The kinds of files that are neither JSON nor safetensors, and the bytes by which `file_kind` recognizes them.
 CARD_KIND = "attnrx model card"
 REPORT = "attnrx report"  # the kind of an HTML report
 _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
@@ -213,8 +214,8 @@ def file_kind(path: Path | str) -> str | None:
     try:
         with path.open("rb") as handle:
             start = handle.read(1000)
-        # The beginning is enough for cards, pages and safetensors. JSON is parsed as a whole, because its kind may be
-        # anywhere.
+        # The first bytes show the kind of cards, pages and safetensors. JSON is parsed as a whole, because the field
+        # `kind` may be anywhere in it.
         if start.startswith(_CARD):
             return CARD_KIND
         if _PAGE in start:
@@ -250,7 +251,7 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
 
     Args:
         made_for: The fingerprint of the model that the document belongs to.
-        fingerprint: The fingerprint of the model that it is used with.
+        fingerprint: The fingerprint of the model that the document is used with.
         document: The beginning of the message, e.g. "the diagnosis was made for".
         what: A description of the model that the document is used with.
         advice: A text that says what to do.
@@ -260,7 +261,7 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
-    """Raises CheckpointError for a record of another kind or schema version."""
+    """Raises CheckpointError if a record from a file has another kind or schema version than expected."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
         raise CheckpointError(f"{path} is not an {kind} (its kind is {described(found[0])}).")
@@ -279,7 +280,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
     record = read_json(path)
     if isinstance(record, dict) and record.get("kind") == kind:
         record = converted(record, path)
-    # Kind and version are checked first. Otherwise the fields of another kind of file would be reported as damaged.
+    # The kind and the version are checked first. Otherwise a file of another kind would be reported as damaged.
     check_schema(record, kind, schema, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
@@ -293,15 +294,15 @@ def read_with_tensors(
     build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
     tensors_of: Callable[[Part], Mapping[str, Tensor]],
 ) -> Part:
-    """Loads a record that `write_with_tensors` wrote, and its tensors, and returns the part that `build` makes of them.
+    """Loads a record and its tensors, which `write_with_tensors` wrote, and returns the object that `build` creates.
 
-    `tensors_of` returns the tensors that the part uses. The file must not have any other tensors.
+    `tensors_of` returns the tensors that the object uses. The file must not contain any other tensors.
 
     Raises:
         CheckpointError: A file is missing, damaged, or of another kind or version. Or a tensor is missing or not used.
         InvalidInput: A tensor is not finite.
     """
-    # Cheap checks come first: kind and version, then every field, then the tensors by their hash in the record.
+    # Cheap checks come first: kind and version, then every field, and last the hash of the tensors.
     record = read_record(path, kind, schema, fields)
     tensors = read_tensors_of(path, record)
     require_finite_tensors(tensors, str(path))

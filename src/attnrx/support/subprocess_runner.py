@@ -1,6 +1,6 @@
-"""Runs programs, and calls of functions in another process. Only this module starts child processes.
+"""Runs programs, and calls functions in other processes. No other module starts child processes.
 
-Measurements in another process do not depend on the state of this process.
+Models are timed in another process, because times in this process would depend on its state, e.g. on its heap.
 """
 
 import ctypes
@@ -27,39 +27,41 @@ Value = TypeVar("Value")
 ROOT = Path(os.sep).absolute()
 POSIX = os.name == "posix"
 VARIABLES = {
-    # By default, glibc returns large free blocks to the operating system, and later faults them in again page by page.
-    # The page faults are not a cost of the model, and their time varied by a tenth within a quarter of an hour. Systems
-    # without glibc ignore the two variables.
+    # By default, glibc returns large free blocks to the operating system. When it needs the memory again, every page
+    # causes a page fault. Page faults are not a cost of the model, and their time varied by 10 % within 15 minutes.
+    # Systems without glibc ignore these two variables.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    # If a library looks for CUDA devices while it is imported, it must not start CUDA, because forks could not use it
-    # then.
+    # Some libraries look for CUDA devices while they are imported. They must not initialize CUDA, because then forks of
+    # the process could not use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-# If these libraries are loaded here, they are imported ahead in the process, because pickled models need them.
+# If this process has loaded one of these libraries, the new process imports it at its start. Pickled models need them.
 LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 
-# Every call has its own process with a fresh heap. In a process that had measured a cost table, a model was 15 % slower
-# than in a new process. The process is forked from one that has imported everything and has not started any threads.
+# On Linux, every call runs in its own fork with a fresh heap. In a process that had measured a cost table before, a
+# model was 15 % slower than in a new process. The forks are cheap, because their parent has already imported
+# everything. They are safe, because it has not started any threads.
 FORKS = sys.platform == "linux"
-_PR_SET_PDEATHSIG = 1  # of prctl
+_PR_SET_PDEATHSIG = 1  # the option of Linux's prctl for a signal at the death of the parent
 
 ADVICE = (
     "Define the classes and functions of the model in a module, not in a script or a notebook, or measure in this "
     "process (in_subprocess=False)."
 )
 
-# The files of a call, and the line that ends its output. This line starts with a zero byte, unlike any line of text.
+# The names of a call's two files, and the line that ends its output. No line of text starts with a zero byte.
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
 class Subprocess:
-    """A Python process that runs calls. On Linux, every call has its own fork.
+    """Another Python process that runs calls. On Linux, every call runs in its own fork of this process.
 
-    The process keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled,
-    because they may contain modules of any library, and are exchanged in a private temporary folder. However this
-    process ends, the other process ends, too. On systems other than Linux, it first finishes its call. It searches for
-    modules in the same folders as this process, with relative folders last.
+    The other process keeps freed memory, like a service with its own allocator. Function, arguments and result are
+    pickled, because they may contain modules of any library. The pickles are exchanged in a private temporary folder.
+    However the calling process ends, the other process ends, too. On systems other than Linux, the other process
+    finishes its call first. It searches for modules in the same folders as the calling process, with relative folders
+    last.
     """
 
     def __init__(self):
@@ -68,12 +70,12 @@ class Subprocess:
         relative = [str(Path(entry).absolute()) for entry in sys.path if entry not in absolute]
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"import sys; sys.path += {relative}; from {__name__} import serve; serve()"],
-            # The Python variables also affect processes that libraries start there, e.g. torch's compiler.
+            # Processes that libraries start there, e.g. torch's compiler, also use these Python variables.
             env={**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(absolute), "PYTHONSAFEPATH": "1"},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The process has its own session, so that ending it also ends its forks, and Ctrl-C only reaches this one.
+            # The process has its own session. So its forks can be ended together with it, and Ctrl-C does not reach it.
             start_new_session=POSIX,
         )
         assert self.process.stdin is not None
@@ -83,14 +85,14 @@ class Subprocess:
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
     ) -> Iterator[Value]:
-        """Yields the values of several calls of a module-level function, with this process's number of threads.
+        """Calls a module-level function several times with the same arguments, and yields the values.
 
-        The arguments are pickled once. `on_line` is called with every line that the function prints. The function's
-        progress goes to stderr.
+        The arguments are pickled once. The function runs with this process's number of threads. `on_line` is called
+        with every line that the function prints. Progress in the function goes to stderr.
 
         Raises:
             NotSupported: An argument cannot be pickled, or the process ended without a result. Or the function raised
-                an error of attnrx, whose message is repeated.
+                an error of attnrx, and this error has the same message.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with scratch_folder() as folder:
@@ -103,10 +105,10 @@ class Subprocess:
                 ) from error
             returned = folder / _RETURNED
             for _ in range(times):
-                with suppress(BrokenPipeError):  # if the process has ended, there is no answer below
+                with suppress(BrokenPipeError):  # if the process has ended, the missing result is reported below
                     self.process.stdin.write(f"{folder}\n")
                     self.process.stdin.flush()
-                # stdout has the lines that the function prints, and the result is in a file.
+                # The other process writes its printed lines to stdout, and its result to a file.
                 for line in self.process.stdout:
                     if line.rstrip("\n") == _DONE:
                         break
@@ -125,7 +127,7 @@ class Subprocess:
                 yield value
 
     def close(self) -> None:
-        """Ends the process and, if it is running a call, the process of this call."""
+        """Ends the other process and, if a call is running, the fork that runs the call."""
         _end_group(self.process)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
@@ -139,7 +141,7 @@ _shared: list[Subprocess] = []
 
 @contextmanager
 def shared_subprocess() -> Iterator[Subprocess]:
-    """Starts a process in which all calls of `run_in_subprocess` within the context run."""
+    """Starts a process that runs all calls of `run_in_subprocess` within the context."""
     if _shared:
         yield _shared[-1]
         return
@@ -165,21 +167,22 @@ def run_in_subprocess(
 
 
 def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool = True) -> list[Value]:
-    """Makes independent calls, every second one in another process, and returns the values in order.
+    """Runs independent calls at the same time in two processes, and returns their values in order.
 
-    If the other process cannot make its calls, they are made in this process. With `in_subprocess=False`, all calls are
-    made in this process.
+    Every second call runs in another process. If the other process cannot run its calls, this process runs them. With
+    `in_subprocess=False`, this process runs all calls.
     """
     there = list(calls[1::2]) if in_subprocess else []
     values = dict[int, Value]()
 
     def call_there() -> None:
-        # The call is repeated in this process. If the call itself fails, it raises its error again there.
+        # If the other process fails, its calls run again in this process below. A call that cannot succeed then raises
+        # its own error.
         with suppress(NotSupported):
             found: list[Any] = run_in_subprocess(_called, there)
             values.update({2 * index + 1: value for index, value in enumerate(found)})
 
-    # A daemon thread does not keep this process running if a call is interrupted.
+    # The thread is a daemon, so that it does not keep this process running if a call is interrupted.
     worker = threading.Thread(target=call_there, daemon=True)
     if there:
         worker.start()
@@ -194,9 +197,9 @@ def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
 
 
 def serve() -> None:
-    """Runs in the new process. Reads the names of modules and then the folders of calls from stdin.
+    """Runs the loop of the other process. It reads names of modules, and then folders of calls, from stdin.
 
-    The result of each call is written to its folder.
+    After each call, its result is in the folder of the call.
     """
     _end_with_parent()
     for name in sys.stdin.readline().split():
@@ -210,7 +213,8 @@ def serve() -> None:
                 _end_with_parent()
                 _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
-            # This process ends in the same way as its fork. The caller then finds no result, and reports how it ended.
+            # If the fork was killed or failed, this process ends in the same way. The caller then finds no result, and
+            # reports how the process ended.
             if os.WIFSIGNALED(status):
                 os.kill(os.getpid(), os.WTERMSIG(status))
             if status:
@@ -222,9 +226,9 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    """Lets Linux end this process when its parent ends.
+    """Asks Linux to end this process when its parent ends.
 
-    Standard input ends then, too, but a process that is running a call does not read it.
+    The end of stdin would not be enough, because a process that is running a call does not read stdin.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -240,15 +244,15 @@ def _run(folder: Path) -> None:
         torch.set_num_threads(threads)
         try:
             returned = function(*arguments), None
-        # The error is returned as text, because exceptions that take more than a message cannot be unpickled. Other
-        # exceptions end the process.
+        # An error of attnrx is returned as text, because an exception with more arguments than a message cannot be
+        # unpickled. Any other exception ends the process.
         except AttnrxError as error:
             returned = None, str(error)
     (folder / _RETURNED).write_bytes(pickle.dumps(returned))
 
 
 def _run_and_exit(folder: Path) -> None:
-    """Runs a call, and ends this process without the clean-up that its parent will do."""
+    """Runs a call in a fork, and ends the fork without Python's clean-up at exit, which belongs to the parent."""
     code = 1
     try:
         _run(folder)
@@ -271,12 +275,12 @@ def find_program(name: str) -> str | None:
 
 
 def run_program(command: Sequence[str], timeout: int | float) -> subprocess.CompletedProcess[str]:
-    """Runs a program in the root folder, and returns its exit code and its output.
+    """Runs a program in the root folder `/`, and returns its exit code and its output.
 
     Raises:
         OSError: The program cannot be started, or has not ended after `timeout` seconds.
     """
-    # Compilers get a folder for temporary files, because they leave the files behind if they are killed.
+    # Compilers leave temporary files behind if they are killed, so they get a temporary folder that is deleted.
     with scratch_folder() as scratch:
         # The program runs in the root folder, because compilers treat an empty entry in CPATH as the current folder.
         process = subprocess.Popen(
@@ -296,14 +300,14 @@ def run_program(command: Sequence[str], timeout: int | float) -> subprocess.Comp
             except subprocess.TimeoutExpired as error:
                 _end_group(process)
                 raise TimeoutError(f"{command[0]} timed out after {timeout} seconds") from error
-            except BaseException:  # e.g. after Ctrl-C, the program and the programs that it started must end
+            except BaseException:  # e.g. after Ctrl-C, the program must end together with the programs that it started
                 _end_group(process)
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends a process with its own session, and the processes that it started."""
+    """Ends a process that has its own session, together with the processes that it started."""
     if POSIX:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,30 +1,30 @@
 """Formats tables as text, aligned for consoles or as Markdown with plain text in the cells.
 
-Names of classes, methods and models come from other people's datasets and files, so every cell is escaped.
+Every Markdown cell is escaped, because names of classes and models may come from other people's files.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# These characters begin code, emphasis, a tag, a cell, mathematics or a character reference, or end the text of a link.
-# Other brackets, e.g. around intervals, have no meaning in Markdown.
+# The characters that have a meaning in Markdown, which are escaped. A bracket only has a meaning at the end of a link's
+# text, so brackets around intervals are not escaped.
 MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
 
 
 def _utf8(text: str) -> str:
-    # File names may contain lone surrogates, which UTF-8 cannot encode.
+    # File names may contain lone surrogates. They are escaped, because UTF-8 cannot encode them.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def markdown(words: Any) -> str:
     """Returns a text on one line, escaped so that it contains no Markdown."""
-    # Line breaks are removed, because they end rows and paragraphs.
+    # Line breaks become spaces, because in Markdown they end a row of a table.
     return MARKDOWN.sub(r"\\\1", " ".join(_utf8(str(words)).split()))
 
 
 def markdown_code(words: Any) -> str:
-    """Returns a text as code. The fence has one backtick more than the longest run of backticks in the text."""
+    """Returns a text as Markdown code, with a fence one backtick longer than any run of backticks in the text."""
     text = " ".join(_utf8(str(words)).split())
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence, room = "`" * (longest + 1), " " if longest else ""
@@ -38,7 +38,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str
 
 
 class Marked(str):
-    """A text that already is Markdown."""
+    """A text that already is Markdown, so `markdown_table` does not escape it."""
 
     __slots__ = ()
 
@@ -49,9 +49,9 @@ def _marked(cell: Any) -> str:
 
 def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
     """Returns a table with columns aligned by spaces. All columns but the first are aligned to the right."""
-    # Every row is one line. Control characters are replaced, because a terminal would execute them.
+    # Control characters become spaces. A line break would split the row, and a terminal would execute other controls.
     lines = [[_plain(cell) for cell in line] for line in (columns, *rows)]
-    # The widths include the headings, so that a table without rows has columns, too.
+    # The widths include the headings, so that the headings of a table without rows are spaced, too.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
         "  ".join((first.ljust(widths[0]), *map(str.rjust, others, widths[1:]))).rstrip() for first, *others in lines

@@ -1,12 +1,15 @@
-"""Parses the texts of rules, token policies, checks, losses, formats and methods, which share this grammar.
+"""Parses the texts of rules, token policies, checks, losses, formats and methods.
+
+All of these texts share one grammar:
 
     call  = name [ "(" [ knob { "," knob } ] ")" ]
-    short = name ":" knob { ( "," | ":" ) knob }           of rules and losses, in place of or after the brackets
-    knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values where the knob is a tuple
+    short = name ":" knob { ( "," | ":" ) knob }           for rules and losses, instead of or after the brackets
+    knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values if the knob is a tuple
     value = number | "true" | "false" | "none" | word | call
 
-Knobs are the fields of a dataclass. A value without a name belongs to the first knob that has no value yet. A number
-may end with %. If a language has more than calls (`a & b`, `0.7@4,7`), its own subclass of `TextReader` parses that.
+Knobs are the settings of an object, i.e. the fields of its dataclass. A value without a name belongs to the first knob
+that has no value yet. A number may end with %. If a kind of text has more syntax than calls, e.g. `a & b` or `0.7@4,7`,
+its own subclass of `TextReader` parses the additional syntax.
 """
 
 import dataclasses
@@ -22,19 +25,19 @@ from attnrx.support.registry import Registry
 Kind = TypeVar("Kind")
 
 LONGEST_NUMBER = 40  # characters, because int() is slow for thousands of digits, and Python limits it
-DEEPEST = 50  # brackets, far below the nesting that exhausts Python's stack
+DEEPEST = 50  # the most opening brackets in a text, far below the nesting that exhausts Python's stack
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 NAME, NUMBER = r"[A-Za-z_][\w-]*", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-# Texts that are values, which are names of choices and paths.
+# The characters of a value that is a text, e.g. the name of a choice or a path. In a list of values, "/" ends a value.
 WORD, WORD_OF_SEVERAL = re.compile(r"\s*([^\s:,;()&|@<=]+)"), re.compile(r"\s*([^\s:,;()&|@<=/]+)")
-# Before "=", a name is at the start of the text, or follows a space after a complete text. After one of , ; : ( & |
-# it would be a knob.
+# The NAME of `NAME=TEXT` is at the start of the text, or follows a space after a complete text. After one of , ; : ( &
+# | a name before "=" is a knob.
 _NAMED = re.compile(rf"(?:^|(?<=[^\s,;:(&|])\s+)({NAME})=")
 _DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "none"}
 
 
 def share(text: str) -> float:
-    """Parses a number, where `50%` is 0.5. Raises ValueError for any other text."""
+    """Parses a number or a percentage, so `50%` is 0.5. Raises ValueError for any other text."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
@@ -47,7 +50,7 @@ def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
 def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
     """Returns the fields of a dataclass that have a text form, by name. Keyword-only fields come last.
 
-    These fields are numbers, flags, texts and objects of the class `nested`, or tuples of these.
+    Fields with a text form are numbers, flags, texts, objects of the class `nested`, and tuples of these.
     """
     plain = [*_DESCRIBED, Ellipsis]  # a list, because the arguments of a Callable are not hashable
 
@@ -61,7 +64,7 @@ def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.F
 
 @dataclass(frozen=True)
 class Token:
-    """A lexical token. Its kind is "number", "name", "end" or the sign itself."""
+    """A token of the text. Its kind is "number", "name", "end" (of the text), or the token itself for a sign."""
 
     kind: str
     text: str
@@ -69,7 +72,7 @@ class Token:
 
 
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
-    """Returns the knobs of a dataclass instance as text.
+    """Returns the knobs of a dataclass instance as text, which `TextReader.read_knobs` can parse.
 
     Knobs without a default are written by position. Other knobs are written by name if they differ from their default.
     """
@@ -77,22 +80,23 @@ def spelled_knobs(part: Any, nested: type | None = None) -> str:
     for name, field in knobs_of(type(part), nested).items():
         value = getattr(part, name)
         if value != field.default:
-            # A float is written with all digits, so that parsing the text returns an equal object. true, false and none
-            # are written as in the grammar.
+            # A float is written with all digits, so that the parsed object is equal. The words true, false and none are
+            # written as in the grammar.
             text = str(value).lower() if isinstance(value, bool | None) else str(value)
             knobs.append(text if field.default is dataclasses.MISSING else f"{name}={text}")
     return ",".join(knobs)
 
 
 class TextReader:
-    """A recursive-descent parser of a text. The methods of subclasses consume the tokens of their grammar rules.
+    """A recursive-descent parser of a text. Subclasses have a method for each rule of their grammar.
 
-    For messages, a subclass sets the `noun`, the `plural` and `examples` of its texts. It also sets its `signs` and the
-    class of its errors. `nested` is the class of knobs that are calls themselves, which `read_nested` parses.
+    For error messages, a subclass sets the `noun`, the `plural` and `examples` of its texts. A subclass also sets
+    `signs`, the punctuation that it allows, and may set `error`, the class of its errors. If knobs can be calls
+    themselves, `nested` is the class of their objects, and `read_nested` parses them.
 
     Raises:
-        InvalidInput: (the `error` of the class) The text has another form. The message states the position.
-        UnknownName: The text has an unknown name or knob.
+        InvalidInput: (or the class `error`) The text does not follow the grammar. The message contains the position.
+        UnknownName: The text contains an unknown name or knob.
     """
 
     noun: ClassVar[str]
@@ -114,13 +118,13 @@ class TextReader:
 
     @property
     def token(self) -> Token:
-        """The next token. A character that cannot be parsed raises the error of the class."""
+        """The next token, which is not consumed. A character that cannot be parsed raises the error of the class."""
         rest = self.text[self.position :].lstrip()
         if not rest:
             return Token("end", "the end", len(self.text.rstrip()))
         start = len(self.text) - len(rest)
-        # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
-        # plus or minus before a number is a part of it.
+        # A number must not be followed by a letter or a dot. So 0.5x and 1.2.3 are errors, and not two tokens each. A
+        # plus or minus before a number is a part of the number.
         match = re.match(rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.signs)}])", rest)
         if match is None or match.lastgroup is None:
             raise self.problem(start, f"{rest.split()[0]!r} cannot be read")
@@ -130,7 +134,7 @@ class TextReader:
         return Token(text if kind == "sign" else kind, text, start)
 
     def take(self, kind: str) -> bool:
-        """Consumes the next token if it is of this kind. Returns whether a token was consumed."""
+        """Consumes the next token if it is of this kind, and returns whether it is."""
         token = self.token
         if token.kind == kind != "end":
             self.position = token.start + len(token.text)
@@ -160,7 +164,7 @@ class TextReader:
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
         """Parses the knobs of a class in brackets and, with `is_short`, after colons. Both may be missing.
 
-        Values without a name are not assigned to knobs in `filled`, which have a value already.
+        Knobs in `filled` have a value already, so values without a name are assigned to the other knobs.
 
         Raises:
             UnknownName: The class has no such knob.
@@ -178,7 +182,7 @@ class TextReader:
         return given
 
     def build(self, name: Token, kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-        """Creates an object of a class from the values of its knobs. Knobs without a default must have a value."""
+        """Creates an object from the values of its knobs. A missing required knob raises the error of the class."""
         missing = [
             knob.name
             for knob in knobs_of(kind, self.nested).values()
@@ -212,7 +216,7 @@ class TextReader:
             raise self.problem(start, f"{knob} is given twice")
         annotation = knobs[knob].type
         if get_origin(annotation) is not tuple:
-            # `int | None` allows the types of its parts, and `int` only allows itself.
+            # A union such as `int | None` allows a value of any of its types.
             given[knob] = self._read_value(name, knob, get_args(annotation) or (annotation,), WORD)
             return
         kinds = get_args(annotation)[:1]
@@ -228,7 +232,7 @@ class TextReader:
             self.position = match.end()
             return None if match[1] == "none" and NoneType in kinds else match[1]
         token = self.token
-        # Even if the knob accepts a call, the words true, false and none are values.
+        # The words true, false and none are values, even if the knob accepts a call.
         if not {*_DESCRIBED}.issuperset(kinds) and token.kind != "number" and token.text not in WORDS:
             return self.read_nested()
         if self.take("number"):
@@ -236,7 +240,7 @@ class TextReader:
         else:
             text = self.expect("name", f"{described} for {knob}").text
             value: Any = WORDS.get(text, text)
-        # A bool is an int in Python.
+        # A bool is not a number here, although bool is a subclass of int in Python.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = type(value) in kinds or (is_number and float in kinds)
         if not fits:

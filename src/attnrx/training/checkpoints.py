@@ -1,4 +1,4 @@
-"""The stored state of a training run: its checkpoints and its settings."""
+"""The stored state of a training run: its checkpoints, and the settings that must not change when it is resumed."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -43,8 +43,8 @@ NUM_KEPT = 2  # one more checkpoint than needed to resume, in case the last one 
 class Checkpoints:
     """The last checkpoints of a run. Each is a folder, e.g. `checkpoints/step-00000420/`, with JSON and safetensors.
 
-    A new checkpoint is written under a hidden name and then renamed. So even after an interruption, only complete
-    checkpoints exist.
+    A new checkpoint is written under a hidden name and then renamed. So an interruption never leaves a partial
+    checkpoint.
     """
 
     def __init__(self, folder: Path):
@@ -59,7 +59,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Adds a checkpoint after reading it back to verify it.
+        """Writes a checkpoint, reads it back to verify it, and only then adds it to the checkpoints.
 
         Raises:
             InvalidInput: A value is not finite.
@@ -83,7 +83,7 @@ class Checkpoints:
         checkpoints = self.all()
         if not checkpoints:
             return None
-        # A damaged checkpoint is not skipped, because the user must decide whether to repeat steps.
+        # A damaged checkpoint is not skipped, because the user should decide whether to repeat its steps.
         path = checkpoints[-1]
         try:
             record = read_record(path / "state.json", KIND, SCHEMA, STATE)
@@ -109,9 +109,9 @@ def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
     """Returns weights, running mean, optimizer state and the epoch's sums so far, gathered in the first process.
 
-    All processes must call this, because each may hold a shard. In all but the first process, the result is empty. The
-    states of random generators are not needed, because every step derives its seed from the config's seed and its own
-    number.
+    All processes must call this function, because each may have a shard. The result is empty in all processes but the
+    first. States of random generators are not stored, because every step derives its seed from the config's seed and
+    the number of the step.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -124,7 +124,7 @@ def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, T
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Restores the output of `state_tensors`. Only the first process gets the sums, which are over all processes."""
+    """Restores a learner's state from the output of `state_tensors`."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         part, _, name = key.partition("/")
@@ -134,7 +134,8 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     if learner.mean is not None:
         for name, mean in learner.mean.tensors.items():
             copy_whole_(mean, parts["mean"][name])
-    # The other processes begin at 0, because the sums of all processes are added at the end of the epoch.
+    # The stored sums are over all processes. Only the first process gets them, and the others begin at 0, because the
+    # sums of all processes are added at the end of the epoch.
     if learner.accelerator.is_main_process:
         learner.sums.copy_(parts["meter"]["sums"])
 
@@ -167,7 +168,7 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Loads whole tensors into a model that may be sharded.
 
     Raises:
-        CheckpointError: The model has other tensors.
+        CheckpointError: The model has tensors with other names.
     """
     state = model.state_dict()
     if state.keys() != tensors.keys():
@@ -177,8 +178,8 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         copy_whole_(tensor, tensors[name])
 
 
-# Settings that may change when a run is resumed. They only change how the run is stored or distributed, and its result
-# only by rounding.
+# Settings that you may change when you resume a run. They only change how the run is stored or distributed, and change
+# its result at most by rounding.
 HARMLESS = {"config.checkpoint_every", "config.parallel", "config.accumulate"}
 
 
@@ -187,7 +188,8 @@ def identity(
 ) -> dict[str, Any]:
     """Returns the record that identifies a run, as JSON-ready values.
 
-    It contains the model, its weights before the first step, the data, the config and the teachers' weights.
+    The record contains the config, the structure of the model, and fingerprints of the data, of the weights before the
+    first step and of the teachers.
     """
     return {
         "config": without_folders(to_dict(config)),
@@ -200,7 +202,7 @@ def identity(
         "model": family_of(model).describe(model),
         "weights": fingerprint(model.state_dict()),
         "tokens": described_tokens(model),
-        # The config only has the teachers' locations, where there may be other models now.
+        # The config only has the locations of teachers, whose files may have changed, so fingerprints are stored, too.
         "teachers": {
             " ".join(without_folders([part for part in source if part])): model_fingerprint(teacher)
             for source, teacher in teachers.items()
@@ -209,10 +211,11 @@ def identity(
 
 
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
-    """Raises CheckpointError with a list of differences if the run differs from the saved run.
+    """Raises CheckpointError with a list of differences if the requested run is not the saved run.
 
-    The model may have the weights before the first step, or the weights in the folder, whose fingerprint is `reached`.
-    The latter are allowed because a run changes the model in place, and you may call it again with this model.
+    The requested model may have the weights from before the first step, or the last saved weights, whose fingerprint is
+    `reached`. The last weights are allowed, because a run changes the model in place, and you may resume the run with
+    this model.
     """
     # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

@@ -13,42 +13,44 @@ from attnrx.training.losses import Loss, Task
 class TrainingConfig:
     """The settings of a training run. The defaults train a small model on images of 32x32 pixels from scratch.
 
-    The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies only
-    to matrices, not to biases, norms or strengths.
+    The learning rate changes in every step. It rises linearly during the warm-up, and then falls along a cosine. Weight
+    decay only affects matrices. Biases and norms have none, and strengths have their own decay.
 
-    Some forms of attention have a learned strength for every direction. The strength bounds the scores, so a large
-    initial strength enables selective heads, but it keeps the spectrum flat. Decay moves heads towards uniform
-    attention. A larger learning rate for strengths spreads the spectrum.
+    Some forms of attention learn a strength for every direction. Strengths bound the scores, so a large `strength_init`
+    enables selective heads, but keeps the spectrum flat. `strength_decay` moves heads towards uniform attention. A
+    larger `strength_learning_rate` spreads the spectrum.
 
-    With "ddp" every process has a copy of the model. With "fsdp" every process has a shard of the weights, gradients,
-    optimizer state and running mean, and gathers the weights for every step. With `accumulate` a process computes its
-    images in parts, as several processes would. The results are equal up to rounding. You may resume a run with the
-    other mode, or with another number of processes or parts.
+    With `parallel="ddp"`, every process has a copy of the model. With `parallel="fsdp"`, every process has a shard of
+    the weights, gradients, optimizer state and running mean, and gathers the weights for every step. With `accumulate`,
+    a process computes its images in parts, as several processes would. All of these settings give the same result, up
+    to rounding. So you may resume a run with the other mode, or with another number of processes or parts.
 
     Attributes:
         epochs: Passes over the training images.
         batch_size: Images per step, over all processes (256, or fewer for small datasets on the command line).
         accumulate: The number of parts into which a process divides its images of a step. It computes them one after
             the other, which saves memory.
-        learning_rate: Peak learning rate of warm-up and cosine decay.
-        min_learning_rate: Final learning rate of the cosine decay.
-        warmup_learning_rate: Initial learning rate of the warm-up.
-        weight_decay: Weight decay of matrices. It does not apply to biases, norms and strengths.
+        learning_rate: Peak learning rate, at the end of the warm-up.
+        min_learning_rate: Final learning rate, at the end of the cosine decay.
+        warmup_learning_rate: Initial learning rate, at the start of the warm-up.
+        weight_decay: Weight decay of matrices. Biases, norms and strengths are excluded.
         warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
-        gradient_clip: Largest norm of a gradient, or None for no limit.
-        losses: The terms of the objective.
-        augmentation: None for the dataset's own. `Augmentation(padding=0, flip=False)` disables it.
-        predictor_learning_rate: Factor on the learning rate of token predictors.
+        gradient_clip: Largest norm of the gradient, to which larger gradients are scaled down, or None for no limit.
+        losses: The terms of the objective. Every term has its own weight.
+        augmentation: Random changes of training images. None uses the dataset's own augmentation.
+            `Augmentation(padding=0, flip=False)` disables augmentation.
+        predictor_learning_rate: Factor that multiplies the learning rate for token predictors.
         strength_init: Initial value of every strength. Larger values sharpen attention sooner (the model's own).
         strength_decay: Weight decay of the strengths, which pulls weak strengths to zero.
-        strength_learning_rate: Factor on the strengths' learning rate. A larger factor spreads the strengths sooner.
-        precision: Precision of the forward pass.
-        compile: Train through torch.compile.
-        parallel: How several processes (accelerate launch, torchrun) hold the model. With ddp each has a copy, and with
-            fsdp a shard.
-        ema: Decay of a running mean of the weights. The mean is then validated and saved instead of the last weights
-            (off).
-        seed: Seeds weights, order, augmentation and noise.
+        strength_learning_rate: Factor that multiplies the learning rate for strengths. A larger factor spreads the
+            strengths sooner.
+        precision: Precision of matrix products in the forward pass. Weights keep their dtype in both cases.
+        compile: Compile the model with torch.compile for training.
+        parallel: How several processes (accelerate launch, torchrun) store the model. With ddp, each process has a
+            copy. With fsdp, each process has a shard.
+        ema: Decay of a running mean of the weights. If it is set, the mean is validated and saved instead of the last
+            weights (off).
+        seed: Seed of new weights, the order of images, augmentation and noise.
         checkpoint_every: Steps between checkpoints. A checkpoint is also written when the run is interrupted.
     """
 

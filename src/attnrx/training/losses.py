@@ -20,19 +20,21 @@ from attnrx.support.text_parsing import TextReader, knobs_of
 from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks
 
 TeacherSource = tuple[str, str | None]
-"""A folder or a name that `load_model` accepts, and a file of weights if the model needs one."""
+"""Where a teacher is loaded from: a folder or a name that `load_model` accepts, and a file of weights or None."""
 
 
 @dataclass(frozen=True)
 class LossContext:
     """The inputs of a loss at one training step.
 
-    `model` is the bare module. To run it again, a loss calls `model.forward`, which is never compiled. `logits` have
-    float32 or a higher precision. `shard` is (process, processes). `seed` belongs only to this step. If a loss needs
-    them, `features` are the outputs of the model's blocks, which have fewer tokens after a stage that removes tokens.
-    If the model has a token policy, `run` has the statistics of its tokens in this step's forward pass
-    (`models.recording_tokens`). `progress` is the completed share of the training. The losses of this step share
-    `memory`. `teachers` are the models that losses compare with, if they are already loaded.
+    `model` is the module without wrappers. To run it again, a loss calls `model.forward`, which is never compiled.
+    `logits` have float32 or a higher precision. `seed` is different in every step. `shard` is the index of this part of
+    the step's images, and the number of parts. `progress` is the completed share of the training.
+
+    If a loss needs features, `features` contains the outputs of the model's blocks. They have fewer tokens after a
+    stage that removes tokens. If the model has a token policy, `run` contains statistics of its tokens in this step's
+    forward pass (`models.recording_tokens`). `teachers` are the loaded models that losses compare with. The losses of a
+    step may share results in `memory`.
     """
 
     model: nn.Module
@@ -49,16 +51,17 @@ class LossContext:
 
 
 class Loss(ABC):
-    """One term of the training objective. It is a frozen dataclass of options, and a call returns its unweighted value.
+    """One term of the training objective. A loss is a frozen dataclass of options, and a call returns its value.
 
-    Every loss is a mean over the images of its process, so the average over processes is the mean over all images.
+    The value does not include the `weight`. It is a mean over the images of one process, and averaging over processes
+    gives the mean over all images.
     """
 
     example: ClassVar[str] = "attnrx.training.losses.Task()"
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The ranges of options, if they differ from the usual ranges (positive numbers and counts)."""
+    """The allowed values of options, if they differ from the usual ones (positive numbers and counts)."""
     weight: float
 
     def __post_init__(self):
@@ -66,7 +69,7 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Returns the value of the term, before its weight."""
+        """Returns the value of the term, without its weight."""
 
     @property
     def name(self) -> str:
@@ -94,7 +97,7 @@ class TeacherLoss(Loss):
     weights: str | None
 
     def __post_init__(self):
-        # The teacher is checked before any message shows the loss, which would print all layers of a module.
+        # The teacher is checked first, because a message that shows the loss would print all layers of a module.
         if not isinstance(self.teacher, str | os.PathLike):
             raise InvalidInput(
                 f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "
@@ -113,8 +116,9 @@ class TeacherLoss(Loss):
 class Distillation(TeacherLoss):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
-    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` accepts. `weights` is a
-    local file of weights, if the teacher is a name such as timm:NAME. This loss does not use labels.
+    The factor temperature^2 keeps the size of the gradient at any temperature. `teacher` is a folder or a name that
+    `load_model` accepts. If the teacher is a name such as timm:NAME, `weights` may be a local file of weights. This
+    loss does not use labels.
     """
 
     teacher: str
@@ -129,7 +133,7 @@ class Distillation(TeacherLoss):
                 f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
                 f"{context.logits.shape[1]}; take a teacher of the same task."
             )
-        # The targets are logarithms, which stay exact if the teacher's probabilities round to 0.
+        # The targets are log-probabilities, which stay exact even if the teacher's probabilities round to 0.
         target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
         predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
         # With "mean" in place of "batchmean", the sum would also be divided by the number of classes.
@@ -141,10 +145,10 @@ class FeatureDistillation(TeacherLoss):
     """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
     Every token is first centred and scaled to unit variance over its features, as in a LayerNorm without weights
-    (whitened targets, Wei et al., 2022, arXiv 2205.14141). Otherwise a few features would dominate, because in a ViT's
-    tokens they are a hundred times larger than the others. The loss is 0 for equal tokens and 2 for unrelated ones.
-    Only the last `last` blocks are compared, or all blocks if it is None. The teacher must have the same depth, width
-    and tokens.
+    (whitened targets, Wei et al., 2022, arXiv 2205.14141). Otherwise the few features of a ViT's tokens that are a
+    hundred times larger than the others would dominate the loss. The loss is 0 for equal tokens and 2 for unrelated
+    tokens. Only the last `last` blocks are compared, or all blocks if `last` is None. The teacher must have the same
+    depth, width and tokens.
     """
 
     reads_features: ClassVar[bool] = True
@@ -185,10 +189,10 @@ def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
 
 @torch.no_grad()
 def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
-    """Runs the teacher on the images of the step, once for all losses that need it.
+    """Runs a teacher on the images of the step, only once for all losses that need it.
 
-    Returns its logits, and the outputs of its blocks if the step needs features. If the teacher was trained with
-    another normalization, it receives the images on its own scale.
+    Returns the teacher's logits and, if the step needs features, the outputs of the teacher's blocks. If the teacher
+    was trained with another normalization, it gets the images in its own normalization.
     """
     if source not in context.memory:
         teacher = context.teachers.get(source)
@@ -217,11 +221,12 @@ class _Reader(TextReader):
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
     """Builds a loss from a text with its class name in snake case and its knobs, e.g. `target_rank:16:0.1`.
 
-    `shared` has defaults for knobs. Values without a name in the text are assigned to the other knobs.
+    `shared` has default values for knobs, e.g. the teacher. Values without a name in the text are assigned to the other
+    knobs.
 
     Raises:
-        UnknownName: There is no such loss or knob.
-        InvalidInput: The text has another form, or a knob is missing.
+        UnknownName: The loss or one of the knobs does not exist.
+        InvalidInput: The text does not follow the syntax of losses, or a required knob is missing.
     """
     reader = _Reader(text)
     name, kind = reader.read_name(LOSSES)

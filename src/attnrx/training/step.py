@@ -1,9 +1,10 @@
 """One training step, with the optimizer, the learning rate schedule and a running mean of the weights.
 
-The weights may be sharded over the processes (FSDP2). Between steps, every process then holds a shard of all weights,
+The weights may be sharded over the processes (FSDP2). Between steps, every process then stores a shard of all weights,
 gradients, optimizer state and running means. For a step, the weights are gathered block by block, and stay gathered
 until all gradients are computed. So a loss can use the weights as ordinary tensors, however often the model runs in a
-step. Accelerate only supports FSDP on accelerators. PyTorch's `fully_shard`, which is used here, runs anywhere.
+step. This module calls PyTorch's `fully_shard`, which runs anywhere, because Accelerate only supports FSDP on
+accelerators.
 """
 
 import math
@@ -41,7 +42,7 @@ EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is a part of the seed, so that no tw
 def derived_seed(*parts: int) -> int:
     """Returns a seed that depends on every part. Neighbouring parts lead to unrelated seeds.
 
-    So random numbers depend only on the seed and the step, and a run can be resumed without saved generator states.
+    Random numbers of a run only depend on its seed and the step, so a run can be resumed without generator states.
     """
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
@@ -70,7 +71,7 @@ class Schedule:
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """Returns AdamW with parameter groups for matrices, for biases and norms (without decay), and for strengths.
 
-    The `factor` of a group scales its learning rate.
+    The predictors of a token policy have their own groups. A group's `factor` multiplies its learning rate.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity, as tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
@@ -91,7 +92,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the strengths of all layers whose rows have unit length."""
+    """Returns the learned strengths of all layers whose query and key rows are normalized to unit length."""
     strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
     return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
 
@@ -153,12 +154,12 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor of any shape on the device of `like`, and sharded like it if the shapes match.
+    """Returns a whole tensor of any shape on the device of `like`, sharded in the same way if the shapes match.
 
-    Every process has the whole tensor.
+    Every process must pass the whole tensor.
     """
     tensor = tensor.to(like.device)
-    # State of another shape is not sharded, such as the optimizer's number of steps.
+    # Tensors of another shape are not sharded, e.g. the optimizer's number of steps.
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     # With src_data_rank=None, every process cuts its shard from its own whole tensor, and nothing is sent.
@@ -176,7 +177,7 @@ def _parts(model: nn.Module) -> list[FSDPModule]:
 
 
 class WeightMean:
-    """The exponential moving average of a model's parameters, sharded like them. It has no copies of buffers."""
+    """The exponential moving average of a model's parameters, sharded like the parameters. Buffers are not averaged."""
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
@@ -185,7 +186,7 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Updates the mean after `step` steps. At first the decay is smaller, to discard the initial weights."""
+        """Updates the mean after `step` steps. The decay is smaller at first, to forget the initial weights sooner."""
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
         # One call updates all parameters, because a kernel for each would take longer than the arithmetic. Each process
@@ -194,7 +195,7 @@ class WeightMean:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the mean into the model within the context."""
+        """Replaces the model's weights by their mean within the context."""
         self.swap_()
         try:
             yield
@@ -231,21 +232,21 @@ class Learner:
         """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
         `target` is the caller's model. `model` is the `target` itself, or a copy of it whose weights will be sharded.
-        If a loss needs them, `features` receives the outputs of blocks in every forward pass, each [batch, tokens,
-        width]. `teachers` stay the same during the run.
+        If a loss needs the outputs of blocks, every forward pass appends them to `features`, each [batch, tokens,
+        width]. `teachers` are the loaded models that losses compare with.
 
         Raises:
             NotSupported: The config has settings for learned strengths, but the model has no learned strengths.
         """
         strengths, device = strengths_of(model), accelerator.device
-        # An option without effect is an error, because the user expects an effect.
+        # A setting without effect is an error, because the user expects an effect.
         given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
         if given and not strengths:
             raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
         if config.strength_init is not None:
             for strength in strengths:
                 nn.init.constant_(strength, config.strength_init)
-        model.to(device)  # moved before the model is wrapped and the optimizer is created
+        model.to(device)  # the model must be moved before it is wrapped and before the optimizer is created
         self.target, self.model, self.config, self.accelerator = target, model, config, accelerator
         self.features, self.teachers = features, teachers or {}
         self.wrapped: Callable[[Tensor], Tensor]
@@ -257,10 +258,11 @@ class Learner:
         self.optimizer = build_optimizer(model, config)
         self.mean = None if config.ema is None else WeightMean(model, config.ema)
         self.names = (*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps")
-        # The sums of the epoch so far, in the order of `names`. Checkpoints within an epoch include them.
+        # The sums over the steps of the present epoch, in the order of `names`. Checkpoints include these sums.
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.schedule = Schedule(config, num_images // config.batch_size)
-        # This tensor is on the device, so that a step can write to it without waiting for the GPU.
+        # The first step with a non-finite loss or gradient. The number is a tensor on the device, so that a step can
+        # write to it without waiting for the GPU.
         self.first_bad = torch.tensor(NEVER, device=device)
 
     @property
@@ -288,7 +290,7 @@ class Learner:
         for part in range(parts):
             share = slice(len(batch) * part // parts, len(batch) * (part + 1) // parts)
             images, labels = batch.images[share].to(self.dtype), batch.labels[share]
-            # A part has the same images as one process of `processes * parts` processes.
+            # A part contains the images that one process would get if there were `processes * parts` processes.
             with nullcontext() if part == parts - 1 else self.unsynchronized():
                 found.append(self._backward(images, labels, step, (process * parts + part, processes * parts)))
         *means, num_correct = found[0] if parts == 1 else torch.stack(found).sum(0)
@@ -296,7 +298,7 @@ class Learner:
         clip = config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
-        # Setting gradients to None frees the memory, and the next backward pass need not add to zeros.
+        # Setting gradients to None frees their memory, and saves the next backward pass an addition to zeros.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
@@ -306,13 +308,13 @@ class Learner:
         counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share_of_step)]
         values = [*(value * share_of_step for value in (*means, norm)), num_correct, *counts]
         self.sums += torch.stack([value.to(self.sums) for value in values])
-        # A Python condition would wait for the GPU. Instead, `_Run._check` looks at the result now and then.
+        # A Python condition would wait for the GPU here. Instead, `_Run._check` reads `first_bad` now and then.
         finite = torch.isfinite(means[-1]) & torch.isfinite(norm)
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))
 
     @contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Lets every process add up its gradients within the context, without exchanging them."""
+        """Turns off the exchange of gradients within the context, so every process only adds up its own gradients."""
         sharded = _parts(self.model)
         for each in sharded:
             each.set_requires_gradient_sync(False, recurse=False)
@@ -326,13 +328,13 @@ class Learner:
     def _backward(
         self, images: ImageBatch, labels: Int[Tensor, "batch"], step: int, shard: tuple[int, int]
     ) -> Float[Tensor, "numbers"]:
-        """Adds the gradient for one part of a step, which contains the images of the `shard`.
+        """Runs the backward pass of one part of a step, whose images are the `shard` (its index, the number of shards).
 
         Returns the terms of the loss and the loss itself, all divided by the number of parts, and the number of correct
-        answers.
+        predictions.
         """
         config = self.config
-        # Dropout and sampled tokens use this seed. Every process has other random numbers, because it has other images.
+        # Dropout and sampled tokens use this seed. Every process has different images, so its seed differs, too.
         torch.manual_seed(derived_seed(config.seed, STEP, step, shard[0]))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
@@ -353,7 +355,7 @@ class Learner:
                 teachers=self.teachers,
             )
             terms = [loss(context) for loss in config.losses]
-        # The loss of a part is its share of the mean over all images of the process.
+        # Weights are divided by the number of parts, so that the parts add up to the mean over the process's images.
         weights = [loss.weight / config.accumulate for loss in config.losses]
         total = torch.stack([weight * term for weight, term in zip(weights, terms, strict=True)]).sum()
         self.accelerator.backward(total)

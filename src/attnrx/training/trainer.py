@@ -1,6 +1,6 @@
-"""Runs a training: epochs of steps, with history, checkpoints and exact resume.
+"""Runs a training, with a history of epochs, checkpoints and exact resume.
 
-The data and the processes are checked before the first step.
+The data and the processes are checked before the first step, so that errors in settings do not cost training time.
 """
 
 import copy
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 KIND, SCHEMA = "attnrx training run", 1
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
-CHECK_EVERY = 16  # steps between checks on a GPU or with several processes, because each check synchronizes
+CHECK_EVERY = 16  # steps between checks on a GPU or with several processes, where every check has to synchronize
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     """Trains the model in place, and writes the model, training.json, history.jsonl and checkpoints to `folder`.
 
     To resume an interrupted or killed run from its last checkpoint, repeat the call. On a CPU, the result is
-    bit-identical to the result of an uninterrupted run. If the run is finished, it is loaded from the folder. With
-    several processes (`accelerate launch`), call this in every process.
+    bit-identical to the result of an uninterrupted run. If the run is already finished, the call loads its result from
+    the folder. With several processes (`accelerate launch`), call this function in every process.
 
     On a CPU, the same call always results in the same weights, bit for bit. On CUDA, the backward pass of fused
-    attention adds in any order, so runs differ by rounding. To make it deterministic, call
+    attention adds numbers in any order, so runs differ by rounding. To get the same weights on CUDA, call
     `torch.use_deterministic_algorithms(True)` first. Operations without a deterministic algorithm then fail.
 
     Args:
         model: The model, of any family that `load` supports. Parameters with `requires_grad=False` are not trained.
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
-        config: The settings.
-        folder: The folder of the run.
-        log: A function that receives a line for every epoch, in the first process.
+        config: The settings of the run.
+        folder: The folder of the run. It is created if it does not exist.
+        log: A function that is called with a line of text for every epoch, in the first process.
 
     Returns:
         The trained model with its history and record.
@@ -113,11 +113,11 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     splits = adapt_data(model, splits, config)
     teachers = load_teachers(config.losses)
     requested = identity(model, splits, config, teachers)
-    # Checked before the accelerator is created, because a finished run needs no processes.
+    # A finished run is loaded before the accelerator is created, because it needs no processes.
     finished = _finished(folder, model, requested)
     if finished is not None:
         return finished
-    # Checked before training, because the model is only written at the end.
+    # The folder is checked before training, because the model is only written at the end.
     require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
     accelerator = make_accelerator(model, config)
     # Sharding cannot be undone, so a copy is sharded, and its weights are loaded into the model at the end.
@@ -146,11 +146,10 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one.
+    """Yields an event that Ctrl-C, termination or a closed terminal sets, so that the present step can be finished.
 
-    The first of these signals sets the event. If the event is still set at the end of the context, the context raises
-    KeyboardInterrupt. A second signal raises KeyboardInterrupt at once, without a new checkpoint. Outside the main
-    thread, the context has no effect.
+    If the event is set at the end of the context, the context raises KeyboardInterrupt. A second signal raises
+    KeyboardInterrupt at once, without a new checkpoint. Outside the main thread, the context has no effect.
     """
     interruption = threading.Event()
 
@@ -167,11 +166,11 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Uses deterministic algorithms where they exist. Restores the caller's settings and generators at the end.
+    """Uses deterministic algorithms, where they exist, within the context. Then restores settings and generators.
 
-    On CUDA, the backward pass of fused attention is only deterministic if all other algorithms are forbidden. But then
-    operations without a deterministic algorithm fail. So the caller decides, by calling
-    `torch.use_deterministic_algorithms(True)`. Without this call, PyTorch warns once about the backward pass.
+    On CUDA, the backward pass of fused attention is only deterministic if PyTorch forbids all other algorithms.
+    Operations without a deterministic algorithm would then fail. So attnrx leaves the choice to the user, who may call
+    `torch.use_deterministic_algorithms(True)`. Without that call, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -190,14 +189,14 @@ def deterministic() -> Iterator[None]:
 
 
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Returns the data on the model's input scale. Raises an error if the model or the batch size does not fit it.
+    """Returns the data on the model's input scale. Raises an error if model, data and batch size do not fit together.
 
-    If a loss uses labels, every training image must have a label, which is a class of the model. Otherwise no image
-    needs a label, and the data may have fewer classes than the model.
+    If a loss uses labels, every training image must have a label, and the label must be a class of the model. If no
+    loss uses labels, images need no labels, and the data may have fewer classes than the model.
 
     Raises:
-        InvalidInput: The batch size, the size of the images or the number of classes does not fit.
-        DataError: A loss uses labels, but there are none, or they are not the model's labels.
+        InvalidInput: The batch size is larger than the training set, or the images or classes do not fit the model.
+        DataError: A loss uses labels, but the images have no labels, or labels for other classes.
     """
     if config.batch_size > len(splits.train):
         raise InvalidInput(
@@ -245,7 +244,7 @@ def connect_processes(**settings: Any) -> "PartialState":
     `settings` are arguments of `torch.distributed.init_process_group`.
     """
     accelerate = required_module("accelerate", "train", "training")
-    # Accelerate only connects processes without a GPU if `cpu` is set. Otherwise each of them would train on its own.
+    # Without a GPU, Accelerate only connects processes if `cpu` is set. Otherwise each process would train on its own.
     cpu = not torch.accelerator.is_available() or accelerate.utils.parse_flag_from_env("ACCELERATE_USE_CPU")
     return accelerate.PartialState(cpu=cpu, **settings)
 
@@ -260,7 +259,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     # If the heads of a layer have no directions, the layer has empty parameters, which are not used. For unused
     # parameters, DDP requires a flag.
     unused = any(not parameter.numel() for parameter in model.parameters())
-    # The config sets the precision, and not Accelerate, so that a run does not depend on how it was launched.
+    # Mixed precision is off here, because the config sets it. So a run does not depend on how it was launched.
     accelerate = required_module("accelerate", "train", "training")
     connect_processes()
     parallel = accelerate.DistributedDataParallelKwargs(find_unused_parameters=unused)
@@ -283,7 +282,8 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] | tuple[None, None]:
     """Returns the accuracy and the cross-entropy over all images, which are divided among the processes.
 
-    The parts may be unequal. Both results are None if `images` is None, because the split has no labels.
+    Processes may get different numbers of images. If `images` is None, because the split has no labels, both results
+    are None.
     """
     if images is None:
         return None, None
@@ -297,7 +297,7 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
             num_correct = (logits.argmax(-1) == batch.labels).sum()
-            # Sums are added, and not means, because the last batch of a process may be smaller or missing.
+            # Sums and not means are added up, because the last batch of a process may be smaller or missing.
             sums += torch.stack([num_correct, losses, torch.tensor(len(batch)).to(losses)])
     correct, loss, count = learner.summed(sums).tolist()
     return correct / count, loss / count
@@ -306,7 +306,7 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
 class _Run:
     """The training loop.
 
-    `step` counts the finished steps of the whole run. It determines the epoch and the position in the epoch.
+    `step` counts the finished steps of the whole run. The epoch and the position in the epoch follow from it.
     """
 
     def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], log: Log):
@@ -315,12 +315,12 @@ class _Run:
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
         classes = num_logits(learner.target)  # the target is never sharded
-        # None if no accuracy can be measured, because there are no labels or the model has no logit per class.
+        # A split is None if its accuracy cannot be measured, without labels or without one logit per class.
         self.validation, self.test = (
             images.limited_to(classes) if classes > 1 and images.label_problem is None else None
             for images in (splits.validation, splits.test)
         )
-        # A learner always counts correct answers, even if there are no labels to compare with.
+        # The learner also counts correct predictions if there are no labels. That count is then not reported.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         # On a CPU with one process, a check does not synchronize, so every step is checked.
@@ -335,14 +335,14 @@ class _Run:
         record, tensors = checkpoint
         reached = {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
         require_same_run(record["identity"], self.requested, self.folder, fingerprint(reached))
-        # Later checkpoints must also have the fingerprint of the weights before the first step.
+        # Later checkpoints must still store the fingerprint of the weights before the first step.
         self.requested = {**self.requested, "weights": record["identity"]["weights"]}
         load_state_(self.learner, tensors)
         self.step, self.seconds, self.history = record["step"], record["seconds"], record.get("history", [])
         self._write_history()
 
     def _write_history(self) -> None:
-        """Writes `history.jsonl`, in which line n is epoch n, even after interruptions and repeated epochs."""
+        """Writes `history.jsonl`. Line n is always about epoch n, even after interruptions and repeated epochs."""
         if self.accelerator.is_main_process:
             # The whole file is written atomically, because a crash could cut off an appended line.
             write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
@@ -359,7 +359,7 @@ class _Run:
 
     def _run_epoch(self, interruption: threading.Event) -> None:
         """Runs the remaining steps of the epoch."""
-        # After a resume the epoch continues at its next step.
+        # In a resumed run, the epoch continues at its next step.
         epoch, start = divmod(self.step, self.steps_per_epoch)
         self.learner.model.train()
         batches = self.splits.train.batches(
@@ -384,19 +384,19 @@ class _Run:
             )
 
     def _check(self, interruption: threading.Event) -> None:
-        """Checks at some steps for non-finite values, a signal to stop, and a due checkpoint."""
+        """Checks now and then for non-finite values, for a signal to stop, and for a due checkpoint."""
         learner, ended = self.learner, self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
         # All processes get here at the same steps, because gathering and saving block until all processes call them.
-        # All of them get the same result. The first bad step is the smallest, so its negative is the maximum over
-        # processes.
+        # All processes also get the same `signals`. Steps are negated, so the maximum over processes is the earliest
+        # bad step.
         signals = torch.stack([-learner.first_bad, torch.full_like(learner.first_bad, interruption.is_set())])
         if learner.shard[1] > 1:
             signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
         bad, stop = signals.tolist()
-        # This check comes first, so that a state with NaN never replaces a good one.
+        # Non-finite values are checked first, so that a checkpoint with NaN never replaces a good checkpoint.
         if -bad < self.step:
             checkpoints = self.checkpoints.all()
             good = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
@@ -405,8 +405,8 @@ class _Run:
                 f"the loss or the gradient was NaN or infinite at step {-bad}, with a learning rate of {rate:.3g}; "
                 f"{good}. Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
             )
-        # At the end of an epoch, the epoch's record is written first. The signal is then handled at the next check or
-        # at the end.
+        # At the end of an epoch, the epoch's record is written first. A signal to stop is then handled at the next
+        # check, or at the end of the run.
         if ended or not (stop or due):
             return
         path = self._save()
@@ -418,11 +418,11 @@ class _Run:
 
     def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
-        # The reported validation results are about the weights that would be saved.
+        # Validation uses the weights that would be saved, i.e. their running mean if there is one.
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.validation)
         sums = dict(zip(learner.names, learner.summed(learner.sums).tolist(), strict=True))
-        # The sums are cleared before the checkpoint below, which then has the empty sums of the next epoch.
+        # The sums are cleared before the checkpoint below is written, because that checkpoint begins the next epoch.
         learner.sums.zero_()
         record = {
             "epoch": self.step // self.steps_per_epoch,
@@ -450,13 +450,13 @@ class _Run:
 
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
-        # All processes compute this, because sums are reduced and shards are gathered.
+        # All processes must call this function, because it adds up their sums and gathers their shards.
         tensors = state_tensors(self.learner, self.learner.summed(self.learner.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             record = {"identity": self.requested, "seconds": seconds, "history": self.history}
             self.checkpoints.write(self.step, tensors, record)
-        # Without waiting, another process could end or resume before the files exist.
+        # All processes wait here. Otherwise one could end or resume before the files exist.
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
 
@@ -466,7 +466,7 @@ class _Run:
         if learner.mean is not None:
             learner.mean.swap_()
         test, _ = evaluate(learner, self.test)
-        # Without labels, all accuracies are None, and so is the best one.
+        # Without labels, all accuracies are None. `best` is then any record, and its accuracy is None, too.
         best = max(self.history, key=lambda record: record["validation_accuracy"] or 0.0)
         accuracy = {
             "test": test,

@@ -1,7 +1,9 @@
-"""Checks compare a candidate with its reference and return findings. Every check is a frozen dataclass of knobs.
+"""The checks, which compare a compressed model (the candidate) with its original (the reference).
 
-comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
-findings = [finding for check in standard_checks() for finding in check(comparison)]
+Every check is a frozen dataclass with its settings (knobs) as fields. A call returns findings:
+
+    comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
+    findings = [finding for check in standard_checks() for finding in check(comparison)]
 """
 
 from attnrx.change.predictions import Predictions
@@ -32,8 +34,8 @@ def parse_checks(text: str) -> tuple[Check, ...]:
     """Returns the checks that a text names, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
 
     Raises:
-        InvalidInput: The text has another form, or names a check twice.
-        UnknownName: There is no such check or knob.
+        InvalidInput: The text is not a list of checks, or names a check twice.
+        UnknownName: The text names a check, or a setting of a check, that does not exist.
     """
     reader, requested = _Reader(text), dict[str, Check]()
     while not requested or reader.take(","):
@@ -46,5 +48,5 @@ def parse_checks(text: str) -> tuple[Check, ...]:
 
 
 def standard_checks() -> tuple[Check, ...]:
-    """Returns the checks that run unless you request others, with their defaults."""
+    """Returns the checks that `verify` runs if you request none, with their default settings."""
     return Accuracy(), Fidelity(), Calibration(), Costs(), Latency()

@@ -24,14 +24,14 @@ from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.models import FAMILIES, own_model
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 
-# Outputs and labels by model, for each fingerprint of images.
+# The outputs and labels of every model that has run. `_kept` holds one such mapping per fingerprint of images.
 _Outputs = dict[nn.Module, tuple[Tensor, Tensor]]
 _kept: ContextVar[dict[str, _Outputs] | None] = ContextVar("outputs", default=None)
 
 
 @contextmanager
 def keeping_outputs() -> Iterator[None]:
-    """Within this context, all comparisons on the same images run every model once. No model may change."""
+    """Runs every model only once per set of images, for all comparisons in this context. No model may change."""
     outer = _kept.get()
     token = _kept.set({} if outer is None else outer)
     try:
@@ -44,14 +44,15 @@ def keeping_outputs() -> Iterator[None]:
 class Comparison:
     """A candidate and its reference on one set of images.
 
-    `masked` is the reference with the pruned directions set to zero. The candidate was made from `prescription` and
-    `diagnosis`. `splits` are the data with training images. Only some checks need these fields.
+    Some checks need more than two models and images. `masked` is the reference with the pruned directions set to zero.
+    `prescription` and `diagnosis` are the documents that the candidate was made from. `splits` also holds the training
+    images.
 
     If the candidate is an exported file, `verify` sets `runtime` and `unchanged`. `runtime` names the file's runtime
-    and precision. `unchanged` is a file of the reference in the same runtime and precision. With this file, a speed can
-    be divided into a factor due to the runtime and a factor due to the compression.
+    and precision. `unchanged` is the reference, exported for the same runtime and precision. If both files are timed,
+    the speed-up by the runtime can be separated from the speed-up by the compression.
 
-    The models are on `device`. `seed` seeds all random draws of the checks.
+    All models are on `device`. The checks derive all their random numbers from `seed`.
     """
 
     candidate: nn.Module
@@ -66,7 +67,7 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
-    _cache: _Outputs = field(default_factory=dict, repr=False)  # outputs and labels
+    _cache: _Outputs = field(default_factory=dict, repr=False)  # the outputs and labels of models that have run
 
     def __post_init__(self):
         if len(self.data) == 0:
@@ -77,7 +78,7 @@ class Comparison:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """The models by role."""
+        """The models by role: "reference", "candidate" and, if there is one, "masked"."""
         roles = {"reference": self.reference, "candidate": self.candidate}
         return roles if self.masked is None else {**roles, "masked": self.masked}
 
@@ -88,7 +89,7 @@ class Comparison:
         Raises:
             InvalidInput: The models differ in the number of outputs, or the reference returns NaN or infinity.
             NonFiniteOutputs: The candidate returns NaN or infinity.
-            DataError: The labels do not fit the outputs.
+            DataError: A label is not a class of the models, or a label vector has the wrong length.
         """
         predictions = self.outputs
         classes = {role: values.shape[1] for role, values in predictions.outputs.items()}
@@ -101,15 +102,15 @@ class Comparison:
 
     @property
     def outputs(self) -> Predictions:
-        """The predictions of all models, whatever they are."""
-        # Computed on first use, because a check that needs no outputs, e.g. of latency, runs no model over the data.
-        # They are stored by model, because one model may have several roles, e.g. a candidate that is the masked model.
+        """The predictions of all models, even if they contain NaN or differ in width."""
+        # Outputs are computed on first use, because checks such as `Latency` do not need them. They are stored per
+        # model, because one model may have several roles. For example, the candidate may be the masked model.
         roles: dict[nn.Module, str] = {}
         for role, model in self.models.items():
             if model not in self._cache:
-                roles.setdefault(model, role)  # the first role, by which errors name the model
+                roles.setdefault(model, role)  # errors name the model by its first role
         if roles:
-            # A user's model runs its own code here, and not attnrx's code.
+            # attnrx works on a copy of a user's model. If both have equal weights, the user's own code runs here.
             models = {role: own_model(model) for model, role in roles.items()}
             computed = predict(models, self.data, self.batch_size, device=self.device)
             # Outputs are cached even if they are not finite, so a model that returns NaN also runs only once.
@@ -119,7 +120,7 @@ class Comparison:
 
     @property
     def kind(self) -> OutputKind:
-        """The kind of the reference's outputs, which all models return."""
+        """The kind of output, e.g. logits or embeddings, that the reference and all other models return."""
         return output_kind_of(self.reference)
 
     def require_logits(self, check: str) -> Logits:
@@ -130,11 +131,11 @@ class Comparison:
         return kind
 
     def of(self, candidate: nn.Module) -> "Comparison":
-        """Returns this comparison with another candidate, whose outputs are not added to this comparison's cache."""
+        """Returns a copy of this comparison with another candidate. This comparison's cache does not change."""
         return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
 
     def taking(self, images: int | None) -> "Comparison":
-        """Returns the comparison on the first `images` only, or unchanged if `images` is None or too large."""
+        """Returns this comparison on the first `images` images, or on all of them if `images` is None or too large."""
         if images is None or images >= len(self.data):
             return self
         return replace(self, data=self.data.take(images), _cache={})  # the cached outputs belong to other images
@@ -170,7 +171,7 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
     """Returns a warning if the reference's accuracy, in %, is not above guessing the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
-    # The interval decides, because the accuracy on a few images may exceed guessing by chance.
+    # The lower end of the interval is compared, because on a few images any model may exceed guessing by luck.
     if accuracy.low > guessing:
         return []
     measured = f"{accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} images"
@@ -182,29 +183,29 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
 
 
 class Check(ABC):
-    """One kind of evidence. Every check is a final frozen dataclass, and its fields are its knobs.
+    """The base class of checks. Every check is a final frozen dataclass with its settings (knobs) as fields.
 
-    The claim of a finding contains no measured number, so you can compare the same claim over several runs.
-    `details["quantity"]` is the short name of the measured quantity.
+    A check returns findings. The text of a finding's claim contains no measured number, so you can compare the same
+    claim over several runs. The finding's `details["quantity"]` is a short name of what was measured.
     """
 
     name: ClassVar[str]
-    """The name in texts and findings. By default, it is the class name in snake case."""
+    """The check's name in texts and findings. By default, it is the class name in snake case."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """What the check requires of images, outputs and models (see `unmet_needs`)."""
+    """What the check requires of images, outputs and models, e.g. "labels" (see `unmet_needs`)."""
 
     measures_speed: ClassVar[bool] = False
     """Whether the check times the models. For an exported file, such a check also needs the unchanged model's file."""
 
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The allowed values of knobs, if their types do not state them."""
+    """The allowed values of settings whose type annotations are not precise enough."""
 
     def __init_subclass__(cls):
         cls.name = text_name(cls)
 
     def __post_init__(self):
-        # Counts, shares and limits must be finite. JSON has no infinity, so evidence with it could not be read again.
+        # Settings must be finite, because evidence is stored as JSON, which has no infinity.
         by_type = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
         require_fields(self, by_type, **self.kinds)
 
@@ -213,7 +214,7 @@ class Check(ABC):
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Measures the candidate against the reference."""
+        """Compares the candidate with the reference, and returns the findings."""
 
     def finding(
         self,
@@ -231,22 +232,22 @@ class Check(ABC):
         """Returns a measured quantity as a finding of this check.
 
         Args:
-            quantity: The short name of the quantity, for `details`.
-            claim: What is measured or claimed, without a number.
-            measured: The value with its interval, or an exact number.
-            unit: The unit of both.
+            quantity: A short name of what was measured, stored in `details`.
+            claim: A text that says what is measured or claimed. It contains no measured number.
+            measured: The measured value with its interval, or an exact number.
+            unit: The unit of the value and of the limit.
             n: The number of samples, e.g. images.
-            limit: The limit of the claim, or None if the quantity is only reported.
+            limit: The limit that the claim sets. If it is None, the quantity is only reported.
             side: The side of the limit on which the quantity must be: ">=", ">" or "<=".
-            seed: The seed of the draws that the interval is computed from.
-            details: Further measurements.
+            seed: The seed of the resamples that the interval is computed from.
+            details: Other values to store with the finding.
 
         Returns:
-            The finding, judged by the limit (`nouns.evidence.against_limit`).
+            The finding. The limit and the interval decide its outcome (`nouns.evidence.against_limit`).
         """
         at_least, strict = side != "<=", side == ">"
         if isinstance(measured, Estimate):
-            assert n is not None  # an interval is over samples
+            assert n is not None  # every interval is computed from n samples
             judgement = estimate_against_limit(measured, n, limit, at_least=at_least, strict=strict)
         else:
             judgement = {"value": measured, **against_limit(measured, limit, n=n, at_least=at_least, strict=strict)}
@@ -264,39 +265,43 @@ class Check(ABC):
         quantity: str = "accuracy change",
         **more: Any,
     ) -> Finding:
-        """Returns a paired change of accuracy, in points, as a finding. It is a claim unless `most_drop` is None.
+        """Returns a finding on the paired change of accuracy. If `most_drop` is None, the change is only reported.
 
         Args:
             where: A text to append to the claim, e.g. " over all corruptions".
             change: The change as a share of the images, candidate minus reference.
-            most_drop: The largest allowed loss, in points.
+            most_drop: The largest allowed loss of accuracy, in percentage points.
             n: The number of images.
-            measure: The name of the accuracy.
+            measure: The name of the accuracy, if it is not top-1 accuracy.
             quantity: The short name of the quantity.
             **more: The seed and the details, as in `finding`.
 
         Returns:
-            The finding.
+            The finding, in percentage points.
         """
         noun = "accuracy" if measure == Logits.accuracy else measure
-        # The text of a claim contains no measured number, so that runs can be compared claim by claim.
+        # The claim contains no measured number, so that its text is the same in every run.
         claim, limit = f"change of {noun}{where}, candidate minus reference", None
         if most_drop is not None:
             claim, limit = f"the candidate loses at most {most_drop:g} points of {noun}{where}", -most_drop
         return self.finding(quantity, claim, change.scaled(100.0), "points", n=n, limit=limit, **more)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the name and knobs for the record, with fingerprints of image sets, without models and functions."""
+        """Returns the check's name and settings for a record. Models and functions among the settings are omitted."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
-    """Returns the needs that the images, outputs and models do not meet, each with the reason.
+    """Returns the requirements of checks that these images, outputs and models do not meet, each with the reason.
 
-    A check may need labels that are class indices of the model, or class logits, which embeddings are not. It may need
-    decisions, which a regression does not make. It may need embeddings, because a search for neighbours makes no sense
-    for class logits. It may need layers, which an exported file does not have.
+    A check may name these requirements in `needs`:
+
+    - "labels": The images have labels, and the labels are class indices of the model.
+    - "logits": The outputs are class logits, and not e.g. embeddings.
+    - "decisions": The outputs make decisions, e.g. for a class. A regression makes none.
+    - "embeddings": The outputs are embeddings, among which nearest neighbours can be searched.
+    - "layers": Both models have layers that attnrx finds. An exported file has none.
     """
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
@@ -318,15 +323,15 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
     for check in checks:
         check.require(comparison)
         for need, reason in unmet.items():
-            # `require_labels` reports missing labels, as an error of the data that says what to do.
+            # Missing labels are reported by `require_labels`, as a DataError that says what to do.
             if need in check.needs and need != "labels":
                 raise InvalidInput(f"the check {check.name} {reason.removeprefix('it ')}")
 
 
 def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
+    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip checks."""
     notes = []
-    # There is one note per reason. A check that lacks both labels and logits is only in the first note.
+    # Every skipped check is named in one note only, even if it lacks both labels and logits.
     for need, reason in unmet_needs(comparison).items():
         names = ", ".join(check.name for check in checks if need in check.needs)
         if names:
@@ -342,5 +347,5 @@ def _plain(knob: Any) -> Any:
         return to_dict(knob)
     if isinstance(knob, tuple):
         return list(knob)  # JSON has no tuples
-    # Modules, functions and tensors are not settings that a record could repeat.
+    # A record cannot store modules, functions and tensors.
     return knob if isinstance(knob, bool | int | float | str) else None

@@ -1,4 +1,4 @@
-"""Checks of a forward pass's costs (parameters, MACs, speed, memory), and of a plan's promises on other images."""
+"""Checks of what a forward pass costs (parameters, MACs, speed, memory), and of what a plan predicted."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -32,18 +32,19 @@ from attnrx.vit.models import counted_by_spec, family_of, timed_form
 
 # The names of the runtimes for models that are not exported files.
 KERNELS, PYTORCH = "attnrx's kernels", "PyTorch"
-# If the test images are this many times the plan's images, the interval of the test images suffices. With a lognormal
-# divergence of sigma 1.5, a promise of half the divergence then holds in 2 of 200 samples (`kept_promises` in
-# benchmarks/coverage.py).
+# If there are this many times more test images than planning images, the test images' interval is enough to judge a
+# promise. A plan that promises half the true divergence then passes in 2 of 200 samples, with lognormal divergences of
+# sigma 1.5 (`kept_promises` in benchmarks/coverage.py).
 MANY_TIMES = 4
-MIN_LOSS = 0.02  # the share of the images by which a loss may always exceed the promised loss
+MIN_LOSS = 0.02  # twice a promised loss is at least this share of the images above the promise
 
 
 @dataclass(frozen=True)
 class Costs(Check):
-    """The savings in parameters and MACs, and claims that the closed forms equal the counts of both models.
+    """The parameters and MACs that the candidate saves, and a test of the closed-form costs of both models.
 
-    Parameters are counted with numel. MACs are counted with torch's FLOP counter on the unpadded eager backend.
+    The check claims that the closed forms equal the counted costs. Parameters are counted with numel. MACs are counted
+    with torch's FLOP counter on the unpadded eager backend.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -76,14 +77,14 @@ class Costs(Check):
             "macs_of_products": {"closed_form": closed.product_macs, "counted": macs},
             "parts": closed.to_record()["parts"],
         }
-        # Both are exact integers, so the limit is 0.
+        # Closed forms and counts are exact integers, so no difference is allowed.
         off = float(abs(params - closed.params) + abs(macs - closed.product_macs))
         claim = f"parameters and MACs of the {role} equal its closed form"
         return self.finding("counted costs", claim, off, "difference", n=1, limit=0.0, side="<=", details=details)
 
 
 def baseline_of(comparison: Comparison, library: bool) -> Baseline:
-    """Returns the baseline of the speed, which is the reference. With `library` it runs its own library's code."""
+    """Returns the reference as the baseline of a speed. With `library`, its own library's code is timed."""
     reference = comparison.reference
     if library and getattr(family_of(reference), "library", None) is not None:
         return Baseline.eager(reference)
@@ -102,9 +103,10 @@ def speed_findings(
 ) -> tuple[Finding, ...]:
     """Times the candidate and the baseline, and returns findings of a check: the speed, and then its factors.
 
-    There are factors if the unchanged model is also timed in the candidate's runtime. It is not timed if it is the
-    baseline itself, or if there is no file of the unchanged model to compare a file with. `limit` is the least speed.
-    `promise` has the details of a speed that a plan promised.
+    The two factors of the speed are the gain from the runtime and the gain from the compression. There are no factors
+    if the baseline already is the unchanged model in the candidate's runtime. There are none either if the candidate is
+    a file and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is the record of
+    a speed that a plan predicted.
     """
     begin("measuring speed")
     model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS
@@ -127,14 +129,14 @@ def described_speed(
     promise: Mapping[str, Any] | None = None,
     gained_by: str | None = None,
 ) -> tuple[Finding, ...]:
-    """Returns a measured speed as a finding of a check, and then its factors if the unchanged model was timed.
+    """Returns findings of a check on a measured speed and, if the unchanged model was timed, on its two factors.
 
-    `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster there than the
-    `baseline`, by default the runtime. `limit` and `promise` are the same as in `speed_findings`.
+    `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster in this runtime
+    than the `baseline`, by default the runtime itself. `limit` and `promise` are the same as in `speed_findings`.
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
-        record["runtime"] = runtime  # for a file (for a module, the version of torch is recorded)
+        record["runtime"] = runtime  # only for files, because the record of a module has torch's version
     if gained_by is not None:
         record["gained_by"] = gained_by
 
@@ -159,16 +161,16 @@ def described_speed(
 
 @dataclass(frozen=True)
 class Latency(Check):
-    """The speed of a forward pass relative to the reference, timed in turns, and the ratio of peak memory.
+    """The speed of a forward pass relative to the reference, timed alternately, and the ratio of peak memory.
 
     If the candidate and the baseline differ in more than the compression, the speed has two factors. `speed of
-    unchanged` is due to the runtime, which is attnrx's kernels or the runtime of a file. `speed by compression` is
-    relative to the unchanged model in the same runtime and precision.
+    unchanged` is due to the runtime, i.e. attnrx's kernels or the runtime of a file. `speed by compression` is relative
+    to the unchanged model in the same runtime and precision.
 
-    `batch` is the batch size. The device comes from the comparison, and the other conditions from the `protocol`. By
-    default, the rounds are divided between PROCESSES processes. `faster` is the least speed, e.g. 1.5. On a busy
-    machine the interval is wide, and the claim may be undecided. With `library`, the reference runs its own library's
-    code.
+    `batch` is the batch size. The device comes from the comparison, and the other conditions come from the `protocol`.
+    By default, PROCESSES processes share the timing rounds. `faster` is the smallest allowed speed, e.g. 1.5. On a busy
+    machine the interval is wide, and the claim may be undecided. With `library`, the reference runs in its own
+    library's code instead of attnrx's kernels.
     """
 
     measures_speed: ClassVar[bool] = True
@@ -185,7 +187,7 @@ class Latency(Check):
         first = next(iter(comparison.data.batches(available, device=comparison.device))).images
         images = first[torch.arange(self.batch, device=first.device) % len(first)]
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
-        # A user of the library sees the gain from attnrx's kernels, too.
+        # With `library`, the speed includes the gain from attnrx's kernels, as a user of that library sees it.
         protocol, baseline = replace(self.protocol, conditions=conditions), baseline_of(comparison, self.library)
         found = speed_findings(self, comparison, baseline, images, protocol, self.faster)
         candidate = timed_form(comparison.candidate, conditions.in_kernels)
@@ -199,20 +201,21 @@ class Latency(Check):
 
 @dataclass(frozen=True)
 class Promises(Check):
-    """Compares the predictions of the prescription's plan with measurements.
+    """Compares what a prescription's plan predicted (promised) with measurements on these images.
 
-    There are claims about the divergence, the agreement, and the change of accuracy. A claim fails if the mean over
-    these images is worse than the whole interval that the plan predicts for this number of images. If the mean is not
-    worse, the interval of the mean decides. The claim holds if this interval also excludes twice the promised loss. If
-    it does not, there are too few images. The claim is then undecided, with twice the promised loss as its limit.
+    A plan predicts the divergence, the agreement and the change of accuracy, each with an interval. Every prediction
+    becomes a claim. The claim fails if the mean over these images is worse than the whole predicted interval for this
+    number of images. Otherwise the mean's own interval decides. The claim holds if this interval excludes twice the
+    promised loss. If it does not, there are too few images, and the claim is undecided. Its limit is then twice the
+    promised loss.
 
-    The loss is the divergence, or the share of images with changed decisions or lost accuracy. For shares, twice the
-    loss is at least `MIN_LOSS` more than the loss. If the predicted interval ends at the end of the quantity's range,
-    no model can miss it. The mean is then reported without a limit.
+    The promised loss is the divergence, or the share of images with changed decisions or lost accuracy. For shares,
+    twice the loss is at least `MIN_LOSS` more than the loss. If the predicted interval reaches the end of the
+    quantity's range, every model meets the prediction, and the mean is reported without a limit.
 
-    The claim about speed in PyTorch is relative to the library's reference implementation. It holds if a pass takes at
-    most the share `within` longer than predicted. Precision, threads, clock and batch size are the same as in the plan.
-    `promised` replaces the record of the prescription (`Plan.predictions`).
+    The claim about speed in PyTorch is relative to the library's own implementation. The claim holds if a pass takes at
+    most 10 % longer than predicted (`within`). Precision, threads, clock and batch size are the same as in the plan.
+    `promised` replaces the predictions that the prescription's record contains (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True
@@ -239,7 +242,7 @@ class Promises(Check):
             for name, values in per_image.items()
             if name in record["expected"]
         ]
-        # Only plans for latency were timed. The speed of a file is measured elsewhere, together with other files.
+        # Only plans for latency contain a measured speed. The speed of a file is measured elsewhere, with other files.
         if record["measured"] is not None and "to" not in record["measured"]:
             findings += self._speed(comparison, record["measured"])
         return tuple(findings)
@@ -262,7 +265,7 @@ class Promises(Check):
         return speed_findings(self, comparison, baseline, images, protocol, limit, promise)
 
 
-# The quantity, its claim, its unit, its scale, and whether larger values are worse.
+# What is measured, the claim about it, its unit, its scale, and whether larger values are worse.
 CLAIMS = {
     "divergence": ("{distance} from the original", "at most as predicted by the plan", "{unit}", 1.0, True),
     "agreement": ("agreement with the original", "at least as predicted by the plan", "%", 100.0, False),
@@ -294,29 +297,29 @@ def _kept_promise(
 def judged_promise(
     quantity: str, promised: PredictedQuantity, values: Float[Tensor, "images"], seed: int
 ) -> dict[str, Any]:
-    """Returns arguments of `Finding`: the mean of a quantity over images, and the outcome of its promise."""
+    """Returns the arguments of a `Finding` on a quantity's mean over images, and on whether it keeps the promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
-    # For a few images, all shares or changes may be equal, e.g. zero. These estimates still have intervals of nonzero
-    # width.
+    # Over a few images, all shares or changes may be equal, e.g. zero. The functions in ESTIMATES return intervals of
+    # nonzero width even then.
     interval, measured = promised.interval(n), ESTIMATES[quantity](values, seed)
     worst = interval[1] if more_is_worse else interval[0]
-    # If every model meets a claim, the claim says nothing about this model.
+    # There is no limit at the end of the quantity's range, because every model would meet it.
     limit = worst if worst not in promised.limits else None
     # The limit is the end of a prediction interval, which already covers the noise of n images. So a mean beyond the
     # limit fails, whatever its own interval is.
     verdict = against_limit(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
-        # With only a few images, the limit is far from the promise, and a model that is twice as bad would often meet
-        # it. So the interval of these images must exclude twice the loss. Unless they are many times more than the
-        # plan's images, an interval from the spread of the plan's images must exclude it, too. A few images of either
-        # set may lack the tail.
+        # With only a few images, the limit is far from the promise, and a model with twice the loss would often meet
+        # it. So the interval of these images must exclude twice the loss. A few images may lack the tail of the
+        # distribution, and their interval is then too narrow. Unless there are MANY_TIMES more test images than
+        # planning images, an interval from the planning images' spread must also exclude twice the loss.
         double, spread = doubled_loss(quantity, promised)
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:
             ends = min(measured.low, value - spread / n**0.5), max(measured.high, value + spread / n**0.5)
         excluded = against_limit(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
-            # The finding has the limit that these images do not exclude.
+            # The finding's limit becomes twice the loss, which these images do not exclude.
             verdict |= {"outcome": UNDECIDED, "limit": double, "deciding_n": excluded.get("deciding_n")}
     return {**verdict, "value": value, "low": measured.low, "high": measured.high}
 
@@ -324,10 +327,10 @@ def judged_promise(
 def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
     """Returns a quantity's value at twice the promised loss, and 1.96 standard deviations over images at that loss.
 
-    For shares of images, this loss is at least `MIN_LOSS` above the promised loss.
+    For shares of images, twice the loss is at least `MIN_LOSS` above the promised loss.
     """
     if quantity == "divergence":
         return 2 * promised.value, 2 * 1.96 * promised.spread  # every image diverges twice as much
     lost = 1 - promised.value if quantity == "agreement" else -promised.value
-    # The number of images with the loss doubles, and so does the variance.
+    # Twice as many images have the loss, so the variance doubles, too.
     return promised.value - max(lost, MIN_LOSS), 2**0.5 * 1.96 * promised.spread

@@ -1,4 +1,4 @@
-"""Checks that compare answers with labels, and outputs with the reference's outputs, with intervals."""
+"""Checks of outputs, with intervals: accuracy and calibration against labels, and fidelity to the reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,8 @@ from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, ne
 PatchTable = Float[Tensor, "images patches features"]
 STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
 PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
-# Numbers of neighbours. If a number is too large, all other images of a group are neighbours for any model.
+# COUNTS are the allowed numbers of neighbours in an `Index`, and NEIGHBOURS in `Retrieval`. Retrieval searches in
+# groups of GROUP images. With more neighbours, all other images of a group would be neighbours, whatever the model.
 COUNTS = each(COUNT, "numbers of neighbours, 1 or more", least=1)
 VECTORS = Kind("vectors, a tensor [images, features]", lambda value: isinstance(value, Tensor) and value.ndim == 2)
 NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)
@@ -46,13 +47,13 @@ NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP 
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    Embeddings have no classes. Their accuracy is the accuracy of the nearest neighbour's label (`attnrx.vit.outputs`),
-    and findings call it 1-nearest-neighbour accuracy. If images have several labels, all must be right (exact-match
-    accuracy).
+    Embeddings have no classes. An embedding is correct if the nearest neighbour's image has the same label
+    (`attnrx.vit.outputs`), and findings call this 1-nearest-neighbour accuracy. If images have several labels, an
+    output is correct if all of them are right (exact-match accuracy).
 
-    The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
-    satisfies the limit, and fails if no part of the interval does. Otherwise it is undecided, because a small image set
-    cannot show a small loss. If `most_drop` is None, the change is only reported.
+    The claim is that the candidate loses at most `most_drop` points. The claim holds if the whole interval of the
+    change satisfies the limit, and fails if no part of the interval does. Otherwise the claim is undecided, because
+    there are too few images to show such a small loss. If `most_drop` is None, the change is only reported.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -83,10 +84,11 @@ class Accuracy(Check):
 class Calibration(Check):
     """The expected calibration error (ECE) of both models and its paired change, in points.
 
-    The confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE
-    estimate is not negative, so it is biased upwards on small image sets. Most of the bias cancels in the change
-    between similar models. The intervals account for the bias (`statistics.calibration_interval`,
-    `statistics.biased_change`). `most_rise` limits the change, in points. If it is None, the change is only reported.
+    An image's confidence is its largest softmax probability. Images are grouped by confidence into `bins` bins of equal
+    width (Guo et al., 2017). The estimated ECE is never negative, so it is biased upwards on small image sets. Most of
+    the bias cancels in the change between similar models. The intervals account for the bias
+    (`statistics.calibration_interval`, `statistics.biased_change`). `most_rise` limits the change, in points. If
+    `most_rise` is None, the change is only reported.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -99,10 +101,11 @@ class Calibration(Check):
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []  # by model [images, bins]
         for role in roles:
-            # From the gaps of every image, the error of any resample follows by column means and a sum.
+            # Gaps are stored per image. The error of any resample is then a sum over the column means of its rows.
             confidence = kind.class_logits(predictions.outputs[role].double()).softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
-        # Both models share the resamples, so that the change is paired: [models, bins] and [models, draws, bins].
+        # Both models share the resamples, so that the change is paired.
+        # `means` is [models, bins], and `draws` is [models, draws, bins].
         means = torch.stack([gap.mean(0) for gap in gaps])
         draws = resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)).transpose(0, 1)
         findings = [
@@ -123,7 +126,7 @@ class Calibration(Check):
 class Metric(Check):
     """The mean over images of the `metric` that you pass to `verify` or `shrink`, e.g. an intersection over union.
 
-    The findings are the means for both models and the mean change per image, all with intervals over images.
+    The findings are the mean for each model, and the mean change per image. All have intervals over images.
     """
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -147,7 +150,8 @@ class Metric(Check):
 class MetricOfSet(Check):
     """The `metric_of_set` that you pass to `verify` or `shrink`, e.g. a mean average precision over all images.
 
-    The findings are the values for both models and their change, with intervals from `draws` paired resamples.
+    The findings are the value for each model, and the change between them. All intervals come from `draws` paired
+    resamples.
     """
 
     draws: int = 200
@@ -178,7 +182,7 @@ class MetricOfSet(Check):
 def _metric_findings(
     check: Check, measure: str, over: str, values: Mapping[str, Estimate], change: Estimate, *, n: int, seed: int
 ) -> tuple[Finding, ...]:
-    """Returns the findings on a measure that the user gave: its values by role, and its change."""
+    """Returns the findings on a user's metric: its value for each model, and its change."""
     about: dict[str, Any] = {"n": n, "seed": seed}
     findings = []
     for role, value in values.items():
@@ -192,15 +196,17 @@ def _metric_findings(
 class Fidelity(Check):
     """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence between the outputs of two models.
 
-    For class logits, agreement counts equal predictions, and the divergence is the Kullback-Leibler divergence in nats.
-    A single logit is first turned into the two probabilities of its sigmoid. For logits of labels, agreement counts
-    equal label decisions, and the divergences of all labels are added. For embeddings, agreement counts equal nearest
-    neighbours, and the divergence is the cosine distance. For a regression, the divergence is the squared error
-    relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
+    Agreement and divergence depend on what the models return (`attnrx.vit.outputs`):
 
-    The paper compares the compressed model only with the masked one. Here both models are also compared with the
-    reference. `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` are limits for the candidate
-    against the reference.
+    - Class logits: the share of equal predictions, and the Kullback-Leibler divergence in nats. A single logit is first
+      turned into the two probabilities of its sigmoid.
+    - Logits of several labels: the share of equal label decisions, and the sum of the divergences of all labels.
+    - Embeddings: the share of equal nearest neighbours, and the cosine distance.
+    - A regression: no agreement, and the squared error relative to the variance.
+
+    The SVDA paper compares the compressed model only with the masked model. This check also compares both with the
+    reference. `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` limit the difference between
+    candidate and reference.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
@@ -209,7 +215,7 @@ class Fidelity(Check):
     most_divergence: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns three findings per pair of models, or four for labels and two for a regression.
+        """Returns three findings per pair of models, four for logits of several labels, or two for a regression.
 
         Raises InvalidInput if `least_agreement` is set for a regression.
         """
@@ -228,7 +234,7 @@ class Fidelity(Check):
     def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns the agreement and the divergence over all images of other sizes."""
         sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
-        if not sets or isinstance(comparison.candidate, Exported):  # a file has one size
+        if not sets or isinstance(comparison.candidate, Exported):  # an exported file accepts only one size
             return ()
         kind, roles = comparison.kind, ("reference", "candidate")
         found = [replace(comparison, data=images, masked=None, _cache={}).predictions for images in sets]
@@ -294,9 +300,9 @@ def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
 class Features(Check):
     """The error of the last patch features, candidate against reference.
 
-    The findings are the relative squared error and the cosine of every patch, averaged over the patches of an image.
-    The intervals are over images. Pruned and merged patches are restored. `most_error` limits the mean relative squared
-    error.
+    The relative squared error and the cosine are computed for every patch and averaged over the patches of an image.
+    The intervals are over images. Pruned and merged patches are restored first. `most_error` limits the mean relative
+    squared error.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -330,8 +336,8 @@ def patch_features(model: nn.Module, images: Float[Tensor, "batch channels heigh
 class Retrieval(Check):
     """The share of every image's nearest neighbours that the candidate keeps.
 
-    For every k in `ks`, the k nearest neighbours by cosine similarity are searched among `GROUP` consecutive images. A
-    group of at most k + 1 images is not counted, because all of its images are neighbours.
+    For every k in `ks`, an image's k nearest neighbours by cosine similarity are searched among `GROUP` consecutive
+    images. A last group of at most k + 1 images is not counted, because all of its images are neighbours of each other.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
@@ -362,15 +368,15 @@ class Retrieval(Check):
 class Index(Check):
     """The share of the reference's k nearest neighbours that queries still find in an index, for every k in `ks`.
 
-    Every image is a query. By default, all other images are the index. New queries are embedded by the candidate, and
-    searched among vectors of the reference. Old queries are embedded by the reference, and searched among vectors of
-    the candidate. The search is exact and compares vectors by cosine similarity. In a larger index, neighbours are
-    closer to each other and harder to keep.
+    Every image is a query, and by default all other images form the index. The candidate embeds new queries, which are
+    searched among vectors of the reference. The reference embeds old queries, which are searched among vectors of the
+    candidate. The search is exact and compares vectors by cosine similarity. In a larger index, neighbours are closer
+    to each other and harder to keep.
 
-    To search in your own index, pass its vectors as `stored`. The reference must have made them, and the images must
-    not be in the index. Old queries are then omitted.
+    To search in your own index, pass its vectors as `stored`. The reference must have computed these vectors, and the
+    images must not be in the index. Old queries are then omitted.
 
-    `least_recall`, in %, is the limit for new queries and the last k.
+    `least_recall` is the smallest allowed recall, in %, of new queries with the last k in `ks`.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)

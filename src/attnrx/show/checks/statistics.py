@@ -1,7 +1,8 @@
 """The statistics behind every interval, as pure functions of tensors and counts.
 
-All intervals are at 95 %. Images are resampled, and both models are evaluated on the same resamples. The base install
-has no scipy. Wilson's interval and McNemar's test take only 30 lines here, and scipy's bootstrap is not studentized.
+All intervals are 95 % intervals. Resamples are drawn from the images, and both models are evaluated on the same
+resamples. scipy is not used, because it is not in the base install and its bootstrap is not studentized. Wilson's
+interval and McNemar's test take only 30 lines here.
 """
 
 import math
@@ -17,7 +18,7 @@ from attnrx.support.shapes import Bool, Float, Tensor
 LEVEL = 0.95
 TAIL, SHORT = (1 - LEVEL) / 2, 70  # the share of each tail, and the number of images that halves it (`studentized`)
 DRAWS = 2000  # bootstrap resamples
-# Elements in one chunk of resampling counts. They take 64 MiB in float64, whatever the number of images is.
+# The number of elements in one chunk of resampling counts. A chunk takes 64 MiB in float64 for any number of images.
 CHUNK = 2**23
 
 
@@ -35,9 +36,9 @@ def proportion(successes: int, n: int) -> Estimate:
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
     """Returns the change of a share, after minus before, with a bootstrap interval over images.
 
-    An image changes by -1, 0 or +1, so resampling images is the same as drawing from a trinomial. Pseudo-counts of 0.5
-    losses, 0.5 gains and 1 unchanged image are added to its weights (Agresti and Min, 2005). With them, the interval of
-    a small set without any change still has nonzero width.
+    An image changes by -1, 0 or +1, so resampling images is the same as drawing from a trinomial. The trinomial's
+    weights include pseudo-counts of 0.5 losses, 0.5 gains and 1 unchanged image (Agresti and Min, 2005). The
+    pseudo-counts give the interval nonzero width even if no image of a small set changes.
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
@@ -74,7 +75,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 
 def chunks(draws: int, n: int) -> Iterator[int]:
-    """Yields the number of resamples in each chunk. With `n` images in a resample, memory does not grow with n."""
+    """Yields the number of resamples of `n` images in each chunk. The memory of a chunk does not grow with `n`."""
     chunk = max(1, CHUNK // n)
     yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
 
@@ -88,9 +89,10 @@ def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     """Returns a change, whose estimate may be biased, with an interval from its bootstrap samples.
 
-    The samples differ from the value by the same bias by which the value differs from the truth. So their percentiles
-    have the bias twice. The returned interval covers two intervals: the samples' interval, shifted to the value, and
-    the basic interval, which is shifted to the value minus the bias. It contains the value.
+    If an estimate has a bias, its bootstrap samples differ from the estimate by about the same bias. So percentiles of
+    the samples contain the bias twice. The returned interval covers two intervals: the percentile interval without the
+    samples' bias, and the basic bootstrap interval, which removes both biases. The returned interval always contains
+    the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
     # The basic interval is the percentile interval, reflected at the value.
@@ -113,10 +115,11 @@ def studentized(
 ) -> Estimate:
     """Returns a smooth function of column means over images, with its studentized bootstrap interval.
 
-    Every resample is divided by its own standard error, from the delta method (Efron and Tibshirani, 1993, section
-    12.5). If a resample lacks the few images of a heavy tail, both its mean and its standard error are small. The
-    quotient shows this skew, and percentiles do not. For n images, the tails are TAIL * n / (n + SHORT) instead of
-    TAIL, because a small sample has too few images from its tail for any bootstrap (benchmarks/coverage.py).
+    The change in every resample is divided by the resample's own standard error, which comes from the delta method
+    (Efron and Tibshirani, 1993, section 12.5). If a resample lacks the few images of a heavy tail, both its mean and
+    its standard error are small. The quotient reflects this skew, and percentiles do not. For n images, each tail of
+    the interval is TAIL * n / (n + SHORT) instead of TAIL. A small sample has too few images from the tail for any
+    bootstrap, and wider intervals make up for this (benchmarks/coverage.py).
 
     Args:
         values: One row per image.
@@ -138,7 +141,7 @@ def studentized(
     value, gradient = _with_gradient(function, means[None])
     samples, gradients = _with_gradient(function, means + shifts)
     error = (centered @ gradient[0]).square().mean().sqrt()
-    # If all images are equal up to rounding, or the value is at the end of its range, there is no error to divide by.
+    # There is no error to divide by if all images are equal up to rounding, or if the value is at the end of its range.
     if not (error.isfinite() and error > 1e-14 * values.abs().max()):
         return Estimate(float(value), float(value), float(value))
     errors = (gradients[:, None] @ covariances @ gradients[:, :, None])[:, 0, 0].clamp(min=0).sqrt()
@@ -163,8 +166,8 @@ def _with_gradient(
 def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
     """Returns the mean of shares in [0, 1] with its interval.
 
-    If all shares are 0 or 1, the interval is the interval of `proportion`. Otherwise it is a bootstrap interval. Two
-    pseudo-images with the shares 0 and 1 are then added, so that the interval has nonzero width even if all shares are
+    If all shares are 0 or 1, the interval comes from `proportion`. Otherwise it is a bootstrap interval. The resamples
+    then include two pseudo-images with the shares 0 and 1, so the interval has nonzero width even if all shares are
     equal.
     """
     if bool(((shares == 0) | (shares == 1)).all()):
@@ -175,10 +178,10 @@ def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
 
 
 def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) -> Estimate:
-    """Returns the mean of changes that have about the size `unit`, like `paired_change` for fractional changes.
+    """Returns the mean change with its interval, like `paired_change`, but for changes of any size.
 
-    Two pseudo-images with changes of plus and minus unit * sqrt(0.5) add the same variance as the pseudo-counts of
-    `paired_change`.
+    `unit` is the typical size of a change. Two pseudo-images, which change by plus and minus unit * sqrt(0.5), add the
+    same variance as the pseudo-counts of `paired_change`.
     """
     pseudo = unit * torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
     samples = resampled_means(torch.cat([changes.double(), pseudo])[:, None], seed)[:, 0]
@@ -188,10 +191,10 @@ def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) 
 def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"], seed: int) -> Estimate:
     """Returns a metric's mean change, after minus before, with its interval over images. The metric may have any unit.
 
-    If every image changes, the interval is the studentized bootstrap interval. Otherwise it is the interval of
-    `mean_change`, because a metric that changes in only a few images is like a decision. An example is a share of a
-    few objects. The unit of `mean_change` is the root mean square of the nonzero changes. If there are none, it is the
-    least difference between two images, so that the interval has nonzero width.
+    If the metric changes for every image, the interval is the studentized bootstrap interval. Otherwise `mean_change`
+    computes the interval, because a metric that changes for some images only is like a decision. An example is the
+    share of a few objects that a detector finds. The `unit` is the root mean square of the nonzero changes. If no image
+    changes, the `unit` is the smallest difference between two images' values, so that the interval has nonzero width.
     """
     changes = (after - before).double()
     if bool((changes != 0).all()):
@@ -205,7 +208,7 @@ def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
     """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
-    # The gaps are [images, bins] and not [bins], because a resample's calibration error needs its column means.
+    # The gaps are kept per image, [images, bins], because a resample's calibration error needs its own column means.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
     gap = confidence.double() - correct.double()
@@ -220,13 +223,14 @@ def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, 
 def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
     """Returns the binned expected calibration error, with an interval that covers the population's error.
 
-    The error is a sum of magnitudes, which noise increases. On a small image set, a calibrated model has an error well
-    above zero. Resamples have an even larger error, so percentiles may exclude the value itself.
+    The calibration error is a sum of magnitudes, so noise increases it. On a small image set, even a perfectly
+    calibrated model has an error well above zero. Resamples have a still larger error, so their percentiles may exclude
+    the value itself.
 
-    By the triangle inequality, the error differs from the population's error by at most the sum over bins of the
-    absolute changes. The quantile of this sum is the distance to the lower end. The upper end is as far above the value
-    as the low resamples are below their mean. The bias is not subtracted from it. The interval is conservative, and it
-    contains the value.
+    By the triangle inequality, the sample's error differs from the population's error by at most the sum of the bins'
+    absolute changes. A quantile of this sum, over resamples, is the distance from the value to the lower end. The upper
+    end is as far above the value as the resamples' lower percentile is below their mean. The upper end is not corrected
+    for the bias. So the interval is conservative, and it contains the value.
     """
     value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
     distances = calibration_error(resampled_gaps - mean_gaps)

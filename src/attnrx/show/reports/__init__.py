@@ -1,4 +1,4 @@
-"""Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
+"""Reports, which show diagnosis, prescription and evidence as a self-contained HTML page or as a model card."""
 
 from attnrx.show.reports.page import ReportContent, is_unedited, model_card, render, write_report
 from attnrx.show.reports.results import evidence_stem, files_table, summary_of, written_files

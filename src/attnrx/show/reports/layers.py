@@ -1,4 +1,4 @@
-"""Report sections about layers and heads: changes, the prescription with its reasons, and the readings of heads."""
+"""Report sections about layers and heads: what was removed, the reasons of the prescription, and readings of heads."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.reports.numbers import number, percent, plain, short
 from attnrx.vit.maps import LINEAR_MAPS
 
-LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
+LEVELS = 9  # colours of the sequential scale, which the style sheet defines as .level-0 to .level-8
 
 # The tables of ranks, with their captions.
 SCORES, VALUES, MLP, UNITS = "Query and key", "Value and output", "MLP", "Hidden units"
@@ -21,9 +21,9 @@ CAPTIONS = {
     UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
 }
 
-# Captions of the readings, in the order of the page. Other readings follow them. The first OPEN_FIGURES figures are
-# open. The effective rank in a metric comes first, because the plain effective rank of a dense head is only the number
-# of its directions.
+# Captions of the readings, in the order of the page. Readings without a caption follow. The first OPEN_FIGURES figures
+# are open, all others are folded. The effective rank in the metric "mix" comes first, because the plain effective rank
+# of a dense head is only its number of directions.
 MEANING = {
     "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
@@ -40,7 +40,7 @@ OPEN_FIGURES = 2
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a heat map: its text, its step of the colour scale (None for no colour), and its tooltip."""
+    """One cell of a heat map: its text, its colour as a step of the scale (None for no colour), and its tooltip."""
 
     text: str = ""
     step: int | None = None
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A table with a row per layer and a column per head or map. A single cell in a row spans all columns."""
+    """A coloured table with a row per layer and a column per head or map. A row's only cell spans all columns."""
 
     title: str
     note: str
@@ -59,12 +59,12 @@ class HeatMap:
 
 
 def colour_step(share: float) -> int:
-    """Returns the step of the colour scale for a share of its range. Shares outside [0, 1] are clipped."""
+    """Returns the step of the colour scale for a value, given as a share of the scale's range and clipped to [0, 1]."""
     return min(LEVELS - 1, max(0, int(share * LEVELS)))  # a share of 1 belongs to the last step
 
 
 def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Returns the data of the prescription's section: the rules, and one reason per head."""
+    """Returns the data of the report's section about the prescription: the rules, and one reason per head."""
     pairs = zip(prescription.layers, _heads(prescription, diagnosis), strict=True)
     removed = prescription.removed_share
     return {
@@ -79,7 +79,7 @@ def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[s
 
 
 def _heads(prescription: Prescription, diagnosis: Diagnosis | None) -> list[tuple[int, ...]]:
-    """Returns the original indices of the heads in every layer, which the diagnosis states."""
+    """Returns the heads of every layer by their indices in the original model, which only the diagnosis contains."""
     if diagnosis is None:
         return [tuple(range(len(layer.heads))) for layer in prescription.layers]
     return [layer.spectrum.heads for layer in diagnosis.layers]
@@ -104,12 +104,12 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns texts about what was removed, and a heat map per map that lost ranks, or None if nothing changed."""
+    """Returns texts on what was removed, and a heat map of ranks for every pruned map, or None if nothing changed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
         kept, full = sum(kept or 0 for kept, _ in parts), sum(full for _, full in parts)
-        if kept == full:  # the heat map would have a single colour
+        if kept == full:  # nothing was removed, so the heat map would have a single colour
             continue
         what = "units" if title == UNITS else "ranks"
         words = f"{percent(1 - kept / full)} of the {what} removed, {number(kept)} of {number(full)} kept"
@@ -130,17 +130,18 @@ def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str
     return {"facts": facts, "figures": figures, "steps": LEVELS} if facts else None
 
 
-# The kept rank and the full rank of a head or map. The kept rank is None for a removed head. The pair is None if an
-# earlier compression had already removed the head.
+# The kept rank and the full rank of a head or map. The kept rank is None if the head was removed. If an earlier
+# compression had already removed the head, the whole pair is None.
 Rank = tuple[int | None, int] | None
 
 
 def ranks(
     prescription: Prescription, diagnosis: Diagnosis | None = None
 ) -> dict[str, tuple[tuple[str, ...], list[list[Rank]]]]:
-    """Returns a table for query and key, and one for every other reduced map: its columns, and a row per layer.
+    """Returns the kept ranks as tables, each with its column titles and a row per layer.
 
-    The diagnosis provides the original indices of the heads, and how many directions they have.
+    There is a table for query and key, and one for every other map that was reduced. The diagnosis provides the heads'
+    indices in the original model, and their numbers of directions.
     """
     layers, heads = prescription.layers, _heads(prescription, diagnosis)
     head_columns = tuple(
@@ -160,7 +161,7 @@ def ranks(
             full = [int(rank) for rank in diagnosis.layers[index].spectrum.rank]
         scores.append([(qk.kept, qk.directions)] if qk.is_shared else by_head(index, qk.ranks, full))
     tables = {SCORES: (head_columns, scores)}
-    # A layer without a decision keeps all directions of a map. Their number is the same as in the other layers.
+    # A layer without a decision on a map keeps all of its directions. Their number comes from the other layers.
     full_ranks = {
         name: max(layer.outputs[name].strength.shape[1] for layer in layers if name in layer.outputs)
         for name in ("vo", *LINEAR_MAPS)
@@ -199,7 +200,7 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
 
 
 def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
-    """Returns figures of effective rank and selectivity, which are open, and of other readings, which are folded."""
+    """Returns heat maps of the readings: the first OPEN_FIGURES are open on the page, and the others are folded."""
     names = readings_per_head(diagnosis)
     if not names:
         return None
@@ -212,7 +213,7 @@ def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
 
 
 def readings_per_head(diagnosis: Diagnosis) -> set[str]:
-    """Returns the readings that have one number per head in all layers, because a heat map has a row per layer."""
+    """Returns the names of readings that have one number per head in all layers, as a heat map needs them."""
     per_head = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers
@@ -229,7 +230,7 @@ def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:
     low, high = limits.get(name, (min(values), max(values)))
     rows = []
     for index, layer in enumerate(layers):
-        # Heads are placed at their index in the original model. Cells without a head stay empty.
+        # A head's column is its index in the original model. Columns without a head stay "removed".
         row = [Cell("removed", None, f"layer {index + 1}, head {head + 1}: removed") for head in range(columns)]
         for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
             share = (value - low) / (high - low) if high > low else 0.5

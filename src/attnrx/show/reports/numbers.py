@@ -20,15 +20,15 @@ def known(value: Number | None) -> Number | None:
 
 
 def number(value: Number | None, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits, and very small and large numbers with a power of ten."""
+    """Formats a number with `digits` significant digits. Very small and very large numbers get a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
-    # Integers are counts and are shown exactly.
+    # Integers are counts, so all of their digits are shown.
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
         return f"{int(value):,}".replace("-", MINUS)
     if abs(value) < NOTHING:
         return "0"
-    # Rounded before the exponent is computed, because with three digits 999.9 becomes 1,000.
+    # The value is rounded before its exponent is computed, because with three digits 999.9 becomes 1,000.
     rounded = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(rounded)))
     if -4 <= exponent < 6:
@@ -45,7 +45,7 @@ def short(value: Number | None, digits: int = 4) -> str:
 
 def fixed(value: Number, decimals: int, signed: bool = False) -> str:
     """Formats a number with fixed decimals and, if `signed`, a plus sign. Values that round to zero have no sign."""
-    # Otherwise a small negative value would read -0.00.
+    # Without this case, a small negative value would be shown as -0.00.
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
     return f"{value:{'+' if signed else ''},.{decimals}f}".replace("-", MINUS)
@@ -70,7 +70,7 @@ def percent(share: Number | None, digits: int = 3) -> str:
 def quantity(
     value: Number | None, unit: str = "", low: Number | None = None, high: Number | None = None, signed: bool = False
 ) -> str:
-    """Formats a measured value. If it has an interval, the interval's width determines the decimals."""
+    """Formats a measured value. If the value has an interval, the interval's width sets the number of decimals."""
     if value is None or not math.isfinite(value):
         return MISSING
     decimals = _decimals(low, high)
@@ -111,6 +111,6 @@ def plain(value: Any, longest: int = 8) -> str:
 def _decimals(low: Number | None, high: Number | None) -> int | None:
     if low is None or high is None or not math.isfinite(high - low) or high <= low:
         return None
-    # Two significant digits of the width are kept, because further digits would be within the error.
+    # The decimals show two significant digits of the width, because more digits would only show noise.
     decimals = 1 - math.floor(math.log10(high - low))
     return decimals if 0 <= decimals <= 5 else None

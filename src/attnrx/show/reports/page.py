@@ -1,4 +1,4 @@
-"""The documents for results: an HTML page, whose sections are rendered by templates into one file, and a model card."""
+"""The documents about a result: a self-contained HTML page, rendered from templates, and a model card."""
 
 import base64
 import hashlib
@@ -42,7 +42,7 @@ COUNTED = 100_000  # integers of this size or more are parameters or MACs, and g
 UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
-# The name of a model's outputs in code. For the hub, everything but logits is features.
+# The variable name for a model's outputs in the card's example code, if they are not logits.
 RETURNED = {
     "embedding": "embeddings",
     "regression": "numbers",
@@ -58,26 +58,26 @@ import attnrx as rx
 model = rx.load("path/to/this/folder")
 {call}  # images normalized as in config.json{accelerated}
 ```"""
-# For a portable model, shown before USE.
+# A portable model can be loaded without attnrx. Its card shows this text before USE.
 PORTABLE = "Its own library loads it, without attnrx:\n\n```python\n{code}\n```\n\nSo does attnrx:"
-# This line is added if the speed was measured in attnrx's kernels, which `load` does not use.
+# This line is added to USE if the speed was measured in attnrx's kernels, which `load` does not enable.
 ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
-# For a transformers model.
+# This line is added to USE for a transformers model.
 PIPELINE = '\nanswers = transformers.pipeline("{task}", model=model, image_processor=processor)'
-# The hub's task names for embeddings and for classifiers.
+# The hub's task names: the first for embeddings and all other outputs, the second for classifiers.
 TASKS = "image-feature-extraction", "image-classification"
 
-# The last line of a card, by which edits are detected. It is a comment, so it is not displayed.
+# The last line of a card is a hash of the card, which shows if the card was edited. As a comment, it is not displayed.
 SEAL = "<!-- attnrx card {} -->\n"
 
 
 @dataclass(frozen=True, repr=False)
 class ReportContent(Displayed):
-    """The parts of one report about one candidate.
+    """The parts of one report about one compressed model.
 
-    `about` is a free record, e.g. of the model, the data, the versions, the seed and the command. Costs and latency
-    come from the evidence.
+    `about` may contain anything that identifies the run, e.g. the model, the data, the versions, the seed and the
+    command. The report's tables of costs and latency come from `evidence`.
     """
 
     title: str
@@ -90,7 +90,7 @@ class ReportContent(Displayed):
 
     @property
     def records(self) -> dict[str, Mapping[str, Any]]:
-        """The records of all parts, by the part's name."""
+        """The `about` records of the report and of its parts, by the names that the page shows."""
         records: dict[str, Mapping[str, Any]] = {"this report": self.about}
         for name, part in (("the diagnosis", self.diagnosis), ("the prescription", self.prescription)):
             if part is not None:
@@ -100,7 +100,7 @@ class ReportContent(Displayed):
 
     def __post_init__(self):
         require_fields(self, title=ANY_TEXT)
-        # All fields are tested, so that a new part needs no change here.
+        # The loop covers all fields, so that a new part needs no change here.
         if all(part is None for name, part in vars(self).items() if name not in ("title", "about")):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
@@ -121,21 +121,21 @@ def write_report(
 ) -> Path:
     """Writes the report as one HTML file, which needs neither network nor scripts, can be printed, and has a dark mode.
 
-    Pass evidence, prescription and diagnosis. To add other parts and a title, pass a `content` instead. To get the page
-    as text, e.g. for an iframe in a notebook, call `render(ReportContent(title, evidence=evidence))`.
+    Pass any of `evidence`, `prescription` and `diagnosis`. To set a title or add other parts, pass `content` instead.
+    To get the page as text, e.g. for an iframe in a notebook, call `render(ReportContent(title, evidence=evidence))`.
 
     Args:
         path: The file to write.
-        content: All parts of the report.
+        content: The title and all parts of the report, in place of the following arguments.
         evidence: The evidence that `verify` returned.
-        prescription: The prescription of the candidate.
+        prescription: The prescription that the compressed model was made with.
         diagnosis: The diagnosis that the prescription was made from.
 
     Returns:
         The path of the file.
 
     Raises:
-        InvalidInput: There is nothing to show, or you passed both a content and single parts.
+        InvalidInput: There is nothing to show, or you passed both `content` and single parts.
         FingerprintMismatch: Diagnosis and prescription belong to different models.
 
     Examples:
@@ -169,8 +169,8 @@ def render(content: ReportContent) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        # By default, Jinja escapes nothing and replaces unknown names by empty texts. Here an unknown name raises an
-        # error.
+        # By default, Jinja escapes nothing and replaces unknown names by empty texts. Here it escapes all text, and an
+        # unknown name raises an error.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -182,9 +182,9 @@ def render(content: ReportContent) -> str:
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
     diagnosis, records = content.diagnosis, content.records
     provenance = {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None
-    # A section has a name (its anchor and the file name of its template), a title, a part, and a function. The function
-    # returns the data of the part, or None if there is nothing to show. If the data have a "summary", the section is
-    # folded, and the page shows only this summary until the reader opens it.
+    # A section has a name, a title, a part of the content, and a function. The name is the section's anchor and the
+    # file name of its template. The function returns the data of the part, or None if there is nothing to show. If the
+    # data have a "summary", the section is folded: the page shows only the summary until the reader opens the section.
     every_section: list[tuple[str, str, Any, Callable[[Any], dict[str, Any] | None]]] = [
         ("verdict", "Result", records, partial(verdict, content.evidence)),
         ("changes", "What changed", content.prescription, partial(changes, diagnosis=diagnosis)),
@@ -209,7 +209,7 @@ def render(content: ReportContent) -> str:
         # The page's content security policy only allows the script with this hash.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sections=sections,
-        # If all sections after the first are folded, the page unfolds them.
+        # If all sections after the first are folded, the page would look empty, so all of them are opened.
         unfold=all("summary" in data for _, _, data in sections[1:]),
     )
 
@@ -223,21 +223,21 @@ def model_card(
 ) -> str:
     """Returns the model card as Markdown with a YAML header for the hub. It is saved as README.md.
 
-    The card only contains measured and recorded facts. Every saved model has a card, so making one must not need more
-    than the base install. `huggingface_hub.ModelCard` would be a fifth dependency for a header of fifteen lines.
+    The card only contains measured and recorded facts. Every saved model gets a card, so this function works with the
+    base install. `huggingface_hub.ModelCard` would be a fifth dependency, only for a header of fifteen lines.
 
     Args:
-        facts: The facts for the table. "name" is the heading. "outputs" is the name of an `OutputKind`, because a model
-            that returns embeddings is not a classifier on the hub.
+        facts: The facts for the card's table. "name" is the heading. "outputs" is the name of an `OutputKind`, which
+            sets the task on the hub: a model that returns embeddings is not a classifier.
         evidence: The evidence that `verify` returned.
         prescription: The prescription that the model was made with.
         library_code: For a portable model, the code that loads it with its own library.
 
     Returns:
-        The card. Its last line is a seal, by which `is_unedited` detects edits.
+        The card. Its last line is a hash of the other lines, from which `is_unedited` detects edits.
     """
     rows, returned = [], RETURNED.get(str(facts.get("outputs")), "logits")
-    # A transformers model returns several outputs, with the answer among them.
+    # A transformers model returns an object with several outputs, so the example code calls it `output`.
     is_transformers = facts.get("family") == "huggingface"
     call = "output = model(images)" if is_transformers else f"{returned} = model(images)"
     pipeline = PIPELINE.format(task=TASKS[returned == "logits"]) if is_transformers else ""
@@ -279,10 +279,10 @@ def _seal(text: str) -> str:
 def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
     """Returns the YAML header for the hub. Texts are quoted as JSON, which is a subset of YAML."""
     lines = ["library_name: attnrx", f"pipeline_tag: {task}"]
-    # The hub uses these fields for its search, and model-index for the results that it shows.
+    # The hub uses tags for its search, and shows the results in model-index.
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
-    # The accuracy of nearest neighbours is not the result of a classifier. An accuracy over several labels per image,
-    # or with labels that are not the model's, cannot be compared with other results.
+    # The hub compares results of classifiers. A nearest-neighbour accuracy is not comparable with them. Neither is an
+    # accuracy over several labels per image, or with labels that are not the model's.
     is_comparable = (
         task == "image-classification"
         and facts.get("outputs") not in ("multilabel", "label_probabilities")
@@ -301,7 +301,7 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
 
 def _prescribed(prescription: Prescription) -> list[str]:
     rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks, 1)]
-    # Heads with fewer directions are padded to the largest number.
+    # The column's title has the number of directions of the widest layer. Heads with fewer directions are padded.
     num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
     origin = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
@@ -310,14 +310,14 @@ def _prescribed(prescription: Prescription) -> list[str]:
 
 
 def _files(evidence: Evidence) -> list[str]:
-    """Returns the table of the files that were measured together with the vendor's, for the model card."""
+    """Returns the model card's table of exported files, which were measured together with the vendor's files."""
     title, rows = measured_files(evidence)
     return [f"{markdown(title)}:", markdown_table(FILE_COLUMNS, rows)] if rows else []
 
 
 def _evidence(evidence: Evidence) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
-    # Nested records do not fit into a sentence.
+    # Only single values are listed, because nested records do not fit into a sentence.
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)

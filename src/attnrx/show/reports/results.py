@@ -1,4 +1,4 @@
-"""Numbers of results: the summary sentence, quantities before and after, findings, costs, and a folder's files."""
+"""Texts and tables about a result: the summary sentence, before and after, findings, costs, and a folder's files."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +14,7 @@ from attnrx.vit.costs import factors_text, speed_text
 from attnrx.vit.outputs import KINDS
 
 Record = Mapping[str, Any]
-TOP_1 = "top-1 accuracy"  # the measure of findings that do not name one
+TOP_1 = "top-1 accuracy"  # the measure of findings on accuracy that do not name their measure
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMES = {
     "query_key": "query and key",
@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One measured amount with its conditions, its 95 % interval and its factors. Missing texts are empty."""
+    """One part of the summary sentence: an amount, its conditions, 95 % interval and factors. Missing texts are ""."""
 
     amount: str
     conditions: str = ""
@@ -40,9 +40,10 @@ class SummaryPart(NamedTuple):
 class MeasuredSpeed:
     """The speed relative to a baseline (above 1 is faster), with its interval and the conditions of its measurement.
 
-    `record` is the record of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if
-    the unchanged model was timed in the same `runtime`. `reference_seconds` is the baseline's median time, if it is
-    recorded. `where` is a text for the sentence, with the number of CPU threads or the name of another device.
+    `record` is the record of a `LatencyComparison`. `by_runtime` and `by_compression` are the two factors of the speed,
+    or None if the unchanged model was not timed in the same `runtime`. `reference_seconds` is the baseline's median
+    time, or None if it was not recorded. `where` is a text for the summary sentence, with the number of CPU threads or
+    the name of the GPU.
     """
 
     def __init__(self, record: Record):
@@ -80,7 +81,7 @@ class MeasuredSpeed:
 
     @property
     def factors(self) -> str:
-        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression", or "" without factors."""
+        """The speed's factors, e.g. "= 2.08x by attnrx's kernels x 1.06x by compression", or "" without factors."""
         if self.by_runtime is None or self.by_compression is None:
             return ""
         return f"= {factors_text(self.by_runtime, self.by_compression, self.gained_by)}"
@@ -89,7 +90,7 @@ class MeasuredSpeed:
 def summary_of(evidence: Evidence) -> str:
     """Returns one sentence with the speed and its factors, the accuracy change, costs, divergence and image count.
 
-    The sentence comes after statements that a reader must know first, e.g. that nothing was removed.
+    Warnings come before this sentence, e.g. that nothing was removed.
     """
     sentence = ", ".join(str(part) for part in summary_parts(evidence))
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
@@ -101,12 +102,12 @@ def nothing_removed(evidence: Evidence) -> bool:
 
 
 def statements(evidence: Evidence) -> list[str]:
-    """Returns statements that a reader must know before the numbers."""
+    """Returns warnings that a reader must see before the numbers, e.g. that nothing was removed."""
     warnings = list(evidence.warnings)
     if not nothing_removed(evidence):
         return warnings
     measured = speeds(evidence)
-    if not measured or evidence.of("files"):  # findings about files state the gain from the runtime already
+    if not measured or evidence.of("files"):  # findings on files show the gain from the runtime themselves
         return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
     runtime = measured[0].runtime
     alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
@@ -114,9 +115,9 @@ def statements(evidence: Evidence) -> list[str]:
 
 
 def summary_parts(evidence: Evidence) -> list[SummaryPart]:
-    """Returns the parts of the sentence that were measured."""
+    """Returns the parts of the summary sentence, one for every quantity that was measured."""
     parts = []
-    for speed in speeds(evidence)[:1]:  # one sentence has no room for speeds at other batch sizes
+    for speed in speeds(evidence)[:1]:  # the sentence leaves out speeds at other batch sizes, to stay short
         where = f" on {speed.where}" if speed.where else ""
         setting = f"{'than' if speed.value >= 1 else 'of'} {speed.baseline} at batch {speed.batch}{where}"
         parts.append(SummaryPart(speed.text, setting, speed.interval, speed.factors))
@@ -167,10 +168,10 @@ def _signed(value: float) -> str:
 
 
 def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
-    """Returns the first finding about a quantity, for one model if you pass `model`."""
+    """Returns the first finding on a quantity and, if you pass `model`, on this model, or None if there is none."""
     for finding in evidence.findings:
         details = finding.details
-        # Findings about single corruptions have the same quantities, but they are not about the data themselves.
+        # Findings on corrupted images have the same quantities. They are skipped, because the images were changed.
         single = not {"corruption", "severity"} <= details.keys()
         if single and details.get("quantity") == quantity and model in (None, details.get("model")):
             return finding
@@ -178,23 +179,23 @@ def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> F
 
 
 def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
-    """Returns the measured speeds. If a plan promised a speed, its measurement comes first."""
+    """Returns the measured speeds. If a plan promised a speed, the measurement of this promise comes first."""
     promised = finding_of(evidence, "promised speed")
-    # This measurement is the headline, because it has the hardware, batch and threads of the plan.
+    # The promised speed was measured on the plan's hardware, with its batch and threads, so it is the headline.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
     others = [each.details for each in evidence.of("latency") if each.details.get("quantity") == "speed"]
     return [MeasuredSpeed(record) for record in first + [record for record in others if "faster" in record]]
 
 
 def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
-    """Returns the original's and the candidate's costs by part, or None if they were not measured."""
+    """Returns the costs of every part of the original and of the smaller model, or None if they were not measured."""
     found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
     before, after = (None if each is None else each.details.get("parts") for each in found)
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
 def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
-    """Returns the original's and the smaller model's number of "params" or "macs"."""
+    """Returns the original's and the smaller model's number of "params" or "macs", or None if not measured."""
     records = cost_records(evidence)
     if records is not None:
         before, after = (sum(part[unit] for part in record.values()) for record in records)
@@ -204,9 +205,9 @@ def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
 
 
 def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the data of the result's section: the sentence, the claims' outcomes, and quantities before and after.
+    """Returns the data of the report's first section: the summary sentence, outcomes of claims, before and after.
 
-    The section also has the notes from the records of all parts.
+    The section also shows the notes in `records`, which are the records of all parts of the report.
     """
     evidence = found or Evidence((), {})
     notes = [str(note) for record in records.values() for note in record.get("notes") or ()]
@@ -229,7 +230,7 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
 
 
 def deployed(evidence: Evidence) -> tuple[str, str]:
-    """Returns the file to deploy, and a sentence about it. Both are empty if `shrink` did not return the evidence."""
+    """Returns the file to deploy, and a sentence about it. Both are "" if the evidence is not from `shrink`."""
     name = evidence.about.get("file")
     if isinstance(name, str):
         return name, "the speed, the accuracy and the outputs on this page are this file's."
@@ -247,10 +248,10 @@ def sentence(evidence: Evidence | None) -> str:
 
 
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
-    """Returns the times of the baseline, of the unchanged model in this model's runtime, and of this model.
+    """Returns the times of the baseline, the unchanged model in the smaller model's runtime, and the smaller model.
 
-    Each entry has a name, a share of the baseline's time, and a text. If the unchanged model was not timed, the list is
-    empty.
+    Each entry has a name, a share of the baseline's time, and a text in milliseconds. If the unchanged model was not
+    timed, the list is empty.
     """
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
@@ -263,8 +264,9 @@ def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
 def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     """Yields a row (name, before, after, change) for latency, accuracy, parameters and MACs, if they were measured."""
     for speed in speeds(evidence)[:1]:
-        # The second time is computed from the speed in the sentence. If the load of the machine changes between rounds,
-        # the ratio of the two median times would differ from this speed, which is the median of the ratios.
+        # The time "after" is the baseline's median time, divided by the speed in the summary sentence. That speed is
+        # the median of the ratios in each round. The ratio of the two median times would differ from it if the
+        # machine's load changed between rounds.
         before, times = speed.reference_seconds, [MISSING] * 2
         if before is not None:
             times = [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
@@ -279,7 +281,7 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(evidence, unit)) is not None:
             old, new = totals
-            # Both models have the same unit, so that a reader can compare the numbers.
+            # Both numbers get the same prefix, so that a reader can compare them.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
             change = (
                 "unchanged" if old == new else with_unit(fixed(100 * (new - old) / max(old, 1), 1, signed=True), "%")
@@ -291,10 +293,10 @@ FILE_COLUMNS = ("file", "speed", "unchanged answers", "divergence", "size")
 
 
 def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
-    """Returns the title and the rows of the table of files that were measured in one run.
+    """Returns the title and the rows of the table that compares exported files.
 
-    The rows are the vendor's and attnrx's files of the unchanged model, and the result's file. Without such a run there
-    are no rows.
+    The rows are the vendor's file and attnrx's file of the unchanged model, and the file of the smaller model. All
+    files were timed in one run. If there was no such run, the table has no rows.
     """
     rows, title = [], ""
     for finding in evidence.of("files"):
@@ -317,7 +319,7 @@ def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
 
 
 def findings(evidence: Evidence) -> dict[str, Any]:
-    """Returns the evidence table, in which the findings of a check keep their order."""
+    """Returns the data of the evidence table, with findings grouped by check."""
     shown, elsewhere = by_severity(evidence)
     groups: dict[str, list[Finding]] = {}
     for finding in shown:
@@ -327,7 +329,7 @@ def findings(evidence: Evidence) -> dict[str, Any]:
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
-    """Separates the findings about one corruption at one severity, which are too many for the main table."""
+    """Returns the findings for the main table, and the many findings on one corruption at one severity."""
     separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
         # False and True are the indices of the two lists.
@@ -336,7 +338,7 @@ def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
 
 
 def costs(evidence: Evidence) -> dict[str, Any] | None:
-    """Returns the tables of costs and latency, if available."""
+    """Returns the data of the tables of costs and latency, or None if neither was measured."""
     records, latency = cost_records(evidence), speeds(evidence)
     if records is None and not latency:
         return None
@@ -348,7 +350,7 @@ def costs(evidence: Evidence) -> dict[str, Any] | None:
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     """Returns a row for every part that has costs before or after, and a row for the whole model."""
     zero = dict.fromkeys(UNITS, 0)
-    # Both models' parts are listed, because compression adds parts, e.g. token predictors.
+    # The rows include parts of either model, because compression may add parts, e.g. token predictors.
     pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
     shown = [(name, *pair) for name, pair in pairs.items() if any(part[unit] for part in pair for unit in UNITS)]
     total_before, total_after = (
@@ -371,14 +373,17 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
 def written_files(folder: Path | str) -> list[dict[str, Any]]:
     """Returns a record for every model file of a folder that `Shrunk.save` wrote.
 
-    `bytes` is the size of the file together with the files that belong to it. `faster` is its speed relative to the
-    unchanged model's file in the same runtime and precision. `accuracy` is the accuracy in its evidence, in %. Both are
-    None if they were not measured. For model.onnx no accuracy is measured, because it returns the model's logits.
-    `unchanged` is true if nothing was removed. If the evidence of a file cannot be read, `problem` says why, and the
-    record has no numbers.
+    A record has these entries:
+
+    - `bytes` is the size of the file together with the files that belong to it, e.g. external weights.
+    - `faster` is the file's speed relative to the unchanged model's file in the same runtime and precision, or None.
+    - `accuracy` is the file's accuracy in %, or None if it was not measured. The accuracy of model.onnx is never
+      measured, because this file returns the same logits as the model.
+    - `unchanged` is true if nothing was removed.
+    - `problem` says why the evidence of the file cannot be read. The record then has no numbers.
     """
     folder = Path(folder)
-    main, judged = folder / "evidence.json", None  # the folder's evidence, and the file that it is about
+    main, judged = folder / "evidence.json", None  # the folder's evidence, and the file that was verified in it
     with suppress(CheckpointError, OSError):
         judged = Evidence.load(main).about.get("file")
     rows = [_record(folder, "model.safetensors", ("model.safetensors",), main, {})]
@@ -395,12 +400,12 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def evidence_stem(stem: str) -> str:
-    """Returns the stem of the file with an exported file's evidence, evidence-FORMAT."""
+    """Returns the stem of the evidence file for an exported file with this stem, e.g. "evidence-onnx" for "model"."""
     return f"evidence{stem.removeprefix('model') or '-onnx'}"
 
 
 def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]:
-    """Returns the columns, rows and title of a folder's table of files, as texts."""
+    """Returns the columns, the rows and the title of a table of the model files in a folder, as texts."""
     columns = ("file", "size", "speed against the unchanged model's file", "accuracy")
     rows = []
     for row in written_files(folder):
@@ -423,7 +428,7 @@ def _record(
     if evidence_path.is_file():
         try:
             evidence = Evidence.load(evidence_path)
-        except CheckpointError as error:  # the file is shown without numbers, and other files are still shown
+        except CheckpointError as error:  # this file is listed without numbers, so that other files are still listed
             problem = str(error)
     faster = batch = None
     accuracy = finding_of(evidence, "accuracy", "candidate")

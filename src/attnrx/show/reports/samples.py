@@ -1,4 +1,4 @@
-"""Sample images: the patches that every stage keeps, as SVG, and the maps that models return, as pixels."""
+"""Sample images for reports: the patches that a token policy keeps, as SVG, and the maps that models return, as PNG."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from attnrx.vit.models import TokenReduction, TokenRun, answer, family_of, reduc
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 
-# Cividis (Nuñez, Anderton and Renslow 2018) in nine equal steps, perceptually uniform also for colour-blind readers.
+# Cividis (Nuñez, Anderton and Renslow 2018) in nine equal steps. It is perceptually uniform, also to the colour-blind.
 _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 
 VEIL, VEILED = 1.0, 0.84  # the grey that covers a pruned patch in a picture, and how much of it
@@ -30,12 +30,12 @@ VEIL, VEILED = 1.0, 0.84  # the grey that covers a pruned patch in a picture, an
 
 @dataclass(frozen=True)
 class TokenSamples:
-    """Sample images in the unit range, and the patches kept by a token policy.
+    """Sample images with values in [0, 1], and the patches that a token policy keeps.
 
-    `left` is true for the patches that are kept after each stage of the `policy`. `tokens` has the number of tokens
-    after each stage, including prefix tokens. The patches form a `grid` (rows, columns), row by row. If the token
-    reducer merges, every patch is represented by the token of some patch, and `groups` has the index of that patch.
-    `labels` are the classes of the images.
+    `left` is true for the patches that are left after each stage of the `policy`. `tokens` is the number of tokens
+    after each stage, including prefix tokens such as the class token. The patches form a `grid` (rows, columns),
+    numbered row by row. If the token reducer merges, `groups` is set: for every patch, it holds the index of the patch
+    whose token represents it. `labels` are the class names of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -48,12 +48,12 @@ class TokenSamples:
 
 
 def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns the first `count` images, or fewer, with their class names, or without names if there are no labels."""
+    """Returns the first `count` images, or fewer, and their class names, which are empty if there are no labels."""
     batch = next(iter(images.take(min(count, len(images))).batches(count)))
-    # -1: without a label
+    # An image without a label has the label -1.
     if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
         return batch.images, ()
-    # Datasets without names number their classes.
+    # In a dataset without class names, the names are numbers.
     names = {label: f"class {name}" if name.isdigit() else name for label, name in enumerate(class_names)}
     return batch.images, tuple(names.get(label, f"class {label}") for label in map(int, batch.labels.tolist()))
 
@@ -65,10 +65,11 @@ def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images ch
 
 @dataclass(frozen=True)
 class MapSamples:
-    """Sample images in the unit range, and the map that every model returns for them.
+    """Sample images with values in [0, 1], and the map that every model returns for them, e.g. a depth map.
 
-    `maps` holds maps [images, height, width] by the name of the model, with the original first. If a model returns
-    several numbers per position, its map holds the index of the largest. `labels` are the classes of the images.
+    `maps` contains the maps [images, height, width] by the model's name, with the original model first. If a model
+    returns several numbers per position, e.g. class scores, its map is the index of the largest number. `labels` are
+    the class names of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -83,8 +84,8 @@ def sample_maps(
 
     Args:
         models: The models by name, with the original first.
-        images: Normalized images.
-        labels: The classes of the images.
+        images: A few images, normalized for the models.
+        labels: The class names of the images.
     """
     maps, original = {}, next(iter(models.values()))
     for name, model in models.items():
@@ -108,9 +109,9 @@ def sample_tokens(
     """Runs a model with token reduction on a few images, and returns the patches that every stage keeps.
 
     Args:
-        model: The model with a token policy.
-        images: Normalized images.
-        labels: The classes of the images.
+        model: A model with a token policy.
+        images: A few images, normalized for the model.
+        labels: The class names of the images.
 
     Returns:
         The samples for `ReportContent.tokens`.
@@ -145,16 +146,16 @@ def sample_tokens(
 
 
 def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches that are kept after each stage, from the statistics of a forward pass of `images` images.
+    """Returns the patches that are left after each stage, from the statistics of a forward pass of `images` images.
 
-    A patch that others were merged into counts as kept. A patch that was merged into another, or fused into a new
-    token, does not.
+    A patch counts as left if other patches were merged into it. It does not count if it was itself merged into another
+    patch, or fused into a new token.
     """
     patches = reduction.shape.layout.patches
-    # One tensor of indices per stage, [images, patches after the stage].
+    # `run.trail` has one tensor of patch indices per stage, [images, patches after the stage].
     if not run.trail:  # a policy that keeps all patches runs no stage
         return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
-    # An extra column collects the indices that are not patches (-1), and is then cut off.
+    # Tokens that are not patches have the index -1. An extra column collects them, and is then cut off.
     none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
     masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
     return torch.stack(masks, dim=1).cpu()
@@ -179,9 +180,9 @@ def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images sta
         return None
     groups = []
     for tokens, indices in found:
-        if tokens is None:  # before the first stage that merges
+        if tokens is None:  # no stage has merged patches so far
             groups.append(indices)
-        else:  # a mask keeps every token in its place
+        else:  # under a mask no token is removed, so its index is the index of its patch
             groups.append(tokens if reduction.by == "mask" else indices.gather(1, tokens))
     return torch.stack(groups, dim=1).cpu()
 
@@ -191,7 +192,7 @@ def _label(samples: MapSamples | TokenSamples, index: int) -> str:
 
 
 def outputs(samples: MapSamples) -> dict[str, Any]:
-    """Returns every model's map for each image, in colours on the scale of the original's map."""
+    """Returns the report's data about maps: every model's map in colours, on the scale of the original model's map."""
     first = next(iter(samples.maps.values()))
     images = []
     for index, picture in enumerate(samples.images):
@@ -209,7 +210,7 @@ def outputs(samples: MapSamples) -> dict[str, Any]:
 
 
 def tokens(samples: TokenSamples) -> dict[str, Any]:
-    """Returns the policy as a table, and a picture of each image after every stage."""
+    """Returns the report's data about tokens: the policy as a table, and pictures of each image after every stage."""
     policy, stages = samples.policy, []
     for layer, keep, left, count in zip(
         policy.layers, policy.keep, samples.left.unbind(1), samples.tokens, strict=True
@@ -228,7 +229,7 @@ def tokens(samples: TokenSamples) -> dict[str, Any]:
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     label, name, image = _label(samples, index), f"tokens-{index}", shown(samples.images[index].double().cpu())
     all_patches = torch.ones(samples.grid, dtype=torch.bool)
-    # The pixels are stored once, in the picture of the image itself, and the other pictures refer to them.
+    # The page stores the pixels once, in the first picture of the image. The pictures of stages refer to them.
     unreduced = patch_picture(label, name, all_patches, as_uri(image))
     stages = [{"title": "image", "picture": unreduced, "note": f"{number(all_patches.numel())} patches"}]
     for stage, layer in enumerate(samples.policy.layers):
@@ -243,9 +244,9 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
 
 
 def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 height width"]:
-    """Returns one image after every stage, with pruned patches faded and merged patches in their mean colour.
+    """Returns pictures of one image after every stage, with pruned patches faded, and merged ones in their mean colour.
 
-    An image with one channel is grey.
+    If the image has one channel, the pictures are grey.
     """
     image = as_colours(samples.images[index])
     if samples.groups is None:
@@ -259,7 +260,7 @@ def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 
         covered = sizes.gather(1, groups) > 1
         colours = means.gather(2, groups[:, None].expand(-1, 3, -1))
     rows, columns = samples.grid
-    # Every pixel gets the values of its patch, by nearest interpolation of the grid to the size of the image.
+    # Nearest interpolation from the grid to the size of the image gives every pixel the values of its patch.
     size, (fill, mask) = image.shape[1:], (colours.unflatten(2, (rows, columns)), covered.view(-1, 1, rows, columns))
     fill, mask = (F.interpolate(each.double(), size=size, mode="nearest") for each in (fill, mask))
     strength = 1.0 if samples.groups is not None else VEILED
@@ -288,14 +289,14 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
     """Returns the colours of values, from dark blue at `low` to yellow at `high`."""
     ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
-    # The highest value is the end of the last interval, and does not begin another interval.
+    # The highest value belongs to the last interval between two colours, because no interval begins at it.
     below = position.floor().long().clamp(max=len(ramp) - 2)
     mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
     return mixed.movedim(-1, 0).to(values.dtype)
 
 
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
-    """Returns an image that can be drawn. If it has too many channels for a picture, e.g. bands, they are averaged."""
+    """Returns an image with 1, 3 or 4 channels for drawing. Other numbers of channels are averaged to one channel."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
 
 
@@ -305,7 +306,7 @@ def as_colours(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image in the unit range as a PNG data URI. If it has too many channels, they are averaged."""
+    """Returns an image with values in [0, 1] as a PNG data URI. Too many channels for a picture are averaged."""
     from PIL import Image
 
     image = shown(image)
@@ -325,11 +326,11 @@ def patch_picture(
     groups: Int[Tensor, "rows columns"] | None = None,
     fills: Mapping[int, str] | None = None,
 ) -> str:
-    """Draws the image with the id `shown`, whose patches form a grid, and covers patches that are not `left`.
+    """Returns an SVG of the image with the id `shown`, in which patches that are not `left` are covered.
 
-    Patches with the same number in `groups` were merged. They are outlined together, and filled with the colour that
-    `fills` has for this number, if there is one. The unit of the picture is one patch. The first picture of an image
-    contains the pixels as the data URI `address`, and the others refer to its id.
+    Patches with the same number in `groups` were merged. They are outlined together, and filled with the colour of this
+    number in `fills`, if there is one. One unit of the SVG is one patch. The first picture of an image contains the
+    pixels as the data URI `address`. Later pictures of the image refer to the first one by its id.
     """
     rows, columns = left.shape
     size = f'width="{columns}" height="{rows}"'
@@ -337,7 +338,7 @@ def patch_picture(
     if address is not None:
         image = f'<image class="shown" id="{shown}" href="{address}" {size} preserveAspectRatio="none"/>'
     shapes = [image]
-    # Outlines separate merged groups, or kept patches from pruned ones.
+    # Outlines separate groups of merged patches or, without merging, kept patches from pruned patches.
     parts, line = (left.long(), "outline") if groups is None else (groups, "seam")
     if groups is not None:
         for group, fill in (fills or {}).items():
@@ -353,7 +354,7 @@ def patch_picture(
 
 def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
     """Returns an SVG path with one rectangle per run of true patches in a row."""
-    # Runs keep the page smaller than single patches would.
+    # One rectangle per run keeps the page smaller than one rectangle per patch.
     path = ""
     for row, cells in enumerate(mask.tolist()):
         column = 0

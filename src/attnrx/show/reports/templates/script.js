@@ -1,8 +1,8 @@
 "use strict";
-// The explorer: without it the page is complete, with static figures and tables.
+// This script runs the token explorer. Without the script, the page is still complete, with static figures and tables.
 document.documentElement.classList.add("script");
 
-// Folded sections open when a link leads to them.
+// Opens a folded section when a link leads to it.
 function openTarget() {
   const target = location.hash && document.getElementById(location.hash.slice(1));
   const fold = target && target.querySelector("details.fold");
@@ -19,7 +19,7 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => wereOpen.forEach((open, each) => { each.open = open; }));
 
-// The tokens of one image, layer by layer.
+// Shows the tokens of one image, layer by layer.
 function exploreTokens(root) {
   const samples = [...document.querySelectorAll(".sample-stages")].map(sample => ({
     label: sample.dataset.label,
@@ -32,7 +32,7 @@ function exploreTokens(root) {
   const slider = root.querySelector("input"), choices = [...root.querySelectorAll("[data-sample]")];
   const buttons = [...root.querySelectorAll("[data-step]")];
   const copy = picture => {
-    const made = picture.cloneNode(true); // the image of a copy must not have the id of the original
+    const made = picture.cloneNode(true); // a copy must not have the same ids as the original
     made.querySelectorAll("[id]").forEach(each => each.removeAttribute("id"));
     return made;
   };
