@@ -121,7 +121,7 @@ def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 class OpenClipFamily(AdoptedFamily):
-    """The family for `open_clip:NAME`, e.g. `open_clip:ViT-B-32`, with fresh weights, and for such a model's `visual`."""
+    """The family for `open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and for open_clip image towers."""
 
     name = "open_clip"
     library = "open_clip"
