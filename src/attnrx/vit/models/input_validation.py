@@ -79,7 +79,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note, and warns, if the images are not on the model's scale. An unknown scale returns only a note."""
+        """Returns a note if the scale is unknown or the images are not on it. In the second case, it also warns."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
