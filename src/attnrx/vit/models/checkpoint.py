@@ -44,8 +44,8 @@ DEPTHS = ("depth", "num_hidden_layers")  # the names of timm and transformers fo
 STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # also the names of torchvision and open_clip
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # averaged weights come first, as in timm
 MOST_NUMBER = 2**20  # the most layers, features, classes etc. This limit is checked before anything is built
-# Without these two fields, transformers would ignore config.json and initialize a default model with random weights.
-# With them, its Auto classes and `pipeline` refuse the model type, and its model classes refuse the attention. Their
+# Two fields for transformers. Without these, it would ignore config.json and initialize a model with random weights.
+# Given both fields, its Auto classes and `pipeline` refuse the model type, and its model classes refuse the attention. Their
 # error messages quote the values. transformers' Trainer can still read the file.
 FOR_TRANSFORMERS = {
     "model_type": "attnrx: open it by attnrx.load(folder)",

@@ -60,7 +60,7 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 def restate_creation_(adopted: Adopted) -> None:
     """Updates a working copy's surroundings if neither its library nor its class would still create the module.
 
-    That is the case if the user changed the module after loading it.
+    A library or class no longer creates the module if the user changed it after loading.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:

@@ -102,7 +102,7 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     """Raises NotSupported, with the remedy, if a model and another form of it give different answers.
 
-    Both models run on the random images of the adoption's proof. Copies run instead of the models, because transformers
+    The models run on the random images of the adoption's proof. Copies run in their place, because transformers
     leaves hooks in models that it runs. Models that prune tokens are not compared, because rounding errors may change
     which tokens they prune.
     """
@@ -155,7 +155,7 @@ class Answering(nn.Module):
 def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
     """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
 
-    With `tracked`, the statistics tell which token represents each patch after every stage
+    If `tracked` is true, the statistics also tell which token represents each patch after every stage
     (`TokenRun.representatives`).
     """
     with evaluating((model,)), recording_tokens(model, tracked) as runs:

@@ -92,7 +92,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def prove(self, adopted: Adopted) -> None:
         """Raises NotSupported if a working copy contradicts what its reader states.
 
-        This method checks statements that equal outputs do not prove.
+        Subclasses check statements of the user here that equal outputs do not prove.
         """
 
     def origin(self, model: nn.Module) -> Origin:
@@ -152,7 +152,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def working(self, model: nn.Module, record: Record) -> Adopted:
         """Returns a working copy of a model with a record of this family.
 
-        Only the weights of the attention are copied. All other weights share memory with the model.
+        The copy has its own weights in the attention. All other weights share memory with the model.
         """
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
@@ -604,7 +604,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def count_(self, adopted: Adopted) -> None:
         """Counts how often a user's module runs the Vision Transformer per image, and the MACs of all other parts.
 
-        Both are counted in a forward pass and stored in `around`.
+        The counts come from a forward pass and are stored in `around`.
         """
         around, parts = adopted.around, self.parts(adopted.trunk)
         assert around is not None

@@ -39,7 +39,8 @@ def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 class AttentionConversion(ABC):
     """The base class for the part of a family that converts attention, in both directions.
 
-    It reads the projections that `parts` names, and other facts that the family provides (`traits`, `pair_bias`).
+    The conversion reads the projections that `parts` names, and other facts that the family provides (`traits`,
+    `pair_bias`).
     """
 
     adapter_type: type[Adapter] = PlainAttention

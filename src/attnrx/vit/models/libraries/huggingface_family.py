@@ -266,7 +266,7 @@ class HuggingFaceModel(Adopted):
         source: Any = self.trunk
         config = source.config
         tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
-        # They are counted in a forward pass, because a DPT has many convolutions at several resolutions.
+        # The MACs are counted in a forward pass, because a DPT has many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))

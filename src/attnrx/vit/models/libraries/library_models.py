@@ -46,7 +46,7 @@ class LibraryModels(ABC):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any model of the library, without pretrained weights, from the arguments in `origin` or `creation`.
 
-        Its class may be one that attnrx does not read.
+        The created model may be of a class that attnrx does not read.
 
         Raises:
             UnknownName: The library has no such model.
@@ -72,7 +72,7 @@ class LibraryModels(ABC):
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         """Returns the library's model of this name with weights from seed 0, or without weights on the meta device.
 
-        With `pretrained`, the library downloads the weights. Only families with `takes_weights` can do so.
+        If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` can do so.
 
         Raises:
             UnknownName: The library has no model of this name.

@@ -112,7 +112,7 @@ class TimmAttention(Adapter):
         if rope is not None:  # concatenated, [(images, heads,) patches, sines and cosines]
             table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
             pairs = table.shape[-1] // 4
-            # Each pair lists its angle twice: side by side, or once in each half of a row.
+            # The table lists the angle of each pair twice: side by side, or once in each half of a row.
             one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
             sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
             rotation = cos, sin

@@ -153,7 +153,7 @@ class OpenClipFamily(AdoptedFamily):
         """Creates only the image tower. `arguments` override fields of its configuration."""
         config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
-        # This function is private, but the public constructors would also create the text tower.
+        # `_build_vision_tower` is private, but the public constructors would also create the text tower.
         return _open_clip(".model")._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:

@@ -42,7 +42,7 @@ def classifier_macs(head: nn.Module, tokens: int) -> int:
         if type(part).__name__ == "AttentionalPooler":
             queries = len(part.query)  # type: ignore[arg-type]
         elif isinstance(part, nn.MultiheadAttention):
-            # Its query, key and value projections are parameters, not Linear modules, so `matrix_entries` omits them.
+            # Query, key and value projections are parameters here, not Linear modules, so `matrix_entries` omits them.
             width, keys = part.embed_dim, part.kdim + part.vdim
             total += (2 * queries - 1) * width**2 + tokens * keys * width + 2 * queries * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":

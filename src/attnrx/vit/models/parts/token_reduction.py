@@ -226,7 +226,7 @@ class TokenReduction(nn.Module):
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
         """Runs a forward pass in the context. Its statistics are removed at the end or after an exception.
 
-        With `restored_blocks`, only these blocks return the tokens of all patches.
+        If you pass `restored_blocks`, only these blocks return the tokens of all patches.
         """
         call, before = self.call, self.call.run
         blocks = call.restored_blocks if restored_blocks is None else restored_blocks

@@ -180,8 +180,8 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
     """Turns errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
 
-    Such errors mean that the model lacks parts that its class should have. If the model's code ends the process,
-    UserCodeError is raised.
+    Errors while reading mean that the model lacks parts that its class should have. If the model's code ends the
+    process, UserCodeError is raised.
     """
     try:
         yield

@@ -249,7 +249,7 @@ def class_name(module: nn.Module) -> str:
 
 def imported_class(name: str) -> type[nn.Module] | None:
     """Returns the imported nn.Module class with the name "module:class", or None if none has been imported."""
-    # Only modules that are already imported, because a name from a file must not run the code of a module.
+    # Searches only imported modules, because a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -272,7 +272,7 @@ class Structure:
 class PairedBlock(nn.Module):
     """A block made of an attention module and an MLP that the user's module stored as a pair.
 
-    Both have a residual connection.
+    The attention and the MLP each have a residual connection.
     """
 
     def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
@@ -306,7 +306,7 @@ class StructureModel(Adopted):
 class StructureFamily(AdoptedFamily):
     """The family for users' modules in which attnrx found the structure of a Vision Transformer.
 
-    Such models are always treated as users' modules (`Surroundings`). Their facts are the `structure`, the `group` of
+    Found models are always treated as users' modules (`Surroundings`). Their facts are the `structure`, the `group` of
     blocks and `rewritten`. `group` contains the paths of the blocks, and the path of the attention in a block.
     `rewritten` is true if the blocks were turned into parts that attnrx can call with tokens.
     """
@@ -551,7 +551,7 @@ def _observed(
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
-    # This mode makes PyTorch's transformers call their parts, which their fast path would skip.
+    # The function mode makes PyTorch's transformers call their parts, which their fast path would skip.
     with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
         called(model, images)
     # The calls are sorted by when they end.

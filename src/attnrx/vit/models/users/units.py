@@ -92,7 +92,7 @@ class UnitsModel(Adopted):
 class UnitsFamily(AdoptedFamily):
     """The family for modules of any class that have MLPs with separate units.
 
-    Such modules are always treated as users' modules (`Surroundings`). Each MLP counts as a layer. Its attention has
+    The family always treats modules as users' modules (`Surroundings`). Each MLP counts as a layer. Its attention has
     no heads here, even if the module has attention around the MLP.
     """
 
@@ -485,8 +485,9 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
     """Returns the pairs that do not mix units between their maps.
 
-    Each entry must depend only on the same entry. With convolutions between the maps, it may depend on all positions
-    of the same unit. `images` is one random image, [1, channels, height, width].
+    In the second map's input, each entry must depend only on the same entry of the first map's output. If convolutions
+    lie between the maps, it may depend on the same unit at all positions. `images` is one random image, [1, channels,
+    height, width].
     """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}

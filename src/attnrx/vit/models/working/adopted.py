@@ -340,7 +340,7 @@ class Adapter(nn.Module):
 def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes an adapter's call one node in a `torch.fx` graph, like a call of `nn.MultiheadAttention`.
 
-    Otherwise tracing would fail, because attnrx attention depends on the shapes of its inputs, which a trace lacks.
+    Tracing the adapter itself would fail: attnrx attention depends on the shapes of its inputs, which a trace lacks.
     """
 
     @wraps(forward)
@@ -568,7 +568,7 @@ def aliased(model: nn.Module) -> nn.Module:
 def remove_capturing_(model: nn.Module) -> None:
     """Removes the hooks with which transformers captures hidden states. transformers installs them again if needed.
 
-    Without this function they would stay, and they cannot be pickled.
+    The hooks would otherwise stay, and they cannot be pickled.
     """
     for part in model.modules():
         vars(part).pop("_output_capturing_hooks_installed", None)

@@ -34,9 +34,9 @@ COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 def require_plain_code(model: nn.Module) -> None:
     """Raises NotSupported if a model has code that a copy or a file would lose, or would share with the model.
 
-    Such code includes PEFT's adapters, weights that are computed from other tensors, compiled parts, and a `forward`
-    that was replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. A `forward` that is a
-    bound method or partial function is allowed, too, because it is copied with the model.
+    Code of this kind includes PEFT's adapters, weights that are computed from other tensors, compiled parts, and a
+    `forward` that was replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. A `forward`
+    that is a bound method or partial function is allowed, too, because it is copied with the model.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
@@ -237,9 +237,9 @@ def require_equal_attention(
 ) -> None:
     """Raises NotSupported unless every attention returns the same outputs as the module that it replaces.
 
-    Both get the inputs that the attention receives in a run of the model. A replaced module that changes its own state
-    when it is called is refused, too. Comparing only the model's outputs could hide a difference, for example beside a
-    large constant or after a sigmoid.
+    The two modules get the inputs that the attention receives in a run of the model. A replaced module that changes its
+    own state when it is called is refused, too. Comparing only the model's outputs could hide a difference, for example
+    beside a large constant or after a sigmoid.
     """
     with evaluating((adopted,)), recording_calls(adapters, lambda call: call) as calls:
         run()

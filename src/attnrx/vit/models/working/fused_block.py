@@ -1,7 +1,7 @@
 """Runs a pre-norm block without calling its parts, if nothing observes the parts.
 
-Such a block runs as one call of the C++ kernel, or only as PyTorch operations. `fuse_` changes the class of timm's and
-transformers' blocks to a class that tries this first.
+The block then runs as one call of the C++ kernel, or only as PyTorch operations. `fuse_` changes the class of timm's
+and transformers' blocks to a class that tries this first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def fused_block(
         outputs: How many tokens to compute, counted from the first. The default is all.
     """
     attention = modules.attention
-    # With global hooks, parts are called one by one, because e.g. a counter of operations counts by module.
+    # If global hooks exist, parts are called one by one. An operation counter, for example, counts by module.
     if (
         not may_be_fused(tokens)
         or type(tokens) is not Tensor
@@ -197,7 +197,7 @@ def _by_operations(
 ) -> TokenBatch | None:
     """Computes a block by the operations of its parts. Returns None if parts are of other classes.
 
-    With few tokens, these checks take a noticeable share of the time, so nothing is checked twice.
+    The checks take a noticeable share of the time if tokens are few, so nothing is checked twice.
     """
     norms, factors, backend = modules.norms, modules.factors, attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
