@@ -45,7 +45,7 @@ STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # also the names of torchvisio
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # averaged weights come first, as in timm
 MOST_NUMBER = 2**20  # the most layers, features, classes etc. This limit is checked before anything is built
 # Two fields for transformers. Without these, it would ignore config.json and initialize a model with random weights.
-# Given both fields, its Auto classes and `pipeline` refuse the model type, and its model classes refuse the attention. Their
+# Given both fields, its Auto classes and `pipeline` refuse the model type, and its classes refuse the attention. Their
 # error messages quote the values. transformers' Trainer can still read the file.
 FOR_TRANSFORMERS = {
     "model_type": "attnrx: open it by attnrx.load(folder)",
@@ -258,7 +258,7 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Loads a portable model from a folder. Its library creates the model and chose the names of its weights.
+    """Loads a portable model from a folder. The model's library creates it, and the weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
@@ -279,7 +279,7 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:
-    """Reads another library's weight file: safetensors, or a torch checkpoint. Its code is never run.
+    """Reads another library's weight file: safetensors, or a torch checkpoint. Code inside the file is never run.
 
     If a checkpoint contains more than weights, the state dict under the first of STATE_KEYS is used. Prefixes that
     wrappers add to names (DistributedDataParallel, torch.compile) are removed.

@@ -59,8 +59,8 @@ class _OtherInputs(NotSupported):
 def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
     """Returns a working copy of a module of any class. A model of a known family is returned unchanged.
 
-    `factory` is the function that creates the module again. `inputs` are an example of the module's inputs, if it takes
-    other inputs than images.
+    `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` are
+    an example of its inputs.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -143,10 +143,10 @@ def adopt(
 ) -> Adopted:
     """Returns a working copy of a model with attnrx attention in every layer. The model itself is not changed.
 
-    As a proof, attnrx compares the outputs of both on random images, and every attention with the one that it replaces.
-    A library's model (`path` is None) is also created again from its description and compared with the result. For a
-    user's module, forward passes show what the parts around the Vision Transformer cost, read and return. Activations
-    that parts store are detached.
+    As a proof, attnrx compares the outputs of model and copy on random images, and the outputs of every attention
+    before and after its replacement. A library's model (`path` is None) is also created again from its description and
+    compared with the result. For a user's module, forward passes show what the parts around the Vision Transformer
+    cost, read and return. Activations that parts store are detached.
 
     Args:
         family: The family of the Vision Transformer.

@@ -37,12 +37,12 @@ def load_model(
     factory: Factory | str | None = None,
     inputs: Any = None,
 ) -> nn.Module:
-    """Returns a model from a saved folder, a name or an instance. An instance of another library is adopted.
+    """Returns a model from a saved folder, a name or an instance. Instances of other libraries are adopted (`adopt`).
 
     The arguments are the same as in `attnrx.load`, which also reads elastic models and files for other runtimes.
 
     Returns:
-        A new model. Only an instance of an attnrx model is returned itself.
+        A new model. If you pass an instance of an attnrx model, it is returned unchanged.
 
     Raises:
         CheckpointError: The folder or the weights cannot be read, or the weights do not fit the model.
@@ -185,7 +185,7 @@ def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
 
 
 def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
-    """Returns the working copy of the model in an attnrx folder. `weights`, if not None, replace its weights.
+    """Returns the working copy of the model in an attnrx folder. If not None, `weights` is a file for its weights.
 
     Raises:
         CheckpointError: The folder has no model, or a damaged one.

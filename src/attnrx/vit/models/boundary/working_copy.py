@@ -58,7 +58,7 @@ def is_working(model: nn.Module) -> bool:
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """Returns a working copy of a model with a record. Models without a record are returned themselves.
+    """Returns a working copy of a model with a record. A model without a record is returned unchanged.
 
     The copy's parameters use the same memory as the model's, except in the attention. So do not change values in place.
     """
@@ -89,7 +89,8 @@ def model_fingerprint(model: nn.Module) -> str:
 def answer(model: nn.Module, images: ImageBatch) -> Any:
     """Calls a model's own code with images and returns its answer: one row per image, or a whole module's output.
 
-    transformers' models take images under several names and return more than one tensor. `answer` hides both.
+    transformers' models take images under several names, and return more than one tensor. `answer` hides these
+    differences.
     """
     return _caller(model)(model, images)
 
@@ -164,7 +165,7 @@ def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> To
 
 
 class _NeedsBlocks(Exception):
-    """Signals that a result needs rewritten blocks, which take [batch, tokens, width]."""
+    """Raised if a result needs the blocks that attnrx rewrote, which take [batch, tokens, width]."""
 
 
 def library_form(model: nn.Module) -> nn.Module:
@@ -328,7 +329,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
     """Writes attention into the library's own module, and returns whether reading it back gives the same attention.
 
-    If not, the module gets its earlier contents back.
+    If the result differs, the module's earlier contents are restored.
     """
     attention = adapter.attention
     if not _is_idle(attention):

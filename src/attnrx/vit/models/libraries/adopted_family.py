@@ -79,7 +79,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns the paths and properties of a model's parts."""
 
     def adopts(self, model: nn.Module) -> bool:
         """Returns whether the model's class comes from this library. The check does not import the library."""
@@ -92,7 +92,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def prove(self, adopted: Adopted) -> None:
         """Raises NotSupported if a working copy contradicts what its reader states.
 
-        Subclasses check statements of the user here that equal outputs do not prove.
+        Subclasses override this method to check user statements that equal outputs do not prove.
         """
 
     def origin(self, model: nn.Module) -> Origin:
@@ -223,7 +223,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Sets the attention of every block, removes dropouts with rate 0, and fuses linear maps, MLPs and blocks.
 
-        For models with class-token pooling, it also adds the `LastLayer` shortcut.
+        Models with class-token pooling also get the `LastLayer` shortcut.
         """
         source, blocks = adopted.trunk, self.blocks(adopted.trunk)
         parts = self.parts(source)
@@ -321,7 +321,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         adopted = self._adopted(model)
         maps = [[map_at(adopted.trunk, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
-        # In a `units.Convolution`, `linear` is the map itself.
+        # A `units.Convolution` stores its map in `linear`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def has_plain_units(self, model: nn.Module) -> bool:
@@ -443,7 +443,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     ) -> nn.Module:
         """Creates a model by its own library. The model shares the memory of the given weights.
 
-        `linears` gives new (inputs, outputs) for some linear maps, by path. They are replaced before the weights load.
+        `linears` gives new (inputs, outputs) for some linear maps, by path. These maps are replaced before the weights
+        are loaded.
 
         Raises:
             RuntimeError: The weights do not fit the model. No memory was allocated for them.
@@ -801,7 +802,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs. Their parameters sum to the model's number of parameters.
+        """Returns the model's costs with these layer shapes. The parameters sum to the model's number of parameters.
 
         Parameters before the first layer, including tokens and position embeddings, count as patches. A layer's
         parameters outside attention and MLP, such as LayerScale and relative positions, count as its norms. All parts
@@ -884,9 +885,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._own(model)
 
     def require_rebuilt(self, adopted: Adopted) -> None:
-        """Raises NotSupported if its library would create the model differently from its present state.
+        """Raises NotSupported if the library would create a model that differs from the working copy.
 
-        Parts outside the blocks may have been replaced. The origin then stores them.
+        Parts outside the blocks may have been replaced. The origin then lists the replaced parts.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "

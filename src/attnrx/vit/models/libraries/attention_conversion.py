@@ -47,7 +47,7 @@ class AttentionConversion(ABC):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns the paths and properties of a model's parts."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""

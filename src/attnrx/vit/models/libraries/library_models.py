@@ -33,7 +33,7 @@ class LibraryModels(ABC):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are."""
+        """Returns the paths and properties of a model's parts."""
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
@@ -122,7 +122,7 @@ class LibraryModels(ABC):
             name: The model's name in the library.
             weights: A file with weights under the library's names (`read_weight_file`). The weights may be fine-tuned
                 for another number of classes or image size. By default, the library downloads pretrained weights.
-            pretrained: False for fresh weights from seed 0 instead.
+            pretrained: If False, the model gets fresh weights from seed 0 instead.
             **arguments: The library's arguments for this model, e.g. timm's `num_classes=10`.
 
         Raises:

@@ -47,7 +47,7 @@ TINY = 1e-20  # added to sizes of 0, so their logarithm has a gradient. It is to
 
 @dataclass
 class RestorableStage:
-    """The patch tokens before a stage, the tokens that remain after it, and which of those represents each patch.
+    """The patch tokens before a stage, the remaining tokens after it, and the token that represents each patch.
 
     The stage runs before layer number `layer`, counted from 1. `destinations` holds, for each patch, the index of its
     representative among the remaining tokens. A pruned patch has no representative and gets -1. `prunes` is true if
@@ -68,8 +68,8 @@ class RestorableStage:
     def sources(self) -> Int[Tensor, "batch before"]:
         """For each patch, the index of the remaining token that passes on its updates to the patch.
 
-        For a merged or kept patch, it is the token that represents the patch. For a pruned patch, it is the remaining
-        token with the most similar direction.
+        A merged or kept patch gets the updates of the token that represents it. A pruned patch gets the updates of the
+        remaining token with the most similar direction.
         """
         if self._sources is None and not self.prunes:
             self._sources = self.destinations.clamp(min=0)  # patches that an earlier stage masked have -1
@@ -203,7 +203,7 @@ class TokenReduction(nn.Module):
     `restored_blocks` are the indices of the blocks after which the tokens of all patches are restored.
 
     The statistics of a pass exist only during the pass, unless `recording_tokens` keeps them. If you call a library
-    method on the inner model that ends before the last block, they exist until the same thread starts the next pass.
+    method on the inner model that ends before the last block, they remain until the same thread starts another pass.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):

@@ -93,8 +93,8 @@ class LastLayer:
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
         """Registers the hook on the block.
 
-        `attention` and `norm` are paths inside the block: its adapter, and the norm before the attention. `after` is
-        the norm after the block. `prefix` is the number of tokens before the patches.
+        `attention` is the path of the adapter in the block, and `norm` the path of the norm before it (or None).
+        `after` is the norm after the block. `prefix` is the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
         block.register_forward_pre_hook(self, with_kwargs=True)
@@ -127,7 +127,7 @@ class LastLayer:
 
 
 class Adopted(nn.Module):
-    """A working copy of a model: its `source`, with attnrx attention in every layer of the Vision Transformer.
+    """A working copy of a model (`source`), with attnrx attention in every layer of its Vision Transformer.
 
     `trunk` is the Vision Transformer. In a user's module with other parts (`around`), `trunk` is a part of `source`.
     Otherwise both are the same module. For images, a library's model returns its logits, and a user's module its own
@@ -365,8 +365,8 @@ class PlainAttention(Adapter):
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output. `key` and `value` must be None or the same tensor as `tokens`.
 
-        Tokens are [batch, tokens, width]. If they are passed by name, the known names come first ("hidden_states",
-        "query"), and then the first argument.
+        Tokens are [batch, tokens, width]. If a block passes them by name, they are the argument `hidden_states` or
+        `query`, or else the first argument.
 
         Raises:
             NotSupported: A mask is passed, or keys or values of other tokens.

@@ -166,7 +166,7 @@ Run = tuple[nn.Module, Callable[[], object]]
 
 
 def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]], because: str) -> tuple[str, str]:
-    """Explains why the outputs of two models differ, with a sentence about the first block that differs.
+    """Returns why the outputs of two models differ, and a sentence about the first block that differs.
 
     Args:
         runs: Both models, each with a function that runs it on the same images.

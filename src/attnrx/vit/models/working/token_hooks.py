@@ -180,7 +180,7 @@ def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
 
 
 class TokenHook:
-    """A hook that replaces the tokens that enter or leave a module by `run(tokens)`, unless that is None.
+    """A hook that replaces the tokens that enter or leave a module by `run(tokens)`, unless `run` returns None.
 
     `by_image` promises that the hook treats the images of a batch independently. So a batch may be split into chunks.
     """
@@ -276,7 +276,7 @@ def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[T
     """Collects the model's token statistics inside the context, one `TokenRun` per forward pass of this thread.
 
     The list stays empty if the model has no token policy, or one that keeps every patch. Batches are not split into
-    chunks. If such contexts are nested, only the innermost context collects. With `tracked`, each run also records
+    chunks. If such contexts are nested, only the innermost context collects. If `tracked` is true, each run also records
     which token represents each patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
