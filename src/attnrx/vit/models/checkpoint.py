@@ -301,7 +301,7 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises CheckpointError if config.json and the tensors describe different depths. Called before building."""
+    """Raises CheckpointError if config.json and the tensors describe different depths. It runs before building."""
     # Without this check, an inconsistent file could make attnrx build any number of layers before its weights fail.
     layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers

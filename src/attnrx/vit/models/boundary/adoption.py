@@ -323,7 +323,7 @@ def _measure_(
     if not depth:
         return
     is_alike = False
-    # Without hooks, the last block may compute only the class token.
+    # No hooks are registered here, so the last block may compute only the class token.
     with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
         is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
     if not is_alike:
@@ -417,7 +417,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
 
 
 def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
-    """Raises NotSupported if an MLP mixes its hidden units. Only needed where MLPs may be of any class."""
+    """Raises NotSupported if an MLP mixes its hidden units. MLPs of known classes are not tested."""
     source, parts = adopted.trunk, family.parts(adopted.trunk)
     pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
     if not pairs:

@@ -52,7 +52,7 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
         create: Factory | None = partial(created_by_library, around.creation)
     else:
         create = factory or (imported_class(around.name) if around.by_class else None)
-    # Not on the meta device, even while a model is loaded there, because a module's code may read its weights.
+    # The module is created on the CPU even while models load on the meta device, because its code may read weights.
     with torch.device("cpu"):
         return created_by(create, around.name, around.needed)
 

@@ -315,7 +315,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
-            # In such a block, the attention module has its own norm, outside of the blocks that attnrx calls.
+            # The attention module may have its own norm, which lies outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
             replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):

@@ -146,7 +146,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns the user's module with such callable blocks in it, and the facts for its record."""
+        """Returns a module for the user whose blocks take [batch, tokens, width], and the facts for its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
@@ -576,7 +576,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 adopted.answer(random_images(adopted, (channels, *size), 1))
             return (shapes[0][-2], shapes[0][-1]) if shapes else None
 
-        # A part may get something other than images, e.g. the features of a convolution. Its input then says nothing.
+        # A part may get something other than images, e.g. the features of a convolution. Its size then says nothing.
         shows_images = adopted.attnrx_inputs is None and seen(*own) == adopted.origin.input_shape[1:]
         return (seen(height, width) if shows_images else None) or (height, width)
 

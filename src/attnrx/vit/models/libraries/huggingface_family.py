@@ -518,7 +518,7 @@ class HuggingFaceFamily(AdoptedFamily):
             settings["crop_size"] = {"height": height, "width": width}
         size = settings.get("size", {})
         if size.keys() == {"shortest_edge"}:
-            # Rounded up, so the resized picture is never smaller than the crop.
+            # The size is rounded up, so the resized picture is never smaller than the crop.
             settings["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
         elif size.keys() == {"height", "width"}:
             settings["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}

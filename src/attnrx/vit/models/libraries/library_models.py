@@ -155,7 +155,7 @@ class LibraryModels(ABC):
         both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
         # Classifiers are the linear maps with another number of rows, but the same columns. Distilled models have two.
         rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
-        # If there are none, the classifier is a map that the published model lacks.
+        # If no such map exists, the classifier is a map that the published model lacks.
         rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
         if len(rows) == 1:
             changes["num_classes"] = rows.pop()

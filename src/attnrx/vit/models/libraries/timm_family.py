@@ -78,7 +78,7 @@ class TableBias(nn.Module):
 
     def _pairs(self) -> Tensor:
         table = self.relative_position_bias_table
-        # From [pairs, heads] to [1, heads, tokens, tokens]. Made contiguous here once instead of at every use.
+        # Reorders [pairs, heads] to [1, heads, tokens, tokens]. The result is made contiguous once, not at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
@@ -425,7 +425,7 @@ def _layer(value: Any) -> Any:
 
 
 def _shape(model: Any) -> tuple[int, int, int]:
-    # Read from the patch embedding, because `img_size` in timm.create_model may differ from the pretrained one.
+    # The patch embedding has the real size. `img_size` in timm.create_model may differ from the pretrained size.
     return image_shape((model.patch_embed.proj.in_channels, *model.patch_embed.img_size))
 
 

@@ -233,11 +233,11 @@ class PatchInputs(ModuleInputs):
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         if self.is_padded(images.shape[1:]):
             patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
-            # Rounded before the conversion to integers. Half precision represents all integers up to 2048.
+            # The values are rounded before they become integers. Half precision represents all integers up to 2048.
             mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
         else:
             cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
-            # On the CPU, because the model reads every image's grid as Python integers.
+            # The grid is on the CPU, because the model reads every image's grid as Python integers.
             grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu").expand(images.shape[0], -1)
             # Channels come last within a patch, as the linear patch embedding expects: [batch, patches, features].
             patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)

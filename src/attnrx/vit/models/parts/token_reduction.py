@@ -236,7 +236,7 @@ class TokenReduction(nn.Module):
                 self._end()
 
     def enter_pass(self, restored_blocks: Container[int], predictors: nn.ModuleList) -> None:
-        """Starts a forward pass with these predictors, like `forward_pass`, for hooks. `leave_pass` ends the pass."""
+        """Starts a forward pass with these predictors, like `forward_pass` but for hooks. `leave_pass` ends it."""
         call = self.call
         if not is_traced():
             self._forget_interrupted()
@@ -601,7 +601,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
         free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, statistic = replaced_state(state, free)
-    # Not in place: training needs the old tokens for gradients, and restoration needs the tokens before the stage.
+    # The patches are copied. Training needs the old tokens for gradients, and restoration needs those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)

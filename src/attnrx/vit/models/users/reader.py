@@ -208,7 +208,7 @@ class ModuleFamily(AdoptedFamily):
 
 
 def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> nn.Module:
-    # Stored in __dict__, because shallow and deep copies of the model keep its entries.
+    # The reader is stored in __dict__, because shallow and deep copies of the model keep its entries.
     vars(model).update(attnrx_reader=reader, attnrx_factory=factory)
     return model
 
@@ -249,7 +249,7 @@ def class_name(module: nn.Module) -> str:
 
 def imported_class(name: str) -> type[nn.Module] | None:
     """Returns the imported nn.Module class with the name "module:class", or None if none has been imported."""
-    # Searches only imported modules, because a name from a file must not run the code of a module.
+    # Only imported modules are searched, because a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -62,7 +62,7 @@ class Convolution(nn.Module):
     def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs rows columns"]:
         linear: Any = self.linear
         # Hooks and replacements of the linear map expect features on the last axis, as in all other linear maps.
-        # Without any, F.conv2d is called directly and saves the copy into this order.
+        # Without hooks, F.conv2d is called directly, which saves the copy into this order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
         if not is_watched and type(linear) is NativeLinear and linear.weight.numel():
             weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))

@@ -113,12 +113,12 @@ class LastLayer:
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes only the tokens before the patches to the block. The attention gets all tokens as keys and values."""
-        # Read from the called block, because a replica that `DataParallel` made does not call `self.block`.
+        # The adapter belongs to the called block. A replica that `DataParallel` made does not call `self.block`.
         tokens = tokens_in(args, kwargs)
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
-        # The shortcut adds three operations to the block. On a GPU, few tokens then take as long as one would.
+        # The shortcut adds three operations to the block. On a GPU, it costs time if tokens are few.
         if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
@@ -321,7 +321,7 @@ class Adapter(nn.Module):
             return self.mixed(tokens.flatten(1, 2), positions).view_as(tokens)
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
-        (entered, norm), self.call.entered = self.call.entered, None  # used once, because the next images are others
+        (entered, norm), self.call.entered = self.call.entered, None  # used once: the next call has other images
         # The block has normalized only the queries. Keys and values need the norm of all tokens.
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
@@ -393,7 +393,7 @@ class PairBias(nn.Module):
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all token pairs. Arguments such as the window are ignored: the module has them."""
+        """Returns the bias of all token pairs. Arguments such as the window are not needed."""
         return of_weights(self, None, self.compute)
 
 
@@ -444,7 +444,7 @@ def attention_from_projections(
         inner_norms=tuple(name for name in INNER_NORMS if name in norms),
         window=None if distances is None else ((len(distances[0]) + 1) // 2, (len(distances[1]) + 1) // 2),
     )  # fmt: skip
-    # Built on the meta device, because load_state_dict(assign=True) replaces the weights anyway.
+    # The attention is built on the meta device, because load_state_dict(assign=True) replaces the weights anyway.
     with torch.device("meta"):
         attention = Attention(spec)
     weights, biases = list(weights), list(biases)
@@ -465,7 +465,7 @@ def attention_from_projections(
     if distances is not None:
         names = ("scores.down", "scores.right")
         tensors |= {name: table.mT.repeat(heads, 1) for name, table in zip(names, distances, strict=True)}
-    # Cloned, because slices of a fused projection share one storage, which files cannot save separately.
+    # The tensors are cloned, because slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():  # frozen weights stay frozen
         parameter.requires_grad_(tensors[name].requires_grad)

@@ -106,7 +106,7 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
                 function: Any = hook
                 while isinstance(function, partial):
                     function = function.func
-                # For a function, this is its module. For a callable object, it is the module of its class.
+                # The name of the module that defines the function, or the class of the callable object.
                 module = getattr(function, "__module__", None) or type(function).__module__
                 if module.split(".")[0] not in PLAIN_PACKAGES:
                     yield path, hooks, key

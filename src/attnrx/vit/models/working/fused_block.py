@@ -247,7 +247,7 @@ def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
 
 def may_be_fused(tokens: TokenBatch) -> bool:
     """Returns whether a block may compute these tokens without calling its parts."""
-    # `is_recorded` comes first, because torch.compile must guard every attribute that is read later.
+    # `is_recorded` comes first, because torch.compile would check every other attribute again in every call.
     return not is_recorded() and (tokens.dtype == torch.float32 or tokens.device.type != "cpu")
 
 

@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks that pool the remaining tokens in a way that stands for all patches."""
+    """Attaches hooks that pool the remaining tokens so that the result stands for all patches."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -208,7 +208,7 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """A hook on the norm before a pooling by attention. It passes the norm to `run`, which normalizes other tokens."""
+    """A hook on the norm before a pooling by attention. It passes the norm to `run`, for the remaining tokens."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
@@ -276,8 +276,8 @@ def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[T
     """Collects the model's token statistics inside the context, one `TokenRun` per forward pass of this thread.
 
     The list stays empty if the model has no token policy, or one that keeps every patch. Batches are not split into
-    chunks. If such contexts are nested, only the innermost context collects. If `tracked` is true, each run also records
-    which token represents each patch.
+    chunks. If such contexts are nested, only the innermost context collects. If `tracked` is true, each run also
+    records which token represents each patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
     with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
