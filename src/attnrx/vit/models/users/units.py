@@ -276,7 +276,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-    # The first convolution may not read the image itself, e.g. after a cosine transform. A stated number comes first.
+    # The first convolution may not read the image itself, e.g. after a cosine transform. So stated channels come first.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
