@@ -1,8 +1,8 @@
-"""Saves a model as a folder: config.json (its description), model.safetensors (its weights), and further files.
+"""Saves a model as a folder: config.json (its description), model.safetensors (its weights), and other files.
 
-The files of a saved model, PARTS, are replaced together, so no file of an earlier model remains beside a new one. A
-portable model (`boundary/stock.py`) is its library's checkpoint, with attnrx.json beside it. All other files in the
-folder (notes, training checkpoints) are kept.
+All files of a saved model (PARTS) are replaced together, so no file of an earlier model remains beside a new one. Other
+files in the folder, such as notes and training checkpoints, are kept. A portable model (`boundary/stock.py`) is saved
+as its library's checkpoint, with attnrx.json beside it.
 """
 
 import re
@@ -40,18 +40,18 @@ from attnrx.vit.tokens import policy_from_dict
 
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # the largest config.json (4,096 layers need 3 MB)
-DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
-STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # and as torchvision and open_clip name it
-STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as in timm
-MOST_NUMBER = 2**20  # of layers, features, classes etc. It is checked before anything is built
-# Without these two fields, transformers would ignore config.json and initialize a default model with random weights.
-# With them, its Auto classes and `pipeline` refuse the model type, and its classes refuse the attention. The message
-# quotes the value. Its Trainer reads the file nevertheless.
+DEPTHS = ("depth", "num_hidden_layers")  # the names of timm and transformers for the number of layers
+STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # also the names of torchvision and open_clip
+STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # averaged weights come first, as in timm
+MOST_NUMBER = 2**20  # the most layers, features, classes etc. This limit is checked before anything is built
+# Two fields for transformers. Without these, it would ignore config.json and initialize a model with random weights.
+# Given both fields, its Auto classes and `pipeline` refuse the model type, and its classes refuse the attention. Their
+# error messages quote the values. transformers' Trainer can still read the file.
 FOR_TRANSFORMERS = {
     "model_type": "attnrx: open it by attnrx.load(folder)",
     "attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)",
 }
-COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, which do not affect what is built
+COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # counts, which may be larger because nothing is built from them
 OUTPUTS = ("logits", "multilabel", "regression", "embedding", "map")
 TOKENS = kinds.record(
     {"policy": kinds.bounded(MOST_NUMBER), "by": kinds.one_of(*REALIZATIONS), "heads": kinds.whole(1, MAX_HEADS)}
@@ -70,9 +70,9 @@ RECORD = kinds.record(
     more={**dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT), "outputs": kinds.optional(kinds.one_of(*OUTPUTS))},
 )
 
-# The file that attnrx reads for a portable model. The config.json of such a model belongs to the library.
+# The file that attnrx reads for a portable model. Its config.json belongs to the library.
 STOCK = "attnrx.json"
-# The files of portable models that libraries read. They have no marker inside, so attnrx.json contains their hashes.
+# Files of portable models that libraries read. They cannot hold attnrx's marker, so attnrx.json lists their hashes.
 LIBRARY_FILES = ("config.json", "open_clip_config.json", "modeling.py")
 STOCK_RECORD = kinds.record(
     {
@@ -87,7 +87,7 @@ STOCK_RECORD = kinds.record(
     }
 )
 
-# file name -> the kind written inside the file
+# For each file name: the kind that is written inside the file as a marker.
 PARTS = {
     "config.json": KIND,
     STOCK: KIND,
@@ -111,7 +111,7 @@ def save_weights(
 ) -> Path:
     """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
 
-    `parts` are the files to replace, by default a model's (PARTS).
+    `parts` are the files to replace, by default all files of a model (PARTS).
 
     Raises:
         NotSupported: The model has quantized modules, or weights that are shared.
@@ -121,7 +121,7 @@ def save_weights(
     require_ordinary_tensors(model, family.block_names(model))
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
-    # The file that makes the folder a model comes last.
+    # config.json is replaced last, because it makes the folder a model.
     with replacing_folder(folder, parts or parts_by(is_model_file), last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {
@@ -143,15 +143,15 @@ def save_weights(
 
 
 def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
-    """Writes transformers' image processor for a saved model, if its family states one."""
+    """Writes the configuration of transformers' image processor for a saved model, if its family has one."""
     if processor := family.processor_config(model):
         name = "preprocessor_config.json"
         write_json(folder / name, {"kind": PARTS[name], **processor})
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether attnrx wrote this file for a saved model, judged by its name and the marker inside."""
-    # A user's file may have one of these names, so only a file with the marker is replaced.
+    """Returns whether attnrx wrote this file for a saved model. Its name and the marker inside must match."""
+    # A user's own file may have one of these names. Only files with the marker are replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:
         return True
@@ -162,16 +162,16 @@ def is_model_file(path: Path) -> bool:
 
 
 def is_model_folder(folder: Path | str) -> bool:
-    """Returns whether the folder contains a model saved by attnrx."""
+    """Returns whether a folder contains a model that attnrx saved."""
     return any(file_kind(Path(folder) / name) == KIND for name in (STOCK, "config.json"))
 
 
 def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
-    """Checks that a model can be saved in the folder.
+    """Checks that a model can be saved in a folder.
 
     Raises:
         InvalidInput: The folder is a file.
-        CheckpointError: The folder has files of these names that do not belong to a saved model.
+        CheckpointError: The folder has files with these names that do not belong to a saved model.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -183,12 +183,12 @@ Build = Callable[[Family, Mapping[str, Any]], nn.Module]
 
 
 def load_weights(folder: Path | str, families: Mapping[str, Family], build: Build) -> nn.Module:
-    """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
+    """Loads the model in a folder: builds it on the meta device, and loads its weights strictly.
 
     Args:
         folder: The folder of a saved model.
-        families: The families by name.
-        build: Creates the model from the family and the description.
+        families: All families, by name.
+        build: A function that creates the model from its family and description.
 
     Raises:
         CheckpointError: The folder is not a saved model, its family is unknown, a file was damaged or edited, or the
@@ -196,7 +196,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
     """
     folder = Path(folder)
     if not folder.is_dir():
-        restore(folder)  # if its replacement was interrupted
+        restore(folder)  # an earlier replacement may have been interrupted
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
     if (folder / STOCK).exists():
@@ -214,7 +214,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
     try:
         with torch.device("meta"):
             model = build(family, record["model"])
-            # Before the weights are loaded, because they include the weights of learned predictors.
+            # The policy is attached before the weights are loaded, because they include its predictors' weights.
             if tokens is not None:
                 attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
     except Exception as error:  # timm and transformers build from the record too and raise their own errors
@@ -235,7 +235,9 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
 def _opened(
     path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Reads a model's record, of this kind, and its weights. Returns the record, its family and the weights.
+    """Reads a model's record and weights. Returns the record, its family and the weights.
+
+    The record must be valid for `kind`.
 
     Raises:
         CheckpointError: A file was damaged or edited, or the record names an unknown family.
@@ -256,14 +258,14 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Returns the portable model of a folder. Its library creates it, and its weights have the library's names.
+    """Loads a portable model from a folder. The model's library creates it, and the weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
     """
     path = folder / STOCK
     record, family, tensors = _opened(path, STOCK_RECORD, families)
-    # Checked before anything is built. Every layer has several tensors.
+    # The depth is checked before anything is built. As every layer has several tensors, it cannot exceed their number.
     arguments = record["model"].get("arguments")
     inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None
     stated = [each for each in (arguments, inside) if isinstance(each, Mapping)]
@@ -277,10 +279,10 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:
-    """Reads a weight file of another library: safetensors, or a torch checkpoint, whose code is never run.
+    """Reads another library's weight file: safetensors, or a torch checkpoint. Code inside the file is never run.
 
-    If a checkpoint contains more than weights, the state dict under the first of STATE_KEYS is used. Prefixes of
-    wrappers (DistributedDataParallel, torch.compile) are removed from the names.
+    If a checkpoint contains more than weights, the state dict under the first of STATE_KEYS is used. Prefixes that
+    wrappers add to names (DistributedDataParallel, torch.compile) are removed.
 
     Raises:
         CheckpointError: The file is missing or damaged, or contains values that are not tensors.
@@ -299,11 +301,11 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises CheckpointError if config.json and the tensors state different depths. It is called before building."""
-    # Otherwise all layers that an inconsistent file states would be built before its weights turn out not to fit.
+    """Raises CheckpointError if config.json and the tensors describe different depths. It runs before building."""
+    # Without this check, an inconsistent file could make attnrx build any number of layers before its weights fail.
     layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
-    # Every layer has an output projection, independent of its form and rank.
+    # Every layer has one output projection, whatever its form and rank.
     stored = sum(name.endswith("attention.output.weight") for name in tensors)
     depths = {"attention": len(layers) if isinstance(layers, list) else described(layers)}
     if isinstance(arguments, Mapping):

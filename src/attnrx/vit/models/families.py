@@ -1,4 +1,4 @@
-"""The families by name, and the family of a model."""
+"""All model families by name, and the search for the family of a model."""
 
 from torch import nn
 
@@ -16,20 +16,20 @@ from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.users.reader import ModuleFamily, StructureFamily
 from attnrx.vit.models.users.units import UnitsFamily
 
-# The families of other libraries, by the prefix of a model name.
+# Families for models of other libraries. The key is the prefix of a model name, e.g. timm in timm:NAME.
 LIBRARIES: dict[str, AdoptedFamily] = {
     "timm": TimmFamily(),
     "hf": HuggingFaceFamily(),
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
-# By their names in saved folders. `family_of` returns the first one that matches. Each matches only its own models.
+# All families, by the names that saved folders contain. Every family matches only its own models.
 FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), StructureFamily(), UnitsFamily())
 
 
 def known_family(model: nn.Module) -> Family | None:
     """Returns the family of a model, or None if the model belongs to no family or has not been adopted yet."""
-    # Only families that have been imported can have created the model.
+    # A family that has not been imported cannot have created the model, so it is not searched.
     return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
 
@@ -62,10 +62,10 @@ def family_of(model: nn.Module) -> Family:
 
 
 def require_ordinary_weights(model: nn.Module) -> None:
-    """Raises an error for a model whose weights cannot be read, compared and stored one by one.
+    """Raises an error if a model has weights that attnrx cannot read, compare and store one by one.
 
     Raises:
-        NotSupported: See `require_ordinary_tensors`, with the blocks that the model's family states.
+        NotSupported: The weights are unsuitable for one of the reasons in `require_ordinary_tensors`.
         InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     family = known_family(model)
@@ -73,7 +73,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
-    """Returns the paths and families of the libraries' Vision Transformers in a module, the largest first."""
+    """Returns the path and family of every library's Vision Transformer in a module, the largest first."""
 
     def library_of(part: nn.Module) -> AdoptedFamily | None:
         families = (family for family in LIBRARIES.values() if family.has_class_of(part))
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported for any wrapper around an adopted model, with the path of the adopted model."""
+    """Raises NotSupported if a module contains an adopted model, and names the path of the adopted model."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(

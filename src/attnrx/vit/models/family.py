@@ -23,21 +23,21 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 
 MLPRanks = tuple[tuple[int | None, int | None], ...]
-"""The ranks of the two maps of every layer's MLP. None stands for a map that is one matrix."""
+"""The ranks of both linear maps in every layer's MLP. None stands for a map that is one matrix, without factors."""
 
 STATED_OUTPUTS = "stated_outputs"
-"""The attribute of a model that contains the name of the `OutputKind` that its user stated. Copies of the model keep
-it. If a model has a record, the name is stored there instead."""
+"""The name of a model attribute. The attribute holds the name of the `OutputKind` that the user passed. Copies of the
+model keep the attribute. A model with a record stores the kind in its record instead."""
 
 
 def stated_outputs(model: nn.Module) -> str | None:
-    """Returns the name of the `OutputKind` that the user of a model stated, or None."""
+    """Returns the name of the `OutputKind` that a model's user passed, or None if the user passed none."""
     record = record_of(model)
     return vars(model).get(STATED_OUTPUTS) if record is None else record.outputs
 
 
 def state_outputs_(model: nn.Module, kind: str) -> None:
-    """Stores the name of a model's `OutputKind`."""
+    """Stores the name of an `OutputKind` in a model."""
     record = record_of(model)
     if record is None:
         setattr(model, STATED_OUTPUTS, kind)
@@ -46,18 +46,18 @@ def state_outputs_(model: nn.Module, kind: str) -> None:
 
 
 class Family(ABC):
-    """One kind of model. A family is stateless, and only its methods with a trailing underscore change a model.
+    """A kind of model. A family stores no state, and only its methods with a trailing underscore change a model.
 
     Raises:
-        InvalidInput: A method that takes a model of this family gets another model.
+        InvalidInput: You passed a model of another family to one of the methods.
     """
 
     name: str
     model_type: type[Any]
-    """The class of its models."""
+    """The class of the family's models."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Returns whether the model is of this family: an instance of its class, or a model with one of its records."""
+        """Returns whether the model belongs to this family, by its class or by its record."""
         return isinstance(model, self.model_type) or self.reads(record_of(model))
 
     def reads(self, record: Record | None) -> bool:
@@ -65,7 +65,7 @@ class Family(ABC):
         return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
-        """Returns a model with a record in the form that the methods of this family accept. Do not change it."""
+        """Returns a model with a record in the form that this family's methods accept. Do not change the result."""
         raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
@@ -91,38 +91,38 @@ class Family(ABC):
         """Replaces one layer's attention in place, and updates the model's own description."""
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention of a layer as the part of the model that computes it."""
+        """Returns the attention module with which the model computes a layer, not a converted copy."""
         return self.attention(model)[layer]
 
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
         """Returns the blocks after which a forward pass needs all patches even if tokens are pruned or merged.
 
-        It is None for attnrx's own models.
+        Models built from attnrx's own layers return None.
         """
         return None
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps (or low-rank forms) of every layer's MLP, or () if MLPs are of another kind."""
+        """Returns the two linear maps of every layer's MLP, whole or factored, or () if MLPs are of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
-        """Returns whether the family reads the attention of the model. Otherwise a layer is just one MLP."""
+        """Returns whether the family can read the model's attention. If not, each layer consists of only an MLP."""
         return True
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of every layer's block. Without readable attention, it is the part around every MLP."""
+        """Returns the path of every layer's block. If attention is not read, the part around the MLP is the block."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Removes the units outside `keep` from the parts with weights per unit between the two maps of an MLP."""
+        """Removes all units outside `keep` from the parts between the two maps of an MLP that have weights per unit."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
-        """Returns whether only an activation is between the two maps of every MLP, so the units are separate."""
+        """Returns whether the units of every MLP are separate: only an activation lies between its two maps."""
         return bool(self.mlp(model))
 
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
+        """Replaces the first (`which` 0) or second (1) map of a layer's MLP, and updates the model's description."""
 
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Family(ABC):
         """Builds the model from its description. Loading calls it on the meta device."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model as its own library creates it, with fresh weights, as the baseline of speed ratios."""
+        """Returns a new model from its own library, with fresh weights. Speed ratios use it as the baseline."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -142,7 +142,7 @@ class Family(ABC):
 
     @abstractmethod
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
-        """Resizes the model for images of another height and width, in place, as its library does.
+        """Resizes the model, in place, for images of another height and width, as its library does.
 
         Raises:
             NotSupported: The library does not resize the position embeddings of this model.
@@ -155,49 +155,49 @@ class Family(ABC):
         return origin.mean, origin.std
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns how the library turns a picture into pixels for evaluation, or None if the library does not say."""
+        """Returns how the library turns a picture into pixels for evaluation, or None if the library says nothing."""
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns the inputs of the model (`ModuleInputs`), or None for images of channels, height and width."""
+        """Returns the inputs of the model (`ModuleInputs`), or None if the model takes images."""
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        """Changes a model for another number of input channels, if possible, and returns whether it was possible."""
+        """Changes a model to take another number of input channels. Returns False if the model cannot be changed."""
         return False
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        """Returns whether the model itself states `normalization`. Otherwise it is a common default."""
+        """Returns whether `normalization` comes from the model itself. If not, it is a common default."""
         return True
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
-        """Returns transformers' preprocessor_config.json for a saved model, or {} if there is none."""
+        """Returns the content of transformers' preprocessor_config.json for a saved model, or {} if there is none."""
         return {}
 
     @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        """Returns the last features of all patches in the images. Pruned or merged patches are restored."""
+        """Returns the final features of all patches of the images. Pruned or merged patches are restored first."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Returns the names of weights by their names in the library's files, or {} if both are the same."""
+        """Maps weight names in the library's files to the model's weight names. {} means that both are equal."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
-        """Returns a function that takes the model or a copy, and images, and returns the model's answer.
+        """Returns a function that takes the model (or a copy) and images, and returns the model's answer.
 
-        The answer has one row per image. If the model is inside a module, the answer is the module's output.
+        The answer has one row per image. If the model is part of a user's module, the answer is the module's output.
         """
         return called_with_images
 
     def output_kind(self, model: nn.Module) -> str:
-        """Returns the name of the `OutputKind` of the model's outputs.
+        """Returns the name of the model's `OutputKind`.
 
-        It is "logits", "multilabel", "regression", or "embedding" for a model without a classifier.
+        Examples are "logits", "multilabel", "regression", and "embedding" for a model without a classifier.
         """
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns a note if the outputs could be of another kind, with the way to state that kind, or "" otherwise."""
+        """Returns a note if the outputs may be of another kind, with the argument that selects it, or "" if not."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -206,11 +206,11 @@ class Family(ABC):
 
     @abstractmethod
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        """Returns the module whose first argument is the images."""
+        """Returns the module that receives the images as its first argument."""
 
     @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the tokens before the first layer, and the pooling after the last one.
+        """Returns which tokens enter the first layer, and how the tokens after the last layer are pooled.
 
         Raises:
             NotSupported: No tokens of this model can be pruned.
@@ -218,36 +218,36 @@ class Family(ABC):
 
     @abstractmethod
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        """Returns the module whose output tokens are pooled."""
+        """Returns the norm whose output tokens the model pools."""
 
     def pooler(self, model: nn.Module) -> nn.Module | None:
-        """Returns the attention that pools these tokens, or None if the model pools them in another way."""
+        """Returns the attention module that pools the final tokens, or None if the model pools them in another way."""
         return None
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of the whole image, which take one token or a mean, or () if the model has none.
+        """Returns the classifiers for whole images, or () if the model has none. They take one token or a mean.
 
-        Each is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
+        A classifier is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
         """
 
     def token_shape(self, model: nn.Module, heads: int | None = None) -> Shape:
-        """Returns the model properties that reducers need. `heads` is the number of heads of the original model."""
+        """Returns the model sizes that token reducers need. `heads` is the original model's number of heads."""
         specs = self.specs(model)
         stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
         return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
 
     def windows(self, model: nn.Module) -> int:
-        """Returns the number of sequences into which an image's tokens are divided between blocks."""
+        """Returns the number of windows: separate token sequences into which the blocks divide an image."""
         return 1
 
     def grid_axis(self, model: nn.Module) -> int | None:
-        """Returns the axis of the features if blocks take grids of tokens, or None if they take sequences."""
+        """Returns the feature axis of the token grids that blocks take, or None if blocks take token sequences."""
         return None
 
     @abstractmethod
     def num_tokens(self, model: nn.Module) -> int:
-        """Returns an image's number of tokens in every layer without a token policy."""
+        """Returns the number of tokens per image in every layer, before any token policy removes some."""
 
     def costs(
         self,
@@ -257,14 +257,14 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns the parameters and MACs in closed form, for the model as it is or with other layer sizes.
+        """Returns the parameters and MACs in closed form, for the model's present layer sizes or for other sizes.
 
-        You can pass other specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted with its
-        own number of tokens, under the policy `tokens`. Without it, the policy attached to the model applies.
+        You can pass other attention specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted
+        with the number of tokens that the policy `tokens` leaves it. By default, the model's own policy is used.
 
         Raises:
             InvalidInput: The number of specs, pairs of ranks or numbers of units is not the number of layers.
-            NotSupported: A policy was given for a model that has one already, or whose tokens cannot be pruned.
+            NotSupported: You passed a policy, but the model has one already, or its tokens cannot be pruned.
         """
         own, maps, attached = self.specs(model), self.mlp(model), reduction_of(model)
         specs = own if attention is None else attention
@@ -286,27 +286,27 @@ class Family(ABC):
 
     @abstractmethod
     def costs_with(self, model: nn.Module, shapes: "LayerShapes") -> ModelCosts:
-        """Returns the costs of the model with these shapes in its layers."""
+        """Returns the costs that the model would have with these layer shapes."""
 
 
 class NamedFamily(Family):
-    """A family of models that are built from attnrx's layers, under its own names (`FAMILIES`)."""
+    """A family whose models are built from attnrx's own layers, under its own model names (`FAMILIES`)."""
 
     takes_weights: ClassVar[bool] = False
-    """Whether `load` takes published weights."""
+    """Whether `load` can read published weights into the models."""
     fits_data: ClassVar[bool] = False
-    """Whether a new model is built for the images and classes that it is trained on (`attnrx train`)."""
+    """Whether `attnrx train` builds a new model to fit the training images and their classes."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Returns the names of the models, each with a colon."""
+        """Returns the names of the models. Every name contains a colon."""
 
     @abstractmethod
     def fresh(self, name: str, seed: int = 0, **changes: Any) -> nn.Module:
-        """Returns an initialized model with one of the names. `changes` override fields of its configuration."""
+        """Returns a model with fresh weights. `changes` override fields of its configuration."""
 
     def load(self, name: str, weights: Path | str) -> nn.Module:
-        """Returns a model with the weights of a published file, in evaluation mode, if the family `takes_weights`.
+        """Returns a model in evaluation mode, with weights from a published file. Needs `takes_weights`.
 
         Raises:
             CheckpointError: The file cannot be read, or does not fit the model.
@@ -316,9 +316,9 @@ class NamedFamily(Family):
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """The shapes that determine the costs of the layers.
+    """The layer shapes that decide what a model costs.
 
-    They are the specs of the attention, the ranks and hidden units of the MLPs (if they have two maps), and the tokens.
+    The fields hold the attention specs, the MLPs' ranks and hidden units (for MLPs of two maps), and the token counts.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -328,26 +328,27 @@ class LayerShapes:
 
 
 def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns the output of a module that gets only images."""
+    """Calls a module with images as its only argument, and returns the output."""
     return model(images)
 
 
 def num_outputs(head: nn.Module) -> int:
-    """Returns the number of outputs of a classifier if it is or contains a linear map (`nn.Sequential`), else 0."""
+    """Returns the number of outputs of a classifier's last linear map, or 0 if it contains none."""
     parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 
 
 def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> None:
-    """Raises an error for a model whose weights cannot be read, compared and stored one by one.
+    """Raises an error if a model has weights that attnrx cannot read, compare and store one by one.
 
     Args:
-        model: The model.
-        blocks: The paths of its blocks, which are changed one by one. Outside of them, two names may share a weight.
+        model: The model to check.
+        blocks: The paths of its blocks, which attnrx changes one by one. A weight inside a block must have only one
+            name. Weights outside the blocks may be shared.
 
     Raises:
-        NotSupported: There is a quantized module, whose weights are packed, or a block's weight has two names. Or a
-            tensor is sparse, quantized, complex or not initialized, or a parameter has integers or 8-bit numbers.
+        NotSupported: A module is quantized, so its weights are packed, or a block's weight has two names. Also raised
+            for tensors that are sparse, quantized, complex or not initialized, and for integer or 8-bit parameters.
         InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     name, first = type(model).__name__, {}
@@ -358,7 +359,7 @@ def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> No
                 f"{path or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
                 "int8` quantizes a model for ONNX Runtime."
             )
-    # keep_vars, because a state dict contains detached tensors. Only the parameters themselves show which are shared.
+    # keep_vars returns the parameters themselves. Detached tensors would hide which parameters are shared.
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise NotSupported(f"{name} holds {key}, which is not a tensor but {type(value).__name__}.")
@@ -375,7 +376,7 @@ def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> No
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
         if value.is_floating_point():
             first.setdefault(value.dtype, key)
-        # One dict for both, because a dtype and the id of a tensor are different keys.
+        # One dict stores both types and tensor ids, because a dtype never equals an id.
         shared = first.setdefault(id(value), key)
         if shared != key and isinstance(value, nn.Parameter) and (shared.startswith(inside) or key.startswith(inside)):
             raise NotSupported(

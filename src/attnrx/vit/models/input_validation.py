@@ -1,4 +1,4 @@
-"""Validates the images that enter a model. Wrong shapes and NaN raise DataError, a wrong scale causes a warning."""
+"""Validates the images that enter a model. Wrong shapes and NaN raise DataError, and a wrong scale causes a warning."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,17 +11,19 @@ from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.family import Family
 
-# The images are converted back to pixels with the model's constants. With the right constants, the pixels fill [0, 1].
-# Four or more images of ImageNette, Tiny-ImageNet, CIFAR-10, FashionMNIST or the digits always filled over 0.95 of it.
-# With wrong constants, they exceed it by 0.5 or more, e.g. unnormalized bytes, or ImageNet's constants instead of 0.5.
-# Or they fill at most 0.62 of it if 0.5 replaces ImageNet's or CLIP's constants, and at most 0.5 if unnormalized. Means
-# and standard deviations would distinguish scales less well. With the right constants, eight such images have standard
-# deviations of 0.18 to 0.40, and half of this range overlaps. Constants as close as ImageNet's and CIFAR-10's (0.01 to
-# 0.96) change little and are not distinguished.
+# For the test, images are converted back to pixels with the model's mean and std. If both are right, pixels are in
+# [0, 1], and four or more images always filled over 0.95 of this range. We measured this on ImageNette, Tiny-ImageNet,
+# CIFAR-10, FashionMNIST and the digits. With a wrong mean or std, pixels exceed the range by 0.5 or more (e.g.
+# unnormalized bytes, or ImageNet's values instead of 0.5), or fill little of it. If 0.5 replaces ImageNet's or CLIP's
+# values, they fill at most 0.62. If the images are not normalized, they fill at most 0.5.
+#
+# Means and standard deviations of the images would distinguish scales less well. On the right scale, eight such images
+# have standard deviations from 0.18 to 0.40, and half of this range also occurs on wrong scales. Scales as close as
+# ImageNet's and CIFAR-10's (0.01 to 0.96) are not distinguished, but confusing them changes little.
 OUTSIDE, FILLED = 0.1, 0.8
-FEW = 4  # images. Fewer may be dark or pale although their scale is right
+FEW = 4  # fewer images may be dark or pale although their scale is right
 
-# Other scales in common use: the mean and the standard deviation by which pixels in [0, 1] were normalized.
+# Other common scales: the mean and std by which pixels in [0, 1] were normalized.
 COMMON = {
     "pixels in [0, 1] that were not normalized": (0.0, 1.0),
     "pixels in 0 to 255": (0.0, 1 / 255),
@@ -33,11 +35,11 @@ UNKNOWN_SCALE = (
     "Normalize them as in its training."
 )
 
-SHOWN = 5  # how many images a message names
+SHOWN = 5  # the most images that a message lists
 
 
 class InputValidation:
-    """Validates the batches that the operation `what` passes to a model."""
+    """Validates the batches that an operation passes to a model. `what` names the operation in messages."""
 
     def __init__(self, model: nn.Module, family: Family, what: str):
         self.what = what
@@ -45,13 +47,13 @@ class InputValidation:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._scale = ImageScale(*family.normalization(model))
         self._is_known = family.knows_normalization(model)
-        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not if several tensors are packed into one
+        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # False if tensors are packed into one
 
     def take(self, images: ImageBatch) -> Tensor:
         """Returns the images in the model's dtype.
 
         Raises:
-            DataError: The images have another shape than the model's input, or contain NaN or infinity.
+            DataError: The images do not have the model's input shape, or contain NaN or infinity.
         """
         shape = tuple(images.shape[1:])
         if shape != self.shape:
@@ -77,7 +79,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note and warns if the images are not on the model's scale. An unknown scale causes only a note."""
+        """Returns a note if the scale is unknown or the images are not on it. In the second case, it also warns."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -92,7 +94,7 @@ class InputValidation:
 
 
 def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Raises DataError if an image has its channels last, but would fit the model with channels first."""
+    """Raises DataError if images have their channels last, and would fit the model with channels first."""
     if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
         raise DataError(
             f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
@@ -105,12 +107,12 @@ def _by(shape: Sequence[int]) -> str:
 
 
 class ImageScale:
-    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`. It needs constant memory."""
+    """Tracks, in constant memory, the range of images that should be (pixels in [0, 1] - `mean`) / `std`."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         self.images = 0
-        # [low or high, channels], first an empty range, which the first images replace.
+        # [low or high, channels]. The range is empty at first, and the first images replace it.
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: ImageBatch) -> None:
@@ -125,13 +127,13 @@ class ImageScale:
 
     @property
     def fits(self) -> bool:
-        """Whether the images are compatible with this scale, and no other known scale matches them better."""
-        # A narrow range counts against a scale only if the images fill [0, 1] on another one.
+        """Whether the images match this scale, and match no other known scale better."""
+        # Images that fill little of this scale's range are refused only if they fill [0, 1] on another known scale.
         holds, filled = self._fit(self.mean, self.std)
         return not self.images or (holds and (self.images < FEW or filled or not self._explanations()))
 
     def describe(self) -> str:
-        """Returns the expected scale, the range of the images, and the scales that match them."""
+        """Describes the expected scale, the range of the images, and other scales that match them."""
         mean, std = (", ".join(f"{value:.3g}" for value in values.tolist()) for values in (self.mean, self.std))
         low, high, looks = float(self._ends[0].min()), float(self._ends[1].max()), " or ".join(self._explanations())
         return (
@@ -140,13 +142,13 @@ class ImageScale:
         )
 
     def _explanations(self) -> list[str]:
-        """Returns the names of the common scales on which these images are pixels."""
+        """Returns the names of common scales on which the images are pixels and fill the range."""
         scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
         fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
         return [name for name, scale in fitting.items() if all(self._fit(*scale))]
 
     def _fit(self, mean: Tensor, std: Tensor) -> tuple[bool, bool]:
-        """Whether the images are pixels on a scale, and whether they fill its range."""
+        """Returns whether the images are pixels on this scale, and whether they fill its range."""
         pixels = self._ends * std + mean
         low, high = float(pixels[0].min()), float(pixels[1].max())
         return low >= -OUTSIDE and high <= 1 + OUTSIDE, high - low >= FILLED

@@ -1,1 +1,1 @@
-"""The boundary of verbs: working copies, models of the user's own class, loading, saving and acceleration."""
+"""Shared by public functions on models (verbs): working copies, loading, saving and acceleration."""

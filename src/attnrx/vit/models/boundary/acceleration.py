@@ -1,7 +1,7 @@
-"""`accelerate` and `plain`: a model for inference in attnrx's kernels, and the way back.
+"""Converts models to attnrx's kernels for inference (`accelerate`), and back (`plain`).
 
-An accelerated model is frozen. Its class is a subclass of the user's class that refuses training and new weights. So
-values that the kernels derive from the weights never go out of date.
+An accelerated model is frozen: its class is a subclass of the user's class that refuses training and new weights. So
+the values that the kernels derive from the weights always stay valid.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from attnrx.vit.models.working.adopted import chunked_forward
 
 
 class Accelerated(nn.Module):
-    """The first base of the classes of accelerated models. The user's class is the second base."""
+    """The first base class of accelerated models. Their second base is the user's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's own result. With only images, it computes a batch in chunks that fit the caches.
+        """Returns what the model itself would return. A call with only images runs the batch in cache-sized chunks.
 
         Raises:
             NotSupported: torch.fx traces the model.
@@ -48,7 +48,7 @@ class Accelerated(nn.Module):
         return chunked_forward(working, run, args[0], working._max_elements(args[0]))
 
     def train(self, mode: bool = True) -> Any:
-        """Stays in evaluation mode.
+        """Keeps the model in evaluation mode.
 
         Raises:
             NotSupported: `mode` is True.
@@ -58,7 +58,7 @@ class Accelerated(nn.Module):
         return super().train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Stays without gradients.
+        """Keeps the weights without gradients.
 
         Raises:
             NotSupported: `requires_grad` is True.
@@ -68,11 +68,11 @@ class Accelerated(nn.Module):
         return super().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights under the names of the original model."""
+        """Returns the weights under the original model's names."""
         return library_form(vars(self)[WORKING]).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Refuses new weights.
+        """Refuses new weights, because an accelerated model is frozen.
 
         Raises:
             NotSupported: Always.
@@ -96,21 +96,21 @@ FROZEN = (
 
 @checked()
 def accelerate(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model that computes the same in attnrx's kernels, for inference on a CPU.
+    """Returns a copy of a model for inference on a CPU that computes the same results in attnrx's kernels.
 
-    In float32, one call of a C++ kernel computes each attention, MLP or whole block of a known kind. A batch is
-    computed in chunks that fit the caches. The last block computes only the class token if the answer needs no other.
-    The copy has your model's class, call and state dict. It refuses training and new weights. To get the model back,
-    call `plain`.
+    In float32, one call of a C++ kernel computes a whole attention, MLP or block of a known kind. A batch is computed
+    in chunks that fit the caches. If the answer needs only the class token, the last block computes no other token. The
+    copy has your model's class, call signature and state dict. It refuses training and new weights. To get your model
+    back, call `plain`.
 
     Args:
-        model: A model that `load`, `realize` or another function of attnrx returned.
+        model: A model that attnrx returned, e.g. from `load` or `realize`.
 
     Returns:
-        The accelerated copy, in evaluation mode.
+        The accelerated copy, in evaluation mode and without gradients.
 
     Raises:
-        InvalidInput: The model is accelerated already, or was not loaded by attnrx.
+        InvalidInput: The model is accelerated already, or attnrx did not load it.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -136,13 +136,13 @@ def accelerate(model: nn.Module) -> nn.Module:
 
 @checked()
 def plain(model: nn.Module) -> nn.Module:
-    """Returns a copy of an accelerated model in its earlier form, with its own class, modules and weights.
+    """Returns a copy of an accelerated model with its original class, modules and weights.
 
     Args:
-        model: The result of `accelerate`.
+        model: A model that `accelerate` returned.
 
     Returns:
-        The model, in evaluation mode. You can train its weights.
+        The original model, in evaluation mode. You can train its weights.
 
     Raises:
         InvalidInput: The model is not accelerated.
@@ -169,6 +169,6 @@ def _accelerated(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
-    """Returns an accelerated model without contents, for pickle to fill in."""
+    """Returns an accelerated model without contents. Pickle then fills in its state."""
     made = _accelerated(kind)
     return made.__new__(made)

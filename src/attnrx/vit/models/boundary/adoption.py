@@ -1,7 +1,7 @@
-"""The adoption of models: reading a module's parts, its working copy, and the proof that both compute the same.
+"""Adopts models: reads a module's parts, makes its working copy, and proves that both compute the same.
 
-A library's model is created again by its library, so it has no surroundings. A user's module has the Vision Transformer
-at some path, and may have its own parts around it (`Surroundings`).
+A library's model can be created again by its library, so it has no surroundings. A user's module has the Vision
+Transformer at some path, and may have other parts around it (`Surroundings`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ from attnrx.vit.models.working.adoption_proof import (
 )
 from attnrx.vit.models.working.token_hooks import TokenHook
 
-PROOF_PATCHES = 16  # the images of a proof have at most this many patches per side
+PROOF_PATCHES = 16  # images for a proof have at most this many patches per side
 OTHER_ATTENTION = (
     "its attention computes something else than plain softmax attention, its heads, its scale or the order of its "
     "projections are not those that were read, or it changes or replaces a part in its forward"
@@ -53,16 +53,17 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """A module needs more than images, or does not return one entry per image for them."""
+    """Signals that a module needs more than images, or does not return one entry per image."""
 
 
 def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
     """Returns a working copy of a module of any class. A model of a known family is returned unchanged.
 
-    `factory` creates the module again. If the module does not take images, `inputs` are an example of its inputs.
+    `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` are
+    an example of its inputs.
 
     Raises:
-        NotSupported: The module has an unsupported feature, or nothing that attnrx can read.
+        NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
         InvalidInput: The module has no weights, or the inputs are not tensors.
     """
     if known_family(model) is not None:
@@ -74,7 +75,7 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
         )
     if inputs is None:
         return adopt_any(model, factory)
-    # The inputs are stated on a shallow copy, and its copies keep them. The user's model is unchanged.
+    # The inputs are stored on a shallow copy, so the user's model is unchanged. Copies of the copy keep them.
     marked = copy(model)
     vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
     return adopt_any(marked, factory)
@@ -83,12 +84,14 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
 def adopt_any(
     model: nn.Module, factory: Factory | None = None, creation: Mapping[str, Any] | None = None, **stated: Any
 ) -> nn.Module:
-    """Adopts what it can read: a library's model, else the largest Vision Transformer, a found structure, or MLPs.
+    """Adopts the largest part of a module that attnrx can read.
 
-    `creation` is how a library creates the model. `stated` are fields of its `Origin` that the model does not state.
+    If the module is not a supported library model, attnrx tries the Vision Transformers inside it, from the largest on.
+    If there are none, it tries a structure found by names and shapes, and then only the MLPs. `creation` is how a
+    library creates the model. `stated` are fields of its `Origin` that the model itself does not state.
 
     Raises:
-        NotSupported: The module has an unsupported feature, or nothing that attnrx can read.
+        NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
     """
     takes_images = ATTRIBUTE not in vars(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
@@ -100,10 +103,10 @@ def adopt_any(
     inside = partial(adopt, factory=factory, creation=creation)  # as a user's module
     units = partial(inside, UnitsFamily(), model, "")
     attempts: Sequence[Callable[[], Any]]
-    # The raised error should be about the model itself, not about an attempt to read only a part of it.
+    # The error should describe the model itself, not an attempt to read only a part of it.
     shown = 0
     if (library is None or refusals) and (trunks := trunks_of(model)):
-        # Only the first one that the module calls is adopted. The others stay unchanged.
+        # Only the first trunk that the module calls is adopted. The others stay unchanged.
         attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
         structure = StructureFamily()
@@ -112,7 +115,7 @@ def adopt_any(
         attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
     elif any(refusal.is_of_class for refusal in refusals):
         attempts, shown = [units, partial(adopt, library, model)], -1
-    else:  # the second attempt is for a model its library cannot create again, e.g. with a part of the user's own
+    else:  # the second attempt is for a model that its library cannot create again, e.g. with a user's own part
         attempts = [partial(adopt, library, model, **stated), partial(inside, library, model, "")]
     errors: list[AttnrxError] = []
     for attempt in attempts:
@@ -123,7 +126,7 @@ def adopt_any(
                 raise
             errors.append(error)
     if shown and len(errors) > 1:
-        # The last error says what you can load instead. The error before it says what is missing in this model.
+        # The last error says what you can load instead. The error before it says why this model cannot be read.
         raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]
 
@@ -140,26 +143,26 @@ def adopt(
 ) -> Adopted:
     """Returns a working copy of a model with attnrx attention in every layer. The model itself is not changed.
 
-    The outputs of both are compared on random images, and every attention is compared with the attention that it
-    replaces. A library's model (`path` is None) is also created again from its description and compared with the
-    result. For a user's module, forward passes show the costs of the parts around the Vision Transformer, and what they
-    read and return. Activations that parts store are detached.
+    As a proof, attnrx compares the outputs of model and copy on random images, and the outputs of every attention
+    before and after its replacement. A library's model (`path` is None) is also created again from its description and
+    compared with the result. For a user's module, forward passes show what the parts around the Vision Transformer
+    cost, read and return. Activations that parts store are detached.
 
     Args:
         family: The family of the Vision Transformer.
-        model: The model, or the module that contains it.
+        model: The library's model, or the user's module that contains one.
         path: The path of the Vision Transformer in a user's module, or "" for the module itself. None for a model that
             its library creates again.
-        facts: The known facts about a structure that was found (`StructureFamily.found`).
+        facts: The known facts about a structure that attnrx found (`StructureFamily.found`).
         factory: The function that creates a user's module.
-        creation: How a library creates a user's module, if it is known.
-        **stated: Fields of `Origin` that override the values of a library's model: `mean` and `std` of the image
+        creation: How a library creates a user's module, if this is known.
+        **stated: Fields of `Origin` that replace the library model's values: `mean` and `std` of the image
             normalization, and `preprocessing`, the settings of the library's image transform.
 
     Raises:
-        NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be copied,
-            adapters, or weights that are computed from other tensors. Or the outputs differ, or are not tensors with
-            one entry per image, or the Vision Transformer is never called.
+        NotSupported: The model has an unsupported feature, which the message names, an attribute that cannot be copied,
+            adapters, or weights that are computed from other tensors. Also raised if the outputs of both models differ,
+            if they are not tensors with one entry per image, or if the Vision Transformer is never called.
         InvalidInput: The model was adopted already, or has no weights.
     """
     if isinstance(model, Adopted):
@@ -171,7 +174,7 @@ def adopt(
     require_finite_tensors(model.state_dict(), model_name(model))
     facts = dict(facts or {})
     origin = family.stated_origin(model, path, facts, stated)
-    original = copy_module(model)  # the model's own code may change the model in a forward pass
+    original = copy_module(model)  # a copy, because a forward pass of the model's own code may change the model
     around = None
     if path is not None:
         facts["shape"] = PlainShape(original)
@@ -181,10 +184,10 @@ def adopt(
         trunk = opened.get_submodule(path or "")
         layers = family.layers(trunk)  # before their attention is replaced
         if around is not None:
-            around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # until it is known which are read
+            around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # all, until passes show which
         require_ordinary_tensors(opened, [f"{path or ''}.{each}".strip(".") for each in family.block_paths(trunk)])
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
-    if not path:  # a part has no user's code around it, or saving discards that code
+    if not path:  # the model as a whole, whose added code would be lost when it is saved
         require_unchanged(original, partial(working.answering(), original), working.input_shape)
     images, expected = _proved(family, original, working)
     if layers:
@@ -194,7 +197,7 @@ def adopt(
     prove_units(family, working)
     family.prove(working)
     if around is None:
-        # If a model was changed after its creation, loading it would create a different model.
+        # A model that was changed after its creation would be created differently when it is loaded.
         family.require_rebuilt(working)
     else:
         _measure_(family, original, working, images, expected, factory, creation)
@@ -208,13 +211,13 @@ def _function_name(factory: Factory) -> str:
 
 
 def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns random images and a model's outputs for them, after comparing them with the outputs of its working copy.
+    """Returns random images and a model's outputs for them, after comparing the outputs with the working copy's.
 
-    For a user's module, it also records in the working copy which method takes images.
+    For a user's module, the working copy also stores which of the module's methods takes images.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
-        # If the inputs of a module are stated, only its forward is tried.
+        # If the user stated the inputs, they are the inputs of `forward`, so no other method is tried.
         methods = IMAGE_METHODS if around.path and ATTRIBUTE not in vars(original) else ()
         candidates += [replace(around, call=name) for name in methods if hasattr(original, name)]
     for each in candidates:
@@ -228,7 +231,7 @@ def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tup
 
 
 def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor) -> dict[str, Tensor]:
-    """Returns a model's outputs for two images, after comparing them with the outputs of its working copy.
+    """Returns a model's outputs for two images, after comparing them with the working copy's outputs.
 
     Raises:
         _OtherInputs: The model needs more than images, or does not return one entry per image.
@@ -237,7 +240,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
     name, answer = working.name, partial(working.answering(), original)
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
 
-    def count(call: ModuleCall) -> int:  # the number of images. A method other than `forward` may be called
+    def count(call: ModuleCall) -> int:  # the number of images, also if a method other than `forward` was called
         return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
 
     with evaluating((original, working)):
@@ -249,7 +252,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
                 f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
                 "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
             ) from error
-        # A user's code may draw random numbers, or mix the images of a batch.
+        # A user's code may draw random numbers, or mix images of a batch. Both would change the outputs of these calls.
         passes = {} if working.around is None else {"in every call": images, "in a batch than alone": images[:1]}
         others = {when: tensors_of(answer(each)) for when, each in passes.items()}
         with recording_calls((patches,), count) as calls:
@@ -267,7 +270,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
-    # The blocks of a found structure do not exist in the module itself.
+    # A found structure's blocks do not exist in the module itself.
     has_blocks = not isinstance(family, StructureFamily)
     trunks = (original.get_submodule(working.path), working.trunk) if has_blocks else ()
     layers = [family.layers(trunk) for trunk in trunks]
@@ -295,13 +298,13 @@ def _measure_(
     factory: Factory | None,
     creation: Mapping[str, Any] | None,
 ) -> None:
-    """Records in the working copy of a user's module what its passes show about the parts around the trunk."""
+    """Stores in the working copy of a user's module what forward passes show about the parts around the trunk."""
     around = working.around
     assert around is not None
     kind = None
     if factory is None:
         creation = creation or library_creation(original)
-        if around.name.split(".")[0] not in PLAIN_PACKAGES:  # their classes create models of their default sizes
+        if around.name.split(".")[0] not in PLAIN_PACKAGES:  # library classes would create models of default sizes
             kind = imported_class(around.name)
     creates = partial(_is_created, module=original, call=around.call, images=images, expected=expected)
     inputs = vars(original).get(ATTRIBUTE) if around.call == "forward" else None
@@ -320,22 +323,22 @@ def _measure_(
     if not depth:
         return
     is_alike = False
-    # Without hooks, the last block may compute only the class token.
+    # No hooks are registered here, so the last block may compute only the class token.
     with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
         is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
     if not is_alike:
-        # Parts after the blocks need the tokens of all patches, although they read only one token.
+        # Parts after the blocks may read only one token, but they still need the tokens of all patches.
         working.around = replace(around, read_blocks=(*around.read_blocks, depth - 1))
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Whether a function creates this module up to its weights, and has the expected outputs with them."""
+    """Returns whether a function creates this module, and its outputs are as expected once it has the weights."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
             vars(created).update({ATTRIBUTE: own} if (own := vars(module).get(ATTRIBUTE)) else {})
         created.load_state_dict(module.state_dict())
-        # The text of a module shows settings that evaluation does not, such as dropout rates.
+        # The text of a module also shows settings that do not change outputs in evaluation mode, e.g. dropout rates.
         with evaluating((created,)):
             answer = tensors_of(answered(call, created, images))
         return repr(created) == repr(module) and not difference_of(expected, answer)
@@ -346,7 +349,7 @@ def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, e
 def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
     """Returns two random images for the proof. They are small if the module interpolates its position embeddings.
 
-    A pass of a DINOv2 at its stated 518 x 518 pixels takes seven times as long as a pass with 16 x 16 patches.
+    Small images save time: DINOv2 takes seven times as long at its own 518 x 518 pixels as with 16 x 16 patches.
     """
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) and working.attnrx_inputs is None else ()
@@ -363,7 +366,7 @@ def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopte
 def _kind(
     family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor, tensors: Mapping[str, Tensor]
 ) -> str:
-    """Returns the name of the kind of a module's outputs. Features that a method returns are an embedding."""
+    """Returns the name of the `OutputKind` of a module. Features that a method returns count as an embedding."""
     around = working.around
     if around is not None and around.call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
         return "embedding"
@@ -373,10 +376,10 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the blocks whose patch tokens are read by parts besides the next block.
+    """Returns the blocks whose patch tokens are read by other parts than the next block, e.g. by a decoder.
 
-    The patch tokens of a block are changed for all parts except the next block. If the outputs change, a part reads
-    the tokens.
+    For the test, the patch tokens of a block are changed for all parts except the next block. If the outputs change,
+    another part reads the tokens.
     """
     blocks = family.blocks(working.trunk)
     prefix = family.parts(working.trunk).prefix_tokens
@@ -389,7 +392,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
         return tokens + scale * noise
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
-        remove_capturing_(working)  # transformers' own hooks must be called after those below
+        remove_capturing_(working)  # transformers' own hooks must run after the hooks below
         with ExitStack() as hooks:
             for index in indices:
                 changed = TokenHook(partial(change, index, scale, first))
@@ -400,21 +403,21 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
             return tensors_of(working.answer(images))
 
     def changes(indices: Sequence[int], first: int) -> bool:
-        # The same hooks run both times, so both passes round alike.
+        # The same hooks run in both passes, so both round in the same way.
         pair = outputs(indices, 0.0, first), outputs(indices, 1.0, first)
         return any(not torch.equal(tensor, pair[1][name]) for name, tensor in pair[0].items())
 
     *earlier, last = range(len(blocks))
     with evaluating((working,)):
-        if not changes([last], 0):  # a head of zeros reads nothing yet
+        if not changes([last], 0):  # e.g. a head of zeros, which would hide what it reads
             return tuple(range(len(blocks)))
-        # First all blocks are tested at once, because most modules read only the last block.
+        # All earlier blocks are tested together first, because most modules read only the last block.
         found = [index for index in earlier if changes([index], prefix)] if changes(earlier, prefix) else []
         return (*found, *([last] if changes([last], prefix) else []))
 
 
 def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
-    """Raises NotSupported if MLPs may be of any class and the hidden units of one of them are not separate."""
+    """Raises NotSupported if an MLP mixes its hidden units. MLPs of known classes are not tested."""
     source, parts = adopted.trunk, family.parts(adopted.trunk)
     pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
     if not pairs:

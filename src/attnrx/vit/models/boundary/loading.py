@@ -1,4 +1,4 @@
-"""Loads and saves models. Sources are saved folders, names, transformers' folders, and instances, which are adopted."""
+"""Loads and saves models. A model comes from a saved folder, a name, a transformers folder, or an instance."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,18 +37,18 @@ def load_model(
     factory: Factory | str | None = None,
     inputs: Any = None,
 ) -> nn.Module:
-    """Returns a model from a saved folder, a name or an instance. An instance of another library is adopted.
+    """Returns a model from a saved folder, a name or an instance. Instances of other libraries are adopted (`adopt`).
 
-    The arguments are the same as in `attnrx.load`, which also reads elastic models and the files of runtimes.
+    The arguments are the same as in `attnrx.load`, which also reads elastic models and files for other runtimes.
 
     Returns:
-        A new model. Only an instance of an attnrx model is returned itself.
+        A new model. If you pass an instance of an attnrx model, it is returned unchanged.
 
     Raises:
-        CheckpointError: The folder or the weights cannot be read, or do not fit.
+        CheckpointError: The folder or the weights cannot be read, or the weights do not fit the model.
         UnknownName: There is no model of this name.
         NotSupported: The model has an unsupported feature, or belongs to no family.
-        InvalidInput: You passed `weights` or `pretrained` for a source that accepts none.
+        InvalidInput: You passed `weights` or `pretrained` for a source that accepts neither.
     """
     factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
@@ -78,7 +78,7 @@ def load_model(
         return load_folder(download(name), factory)
     if library == "hf":
         return _of_transformers(name, trust)
-    # A colon may also be part of a path, e.g. C:\models, so an existing folder has precedence over a name.
+    # A colon may also be part of a path, e.g. C:\models. So if such a path exists, it is not read as a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     if not is_saved and is_transformers_folder(source):
@@ -90,19 +90,18 @@ def load_model(
 
 @checked()
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
+    """Builds a model with fresh weights by its name, e.g. `timm:vit_tiny_patch16_224`.
 
-    `changes` override fields of its configuration. On the meta device the model has no weights, but its costs can be
-    computed.
+    On the meta device the model has no weights, but you can still compute its costs.
 
     Args:
         name: The name of an attnrx model, or LIBRARY:NAME.
-        seed: The seed for the weights of attnrx models.
-        **changes: Fields of the configuration, or arguments of the library.
+        seed: The seed of the weights of attnrx models. Other libraries' models always use seed 0.
+        **changes: Configuration fields of an attnrx model, or arguments that the library accepts for this model.
 
     Raises:
         UnknownName: There is no such model.
-        InvalidInput: The changes do not fit.
+        InvalidInput: The model does not accept the changes.
     """
     library, _, architecture = name.partition(":")
     if library in LIBRARIES:
@@ -125,14 +124,13 @@ def save_model(
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model already in the folder is replaced atomically, together with all files that belong to it. The replaced files
-    are `parts`, by default PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes
-    further files of the new model. Before anything is replaced, the new folder is loaded and its model is compared with
-    `model`.
+    A model that is already in the folder is replaced atomically, together with all of its files. `parts` are the files
+    to replace, by default PARTS of `models.checkpoint`. `write_beside` gets the temporary folder and writes other files
+    of the new model. Before anything is replaced, the new folder is loaded, and its model is compared with `model`.
 
     Raises:
-        NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Or the saved model
-            differs, because the model was changed in a way that a folder cannot store.
+        NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Also raised if the
+            saved model differs, because the model was changed in a way that a folder cannot store.
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
@@ -142,14 +140,14 @@ def save_model(
     def write(new: Path) -> None:
         if write_beside is not None:
             write_beside(new)
-        if "factory" not in needed_to_load(model):  # else loading needs a user's function, which is not known here
+        if "factory" not in needed_to_load(model):  # a factory is a user's function, which this function does not get
             require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
 
     return save_weights(folder, model, family, notes, write, parts)
 
 
 def require_same(folder: Path, model: nn.Module, factory: Factory | None = None) -> None:
-    """Raises NotSupported if a folder contains another model, judged by answers for random images and by the parts."""
+    """Raises NotSupported if a folder contains another model. Answers for random images and the parts are compared."""
     remedy = (
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
         "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
@@ -162,14 +160,14 @@ def require_same(folder: Path, model: nn.Module, factory: Factory | None = None)
         raise NotSupported(f"{type(model).__name__} {remedy} What was written cannot be loaded: {why}") from error
     saved = library_form(saved)
     require_alike(model, saved, remedy)
-    # Compares parts that outputs may not show (e.g. with a head of zeros): activations, epsilons, dropout rates.
+    # Outputs do not show every setting. The text of the parts also shows activations, epsilons and dropout rates.
     for own, other in zip(repr(model).splitlines(), repr(saved).splitlines(), strict=False):
         if own != other:
             raise NotSupported(f"{type(model).__name__} {remedy} It has {own.strip()}, the folder {other.strip()}.")
 
 
 def _meant(name: str) -> str:
-    """Returns the end of a message about a name that is not a folder, with names that the user may have meant."""
+    """Returns the end of an error message about a missing folder, with names that the user may have meant."""
     known = []
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
@@ -187,16 +185,16 @@ def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
 
 
 def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
-    """Returns the working copy of the model in an attnrx folder, with other weights if they are not None.
+    """Returns the working copy of the model in an attnrx folder. If not None, `weights` is a file for its weights.
 
     Raises:
         CheckpointError: The folder has no model, or a damaged one.
-        NotSupported: `factory` is None, although a function must create the user's module.
+        NotSupported: A function must create the user's module, but `factory` is None.
     """
 
     def build(family: Any, description: Mapping[str, Any]) -> nn.Module:
         if "around" not in description:
-            # The shared instance must not store the factory, or all models loaded later would use it.
+            # The family instance is shared. If it stored the factory, all models loaded later would use it.
             return (ModuleFamily(factory) if isinstance(family, ModuleFamily) else family).build(description)
         around = from_dict(description["around"], Surroundings)
         return family.built_inside(created_again(around, factory), description)
@@ -206,7 +204,7 @@ def load_folder(folder: Path | str, factory: Factory | None = None, weights: Pat
 
 
 def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
-    """Returns the model of a folder with the weights of another file, e.g. after further training.
+    """Loads weights from another file into the model of a folder, e.g. after further training.
 
     Raises:
         CheckpointError: There is no such file, or its weights do not fit.
@@ -218,7 +216,7 @@ def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
         )
     tensors: Mapping[str, Tensor] = read_tensors(source)
     require_finite_tensors(tensors, str(source))
-    # The names are either the model's own names, or the names in a file that attnrx wrote.
+    # The file's names are either the model's own names, or the names in files that attnrx writes.
     model = model if tensors.keys() == model.state_dict().keys() else library_form(model)
     if tensors.keys() != model.state_dict().keys():
         names = family_of(model).saved_names(model)

@@ -20,12 +20,13 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 
 
 def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
-    """Returns the library's own model with only the blocks `kept`, and with its own copy of their weights.
+    """Returns a new model of the same library that has only the blocks `kept`, with copies of their weights.
 
-    Its answers are compared with the original's answers, for which the other blocks return their inputs.
+    As a proof, the new model's answers are compared with the original's, with the removed blocks returning their
+    inputs.
 
     Raises:
-        NotSupported: The library creates no such model, or the tokens do not pass a removed block unchanged.
+        NotSupported: The library cannot create such a model, or skipping the removed blocks gives other answers.
     """
     own: Any = library_form(model)
     stock = Stock(own)
@@ -61,7 +62,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
 
 
 def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], stock: Stock) -> None:
-    """Raises NotSupported unless the new model answers like the original with its removed blocks skipped."""
+    """Raises NotSupported if the new model's answers differ from the original's with the removed blocks skipped."""
     images = random_images(created, stock.origin.input_shape)
     blocks = [own.get_submodule(path) for path in removed]
     with evaluating((own, created)):
@@ -79,7 +80,7 @@ def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], 
 
 @contextmanager
 def passing(blocks: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Makes blocks return their tokens unchanged, in the same form as their earlier outputs."""
+    """Makes blocks return their input tokens inside the context, in the form of their earlier outputs."""
 
     def forward(output: Any, tokens: Tensor, *_: Any, **__: Any) -> Any:
         return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])

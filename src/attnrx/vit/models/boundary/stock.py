@@ -1,9 +1,9 @@
-"""Portable models: modules that their own library creates at other sizes, and checkpoints that it loads without attnrx.
+"""Creates and saves portable models: models of other sizes that their own library loads without attnrx.
 
 A library's class has arguments for the width of its MLPs, and some classes for the number of heads. `Stock` finds the
-arguments for other sizes. It tries the few ways in which libraries state them. Then it compares the sizes of the model
-that the library creates on the meta device. `stock_form` creates this model, copies the weights into it, and compares
-its outputs. `save_stock` writes the library's own checkpoint. attnrx reads the attnrx.json beside it.
+arguments for given sizes. It tries the few ways in which libraries state sizes, creates each model on the meta device,
+and compares the sizes. `stock_form` then creates the model, copies the weights into it, and compares its outputs.
+`save_stock` writes the library's own checkpoint, with an attnrx.json beside it for attnrx.
 """
 
 import copy
@@ -38,19 +38,19 @@ from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import difference_of
 
-# For each family: the argument for the MLP width as a number of units, the argument for the number of blocks, and the
-# argument for the MLP width as a ratio to the model width. A class may lack them.
+# Per family: the argument for the MLP width in units, the argument for the number of blocks, and the argument for the
+# MLP width as a ratio to the model width. Some classes lack some of these arguments.
 UNITS: Mapping[str, str] = {"huggingface": "intermediate_size", "torchvision": "mlp_dim"}
 DEPTHS: Mapping[str, str] = {
     "timm": "depth", "huggingface": "num_hidden_layers", "torchvision": "num_layers", "open_clip": "layers",
 }  # fmt: skip
 RATIOS: Mapping[str, str] = {"timm": "mlp_ratio", "huggingface": "mlp_ratio", "open_clip": "mlp_ratio"}
-# Settings that transformers' configurations derive from the number of blocks and then store.
+# Settings that transformers' configurations compute from the number of blocks and then store.
 STAGES = ("stage_names", "out_features", "out_indices")
-# For gated MLPs, timm counts the outputs of both halves. transformers' DINOv2 counts 3 / 2 of the units.
+# Factors of the ratio in gated MLPs: timm counts the outputs of both halves, transformers' DINOv2 3 / 2 of the units.
 GATES = (1.0, 2.0, 1.5)
-# Most libraries round a ratio times the width down. DINOv2's gated MLP rounds it up to a multiple of 8. The exact value
-# is tried first, but floating-point error may round it to the number below.
+# Offsets to try. Most libraries round ratio * width down, but DINOv2's gated MLP rounds up to a multiple of 8. An exact
+# value is tried first. If floating-point error changes its rounding, a slightly larger or smaller value is right.
 ROUNDINGS = (0.0, 0.25, -0.5)
 PORTABLE = (
     "a portable model is a plain Vision Transformer of timm, transformers, torchvision or open_clip, with other sizes"
@@ -58,10 +58,10 @@ PORTABLE = (
 
 
 class Stock:
-    """The sizes at which a library's class can create a model: other MLP widths, numbers of heads or of blocks."""
+    """Finds the sizes at which a library's class can create a model: MLP widths, numbers of heads, and depths."""
 
     def __init__(self, model: nn.Module):
-        """Reads the present sizes of a model.
+        """Reads a model's present sizes.
 
         Raises:
             NotSupported: The model is not a Vision Transformer of a library.
@@ -84,10 +84,10 @@ class Stock:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of units in every MLP, the number of heads, and a head's number of directions.
+        """The number of units in every MLP, the number of heads, and the number of directions per head.
 
         Raises:
-            NotSupported: There are no MLPs with two maps, or the sizes differ between layers or heads.
+            NotSupported: There are no MLPs with two maps, or the sizes differ between layers or between heads.
         """
         return self._sizes(self.model)
 
@@ -113,7 +113,7 @@ class Stock:
         return units[0], *sizes.pop()
 
     def arguments(self, hidden: int, heads: int, depth: int | None = None) -> Mapping[str, Any] | None:
-        """Returns the arguments with which the library creates these sizes, or None if it cannot."""
+        """Returns arguments with which the library creates a model of these sizes, or None if there are none."""
         key = hidden, heads, depth or self.depth
         if key not in self._found:
             self._found[key] = next(filter(lambda each: self._creates(each, key), self._candidates(*key)), None)
@@ -128,35 +128,34 @@ class Stock:
             return self._sizes(created) == (*sizes[:2], self.sizes[2]) and depth == sizes[2]
         except AttnrxError:
             return False
-        except Exception:  # the classes of libraries raise errors of many types for sizes that do not fit
+        except Exception:  # libraries raise errors of many types for sizes that their classes refuse
             return False
 
     def _candidates(self, hidden: int, heads: int, depth: int) -> Iterator[dict[str, Any]]:
-        """Yields arguments that might create these sizes."""
+        """Yields arguments with which the library might create these sizes."""
         given = dict(self.origin.arguments)
         inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # in a CLIP class
         own, width = dict(given[inside] if inside else given), self.width
-        if heads != own.get("num_attention_heads", heads):  # in transformers, where some classes read `head_dim`
+        if heads != own.get("num_attention_heads", heads):  # transformers, in which some classes read `head_dim`
             own |= {"num_attention_heads": heads, "head_dim": self.sizes[2]}
         if depth != self.depth:
             own = {name: value for name, value in own.items() if name not in STAGES}
             own[DEPTHS[self.family.name]] = depth
         units, ratio = UNITS.get(self.family.name, ""), RATIOS.get(self.family.name, "")
-        # timm's arguments are only those that were passed. The other libraries state all of their arguments.
+        # timm's arguments are only those that the caller passed. Other libraries list all of their arguments.
         changes: list[dict[str, Any]] = [{}] if (hidden, heads) == (self.hidden, self.heads) else []
         changes += [{units: hidden}] if units in own else []
         if ratio in own or self.family.name == "timm":
-            # DINOv2 of transformers takes only whole ratios.
+            # transformers' DINOv2 accepts only whole ratios.
             changes += [] if hidden % width else [{ratio: hidden // width}]
             changes += [{ratio: (gate * hidden + more) / width} for gate in GATES for more in ROUNDINGS]
         for change in changes:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
 
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
-        """Returns the present model's arguments, and the sizes of the linear maps that they create differently.
+        """Returns the model's arguments, and the sizes of those linear maps that the arguments do not describe.
 
-        The sizes are (inputs, outputs) of the present maps, by their paths. They are empty if the arguments can state
-        all sizes.
+        The sizes are (inputs, outputs) by path. They are empty if the library's arguments describe the whole model.
 
         Raises:
             NotSupported: The arguments include classes, which no file can store.
@@ -179,9 +178,9 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the paths of both maps for every MLP outside the blocks that has the width of the blocks' MLPs.
+        """Returns MLPs outside the blocks that have the same width as the blocks' MLPs, as the paths of their two maps.
 
-        The pooling head of SigLIP has such an MLP.
+        For example, the pooling head of SigLIP contains such an MLP.
         """
         key = hidden, heads
         if key in self._followers:
@@ -192,16 +191,16 @@ class Stock:
             for path, part in self._outside(source).items()
             if isinstance(part, nn.Linear) and isinstance(created.get(path), nn.Linear)
         ]
-        # A classifier with `hidden` classes is not such a map, because it has no second map.
+        # A classifier with `hidden` classes is not counted, because no second map follows it.
         firsts = [path for path, part, other in linears if part.out_features != other.out_features == hidden]
         seconds = [path for path, part, other in linears if part.in_features != other.in_features == hidden]
         self._followers[key] = tuple(zip(firsts, seconds, strict=False))
         return self._followers[key]
 
     def difference(self, hidden: int, heads: int, depth: int | None = None) -> str:
-        """Returns the path of a part outside the blocks that the library creates differently, e.g. a replaced head.
+        """Returns the path of a part outside the blocks that the library would create differently, or "" if none.
 
-        Returns "" if there is none.
+        An example is a head that was replaced.
         """
         followers = {path for pair in self.followers(hidden, heads) for path in pair}
         created = self._created(hidden, heads, depth)
@@ -212,7 +211,7 @@ class Stock:
         return ""
 
     def require_files(self) -> None:
-        """Raises NotSupported if no file of the library can store the arguments."""
+        """Raises NotSupported if the arguments contain classes, which no file of the library can store."""
         if classes := [name for name, each in self.origin.arguments.items() if is_layer(each)]:
             raise NotSupported(
                 f"{self.name} cannot be portable: it was created with a class of layers as {', '.join(classes)}, which "
@@ -220,7 +219,7 @@ class Stock:
             )
 
     def require_parts(self, hidden: int, heads: int, depth: int | None = None) -> None:
-        """Raises NotSupported if the library would create another part outside the blocks."""
+        """Raises NotSupported if the library would create any part outside the blocks differently."""
         self.require_files()
         if path := self.difference(hidden, heads, depth):
             raise NotSupported(
@@ -246,10 +245,10 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 
 
 def stock_form(model: nn.Module) -> nn.Module:
-    """Returns a model as its library creates it, with the same weights and without any part of attnrx.
+    """Returns a new instance of the library's class with the model's weights and without any part of attnrx.
 
-    If the class has no argument for the sizes, e.g. because layers differ, the library's linear maps are replaced by
-    maps of the right sizes (`Stock.present`). A saved folder then contains the code that replaces them. The result
+    If no argument of the class describes the sizes, e.g. because they differ between layers, linear maps are replaced
+    by maps of the right sizes (`Stock.present`). A saved folder then includes the code that replaces them. The result
     shares the memory of the weights.
 
     Raises:
@@ -277,7 +276,7 @@ def stock_form(model: nn.Module) -> nn.Module:
         expected = tensors_of(answer(own, images))
         try:
             difference = difference_of(expected, tensors_of(answer(created, images)))
-        except RuntimeError as error:  # e.g. other numbers of heads
+        except RuntimeError as error:  # e.g. another number of heads
             difference = str(error)
     if difference:
         raise NotSupported(
@@ -288,9 +287,9 @@ def stock_form(model: nn.Module) -> nn.Module:
 
 
 def copy_modes_(model: nn.Module, created: nn.Module, renamed: Callable[[str], str | None] = str) -> None:
-    """Copies the modes of a model's parts and weights to a newly created model.
+    """Copies training modes and `requires_grad` from a model's parts and weights to a newly created model.
 
-    `renamed` maps a name in `model` to the name in `created`, or to None.
+    `renamed` returns the name in `created` for a name in `model`, or None if `created` lacks that part.
     """
     created.train(model.training)
     parts, weights = dict(created.named_modules()), dict(created.named_parameters())
@@ -311,10 +310,10 @@ def save_stock(
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: ReplacedFiles | None = None,
 ) -> Path:
-    """Saves the result of `stock_form` as a folder that both its own library and `load` read.
+    """Saves a result of `stock_form` as a folder that both its own library and `load` can read.
 
     An earlier model in the folder is replaced. The library and attnrx read the same weights file, with the library's
-    names. As a check, the folder is loaded again, as in `save_model`.
+    weight names. As a check, the folder is loaded again, as in `save_model`.
 
     Raises:
         NotSupported: The library joins or divides weights in its files, or has arguments that no file can store.
@@ -365,7 +364,7 @@ def _write_torchvision(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes the image tower in open_clip's JSON. A caller that has a text tower adds it."""
+    """Writes the image tower as open_clip's JSON. If there is a text tower, the caller adds it."""
     own, mean_std = stock.origin.arguments, {"mean": list(stock.origin.mean), "std": list(stock.origin.std)}
     vision = {
         "image_size": own["image_size"][0] if len({*own["image_size"]}) == 1 else own["image_size"],
@@ -379,10 +378,10 @@ def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], folder: Path) -> None:
-    """Writes modeling.py, which creates a model with sizes that no argument of its class states."""
+    """Writes modeling.py, which creates models whose sizes no argument of their class describes."""
     name = type(model).__name__
     if stock.family.name == "huggingface":
-        # transformers runs this file for `trust_remote_code=True`. The names of the automatic classes refer to it.
+        # transformers runs this file if `trust_remote_code=True`. `auto_map` tells its Auto classes where the file is.
         classes = [
             "AutoModel",
             *(["AutoModelForImageClassification"] if name.endswith("ForImageClassification") else []),
@@ -400,7 +399,7 @@ def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], 
     write_text(folder / "modeling.py", MODELING.format(imported=imported, created=created))
 
 
-# For each library, the imports of modeling.py, and the expression that creates the model.
+# For each library: the import in modeling.py, and the expression with which modeling.py creates the model.
 CREATED = {
     "timm": ("import timm", 'timm.create_model(facts["architecture"], **facts["arguments"])'),
     "torchvision": ("from torchvision.models import VisionTransformer", 'VisionTransformer(**facts["arguments"])'),
@@ -458,15 +457,15 @@ WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
 
 
 def _is_of_library(working: nn.Module) -> bool:
-    """Whether a library can create the model of a working copy again."""
+    """Returns whether a library can create a working copy's model again."""
     return isinstance(working, Adopted) and working.around is None and family_of(working) in LIBRARIES.values()
 
 
 def loading_code(model: nn.Module, folder: Path | str) -> str:
-    """Returns the Python code with which the model's own library loads its portable folder.
+    """Returns Python code with which the model's own library loads a portable folder.
 
     Raises:
-        InvalidInput: The model is not a library's model.
+        InvalidInput: The model does not come from a library.
     """
     family, where = family_of(model), str(folder)
     if not _is_of_library(working_copy(model)):
@@ -481,7 +480,7 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
     if family.name == "huggingface":
         name = type(library_form(model)).__name__
         return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where!r})"
-    # For these libraries, the folder contains the weights, and the code contains the sizes.
+    # torchvision and open_clip read only weights from the folder, so the code contains the sizes.
     module = {"torchvision": "torchvision.models", "open_clip": "open_clip.transformer"}[family.name]
     arguments, layers = [], dict.fromkeys(["VisionTransformer"])
     for name, value in Stock(model).origin.arguments.items():

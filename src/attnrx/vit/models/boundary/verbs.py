@@ -1,4 +1,4 @@
-"""The boundary of a public function on models (a verb): its requirements for the models, and the state it restores."""
+"""The boundary of attnrx's public functions on models (verbs): what they require of models, and what they restore."""
 
 import sysconfig
 import traceback
@@ -35,11 +35,11 @@ Result = TypeVar("Result")
 
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Turns a function on models into a verb.
+    """Turns a function on models into a verb, i.e. a public function with the guarantees below.
 
-    A verb checks the code that was added to the models. It runs in the ordinary modes of autograd, regardless of the
-    caller's modes, and creates tensors on the CPU by default. It leaves the state of models and random generators
-    unchanged.
+    A verb passes working copies to the function, and refuses models whose added code changes the outputs. The function
+    runs with gradients enabled and without autocast, whatever the caller's modes are. New tensors are created on the
+    CPU by default. Models and random generators have their earlier state again at the end.
 
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
@@ -71,13 +71,13 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 @contextmanager
 def users_code_named(verb: str) -> Iterator[None]:
-    """Names the user's code, e.g. the forward of a part of a model, if it raises an error inside a verb.
+    """Turns an error in the user's code inside a verb into UserCodeError, which names the code.
 
-    The user's code is any code that attnrx called and that belongs to no installed package. An error that a library
-    raises for attnrx's tensors is a defect of attnrx.
+    The user's code is any code that attnrx called, for example a part's `forward`, if it belongs to no installed
+    package. If a library raises an error for attnrx's tensors, that is a defect of attnrx.
 
     Raises:
-        UserCodeError: The block raised an exception in such code. The exception is the `__cause__`.
+        UserCodeError: User code inside the context raised an exception. The exception is the `__cause__`.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def users_code_named(verb: str) -> Iterator[None]:
         ) from error
 
 
-# Where the code of attnrx is, and where Python and its packages are.
+# The folder with attnrx's code, and the folders with Python and its packages.
 PACKAGE = str(Path(__file__).parents[3])
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -104,7 +104,7 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 @contextmanager
 def default_cpu() -> Iterator[None]:
     """Creates new tensors on the CPU, where random generators are, even if the caller set another default device."""
-    # The mode costs time in every operation, so it is entered only if it has an effect.
+    # The mode costs time in every operation, so it is set only if the default device differs.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
@@ -114,7 +114,7 @@ _IS_INSIDE: ContextVar[bool] = ContextVar("inside a verb", default=False)
 
 @contextmanager
 def inside_verb() -> Iterator[None]:
-    """Lets verbs called in the context return working copies."""
+    """Makes verbs that are called in this context return working copies."""
     token = _IS_INSIDE.set(True)
     try:
         yield
@@ -123,9 +123,9 @@ def inside_verb() -> Iterator[None]:
 
 
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
-    """Returns the result of a verb, with models of their own classes in place of working copies.
+    """Returns the result of a verb with models of the user's classes in place of working copies.
 
-    A model that shares memory with one of the models in `given`, e.g. because it is unchanged, is copied.
+    If a model would share memory with one of the models in `given`, e.g. because it is unchanged, it is copied.
     """
     if hasattr(result, "in_library_form"):
         result = result.in_library_form()
@@ -147,8 +147,8 @@ def _with_own_memory(model: nn.Module, given: Sequence[nn.Module]) -> nn.Module:
 
 @contextmanager
 def ordinary_modes() -> Iterator[None]:
-    """Leaves inference mode and autocast inside the context, and enables gradients."""
-    # Weights created in inference mode cannot be trained, and autocast would change the measured values.
+    """Turns off inference mode and autocast inside the context, which also enables gradients."""
+    # Weights that are created in inference mode cannot be trained. Autocast would change measured values.
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(without_autocast())
@@ -157,7 +157,10 @@ def ordinary_modes() -> Iterator[None]:
 
 @contextmanager
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the modes of parts, `requires_grad`, `grad`, and the random states of torch, numpy and `random`."""
+    """Restores the models' training modes and gradients at the end, and the random states of torch, numpy and `random`.
+
+    The gradients include `requires_grad` and `grad` of every weight.
+    """
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
     try:

@@ -1,4 +1,4 @@
-"""Users' modules with a Vision Transformer inside: how they are created again, and the parts around it."""
+"""Creates users' modules again when a saved model is loaded, and prunes the parts around their Vision Transformer."""
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from attnrx.vit.models.working.adopted import Adopted
 
 
 def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns how a library creates a module, or None if no library's arguments describe it."""
+    """Returns how a library creates a module, or None if the module is not described by a library's arguments."""
     library = next((each for each in LIBRARIES.values() if each.adopts(model)), None)
     with suppress(NotSupported):  # its arguments cannot be saved
         stated = None if library is None else library.creation(model)
@@ -30,7 +30,7 @@ def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
-    """Creates a module from the result of `library_creation`.
+    """Creates a module from a result of `library_creation`.
 
     Raises:
         UnknownName: The library has no such class.
@@ -41,7 +41,7 @@ def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
 
 
 def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
-    """Creates a user's module again, with any weights, by the factory, its library or its class.
+    """Creates a user's module again, by its factory, its library or its class. The weights may have any values.
 
     Raises:
         NotSupported: The class has not been imported or needs arguments, and there is no factory.
@@ -52,15 +52,15 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
         create: Factory | None = partial(created_by_library, around.creation)
     else:
         create = factory or (imported_class(around.name) if around.by_class else None)
-    # With values, even if a model is loaded on the meta device, because the code of a module may read them.
+    # The module is created on the CPU even while models load on the meta device, because its code may read weights.
     with torch.device("cpu"):
         return created_by(create, around.name, around.needed)
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """Records in a working copy if neither its library nor its class creates the module any longer.
+    """Updates a working copy's surroundings if neither its library nor its class would still create the module.
 
-    This happens if the user changed the module after loading it.
+    A library or class no longer creates the module if the user changed it after loading.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:
@@ -81,7 +81,7 @@ def restate_creation_(adopted: Adopted) -> None:
 
 
 def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
-    """Yields the paths of the parts that a prescription may have changed."""
+    """Yields the paths of all parts in which a prescription may have changed sizes."""
     path, family = around.path, family_of(adopted)
     for block in family.block_names(adopted):
         inside = block.removeprefix("source").lstrip(".")
@@ -94,10 +94,10 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns the pairs of maps with separate units between them, around a working copy's Vision Transformer.
+    """Returns pairs of maps around the Vision Transformer that have separate units between them.
 
-    Units, e.g. the channels of a decoder, are separate if none is computed from another one. Paths are relative to
-    `source`.
+    Units, such as the channels of a decoder, are separate if no unit is computed from another one. Paths are relative
+    to the working copy's `source`.
     """
     if not adopted.path or adopted.around is None or adopted.around.call != "forward":
         return ()
@@ -105,7 +105,7 @@ def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
 
 
 def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units outside `keep` from one of `pairs_around`, in place, without compensating for them."""
+    """Removes the units outside `keep` from a pair of `pairs_around`, in place. Nothing compensates for them."""
     around, family = adopted.around, family_of(adopted)
     assert around is not None
     cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
@@ -116,17 +116,17 @@ def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]
 
 
 def needed_to_load(model: nn.Module) -> str:
-    """Returns the action that a user must take so that `load` can create a saved model again, or "" for no action."""
+    """Returns what a user must do before `load` can create a saved model again, or "" if nothing is needed."""
     record = record_of(model)
     around = model.around if isinstance(model, Adopted) else None if record is None else record.around
     return "" if around is None else around.needed
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
-    """Imports a function from the text "module:function" that the user stated.
+    """Imports the function that a user named by the text "module:function".
 
     Raises:
-        InvalidInput: There is no such function.
+        InvalidInput: The function cannot be imported.
     """
     try:
         return pkgutil.resolve_name(name)

@@ -1,10 +1,11 @@
-"""Working copies of models, and the way back.
+"""Makes working copies of models, and turns them back into models of the user's own class.
 
-A user has models of a library's own classes, with a record beside them. The verbs (public functions on models) compute
-with working copies (`Adopted`). In these, every attention is attnrx's, every linear map and block may run in a kernel,
-and a library's model returns one tensor. The result is put back into a copy of the user's module. A part is replaced
-only if the library's own part cannot store the result. An attention that the library's module can store is written
-into it.
+Users hold models of a library's own classes, each with a record. attnrx's public functions on models (the verbs)
+compute with working copies (`Adopted`). In a working copy, every attention is attnrx's, linear maps and blocks may run
+in kernels, and a library's model returns one tensor.
+
+A verb's result is then written into a copy of the user's module. A library's attention or map stays in place if it can
+store the new weights. Otherwise attnrx replaces it.
 """
 
 import copy
@@ -44,11 +45,11 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
 WORKING = "attnrx_working"
-"""The attribute of an accelerated model that contains its working copy."""
+"""The attribute in which an accelerated model stores its working copy."""
 HOOKS = "hooks"
-"""The attribute of this working copy that contains the keys of the hooks before the model was accelerated."""
+"""The working copy's attribute for the keys of the hooks that the model had before it was accelerated."""
 SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_channels", "groups", "normalized_shape")
-"""The attributes of a part that state the sizes of its weights."""
+"""Attributes in which a part states the sizes of its weights."""
 
 
 def is_working(model: nn.Module) -> bool:
@@ -57,9 +58,9 @@ def is_working(model: nn.Module) -> bool:
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """Returns a working copy of a model with a record. Any other model is returned itself.
+    """Returns a working copy of a model with a record. A model without a record is returned unchanged.
 
-    The copy has separate parameters in the same memory, except in the attention, so use it only for reading.
+    The copy's parameters use the same memory as the model's, except in the attention. So do not change values in place.
     """
     if WORKING in vars(model):
         model = plain_form(model)
@@ -78,7 +79,7 @@ def working_copy(model: nn.Module) -> nn.Module:
 
 @checked()
 def model_fingerprint(model: nn.Module) -> str:
-    """Returns a hash of a model's weights, computed from its working copy."""
+    """Returns a hash of a model's weights. It is computed from the model's working copy."""
     model = working_copy(model)
     require_ordinary_weights(model)
     is_inside = isinstance(model, Adopted) and model.around is not None
@@ -86,9 +87,10 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def answer(model: nn.Module, images: ImageBatch) -> Any:
-    """Returns the answer of a model's own code for images: one row per image, or the output of a whole module.
+    """Calls a model's own code with images and returns its answer: one row per image, or a whole module's output.
 
-    A transformers model returns more than its answer and takes images under other names. This function hides both.
+    transformers' models take images under several names, and return more than one tensor. `answer` hides these
+    differences.
     """
     return _caller(model)(model, images)
 
@@ -101,8 +103,9 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     """Raises NotSupported, with the remedy, if a model and another form of it give different answers.
 
-    Both get the random images of their adoption. Copies are run, because transformers leaves hooks in a model that it
-    runs. Models that prune tokens are not compared, because rounding may decide which tokens they prune.
+    The models run on the random images of the adoption's proof. Copies run in their place, because transformers
+    leaves hooks in models that it runs. Models that prune tokens are not compared, because rounding errors may change
+    which tokens they prune.
     """
     if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
@@ -110,7 +113,7 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     family, name = family_of(model), type(model).__name__
     shape, inputs = family.input_shape(model), family.inputs(model)
     if isinstance(inputs, PatchInputs) and inputs.is_padded(shape):
-        return  # random numbers are not a valid mask of patches
+        return  # random numbers are not a valid padding mask
     images = random_images(other, shape)
     with evaluating((model, other)), user_code(f"{name}, called with random images,"):
         expected = tensors_of(answer(model, images))
@@ -120,10 +123,10 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
 
 
 def own_model(model: nn.Module) -> nn.Module:
-    """Returns the model from which a working copy was made, with its own code as the user runs it.
+    """Returns the user's model, with its own code, from which a working copy was made.
 
-    If the working copy's weights have changed since then, the working copy itself is returned. Any other model is also
-    returned itself.
+    If the working copy's weights have changed since then, the working copy itself is returned. A model that is not a
+    working copy is returned unchanged.
     """
     kept = model.own if isinstance(model, Adopted) else None
     own = None if kept is None else kept.model
@@ -135,12 +138,12 @@ def own_model(model: nn.Module) -> nn.Module:
 
 
 def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
-    """Returns a model as its user runs it: the working copy if `in_kernels`, else a model of its own class."""
+    """Returns a model in the form that the user will run: with attnrx's kernels if `in_kernels`, else its own code."""
     return model if in_kernels or not is_working(model) else Answering(library_form(model))
 
 
 class Answering(nn.Module):
-    """A module for exporters and wrappers that returns a model's answer for images, like the function `answer`."""
+    """Wraps a model for exporters, so that calling it with images returns the model's answer (`answer`)."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -153,7 +156,8 @@ class Answering(nn.Module):
 def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
     """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
 
-    With `tracked`, they state which token represents each patch after every stage (`TokenRun.representatives`).
+    If `tracked` is true, the statistics also tell which token represents each patch after every stage
+    (`TokenRun.representatives`).
     """
     with evaluating((model,)), recording_tokens(model, tracked) as runs:
         answer(model, images)
@@ -161,27 +165,27 @@ def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> To
 
 
 class _NeedsBlocks(Exception):
-    """Signals that a part of the result needs blocks that are called with [batch, tokens, width]."""
+    """Raised if a result needs the blocks that attnrx rewrote, which take [batch, tokens, width]."""
 
 
 def library_form(model: nn.Module) -> nn.Module:
-    """Returns a working copy as a module of the user's class, in the same memory and with the same weights."""
+    """Turns a working copy into a module of the user's class that shares its memory and weights."""
     if not isinstance(model, Adopted):
         return model
     try:
-        # Tokens are removed between blocks, and the user's module may not call its blocks one by one.
+        # Tokens are removed between blocks, so blocks must be called one by one. The user's code may not do so.
         return _library_form(model, in_blocks=reduction_of(model) is not None)
     except _NeedsBlocks:
         return _library_form(model, in_blocks=True)
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Returns the plain model of an accelerated one, in the same memory.
+    """Returns an accelerated model in its plain form, in the same memory.
 
-    It has the hooks and attributes that the user has added since.
+    Hooks and attributes that the user added to the accelerated model are copied to the plain form.
 
     Raises:
-        NotSupported: A hook is on a part that the model itself does not have.
+        NotSupported: The user put a hook on a part of attnrx's kernels that the plain model does not have.
     """
     working = vars(accelerated)[WORKING]
     result = library_form(working)
@@ -192,13 +196,13 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
 
 
 def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
-    """Returns the hook keys of every part that has hooks, by the path of the part."""
+    """Returns the keys of the hooks on every part that has hooks, by the part's path."""
     keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
     return {path: each for path, each in keys.items() if each}
 
 
 def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-    """Adds the hooks to a model that its accelerated form gained after `before`, and removes those that it lost."""
+    """Copies hooks that an accelerated model gained after `before` to the plain model, and removes lost ones."""
     named = dict(result.named_modules())
     for path, part in accelerated.named_modules():
         own, known = named.get(path), before.get(path, frozenset())
@@ -223,7 +227,7 @@ def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, 
 
 
 def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
-    """Copies numbers, texts and settings from the parts of an accelerated model to the parts of its plain form."""
+    """Copies numbers, texts and settings from the parts of an accelerated model to its plain form."""
     named, skipped = dict(result.named_modules()), {*vars(nn.Module()), RECORD, WORKING}
     for path, part in accelerated.named_modules():
         own = named.get(path)
@@ -239,9 +243,9 @@ def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
 
 
 def _put_settings_(own: Any, value: Any) -> None:
-    """Copies the values of settings, a dictionary or an object such as a configuration, into other settings, in place.
+    """Copies settings (a dictionary, or an object such as a configuration) into other settings, in place.
 
-    They are changed in place, because several parts of a model may share them.
+    The other settings must stay the same object, because several parts of a model may share them.
     """
     is_other = callable(value) or isinstance(value, nn.Module | Tensor) or type(value).__module__.startswith("attnrx")
     if type(own) is not type(value) or is_other or value is own:
@@ -258,7 +262,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Does the work of `library_form`. With `in_blocks`, a found structure gets attnrx's blocks, not the user's."""
+    """Implements `library_form`. With `in_blocks`, a found structure gets attnrx's blocks instead of the user's."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -277,7 +281,7 @@ def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
 
 
 def _attach_tokens_of_(model: nn.Module, other: nn.Module) -> None:
-    """Attaches the token policy of another form of the model, if there is one, with its predictors."""
+    """Attaches the token policy of another form of the model, including its predictors, if there is a policy."""
     reduction = reduction_of(other)
     if reduction is None:
         return
@@ -291,9 +295,9 @@ def _joined(*paths: str) -> str:
 
 
 def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, places: dict[str, str]) -> Iterator[str]:
-    """Writes the attention of every layer into the library's own module of the result, or replaces this module.
+    """Writes every layer's attention into the library's module of the result, or replaces that module.
 
-    Yields the paths of the adapters in the working copy. Updates `places` if a norm moves into an attention's place.
+    Yields the paths of the adapters in the working copy. If a norm moves along with an attention, `places` is updated.
     """
     if not family.reads_attention(model):
         return
@@ -311,7 +315,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
-            # An attention with its own norm. The norm is outside of the blocks that attnrx calls.
+            # The attention module may have its own norm, which lies outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
             replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):
@@ -323,7 +327,10 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
 
 
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
-    """Writes attention into the library's own module, and returns whether reading it back gives the same attention."""
+    """Writes attention into the library's own module, and returns whether reading it back gives the same attention.
+
+    If the result differs, the module's earlier contents are restored.
+    """
     attention = adapter.attention
     if not _is_idle(attention):
         return False
@@ -332,7 +339,7 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
         family.write_attention_(source, module, adapter)
         found = family.convert_attention(source, module)
         is_same = found.spec == attention.spec and _are_equal(found, attention)
-        # The input is a grid or a sequence of tokens. A found structure has attention that takes sequences.
+        # A found structure has attention that takes sequences. Otherwise the input may be a grid of tokens.
         is_grid = family.parts(source).grid_axis is not None and not isinstance(family, StructureFamily)
         sides = (attention.spec.window or (2, 3)) if is_grid else (5,)
         if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter, sides)):
@@ -346,7 +353,7 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
 
 
 def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -> bool:
-    """Whether an attention module that lost heads computes the right output with the rest, for random tokens."""
+    """Returns whether an attention module that lost heads and its adapter agree on random tokens."""
     weight = adapter.attention.output.weight
     if weight.is_meta:
         return False
@@ -359,7 +366,7 @@ def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -
 
 
 def _is_idle(attention: Attention) -> bool:
-    """Whether nothing observes what an attention computes inside."""
+    """Returns whether nothing observes the inside of an attention: no capturing backend and no hook."""
     return type(attention.backend) in BACKENDS.loaded and not attention._forward_hooks
 
 
@@ -380,9 +387,9 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _released(adapter: Adapter, module: nn.Module) -> Adapter:
-    """Returns an adapter for the place of a module, without the parts that a token policy or an observer needed."""
+    """Returns an adapter for the place of a module, without parts that a token policy or an observer had added."""
     released: Any = aliased(adapter)
-    if "config" in vars(module):  # the result's own configuration, which a user of transformers changes
+    if "config" in vars(module):  # the result's own configuration, which users of transformers may change
         released.config = vars(module)["config"]
     attention = released.attention
     attention.kept_patches = None
@@ -393,7 +400,7 @@ def _released(adapter: Adapter, module: nn.Module) -> Adapter:
 
 
 def _put_maps_(model: Adopted, result: nn.Module, places: Mapping[str, str]) -> Iterator[str]:
-    """Writes the maps of every MLP into the result, and yields their paths in the working copy."""
+    """Writes the maps of every MLP into the result, and yields the paths of these maps in the working copy."""
     trunk, path = model.trunk, model.path
     for pair, plain in zip(model.pairs, vars(model).get("plain_pairs", model.pairs), strict=True):
         sides = zip((pair.first, pair.second, *pair.between), (plain.first, plain.second, *plain.between), strict=True)
@@ -425,7 +432,7 @@ def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
 
 
 def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
-    """Writes a linear map into the library's own map, or replaces the library's map by a map of two factors."""
+    """Writes a linear map into the library's map. If the map was factored, it replaces the library's map."""
     own = result.get_submodule(target)
     if isinstance(part, Convolution):
         if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
@@ -447,7 +454,7 @@ def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
 
 
 def _plain_maps(module: nn.Module) -> nn.Module:
-    """Replaces the linear maps in a module by PyTorch's class, in place."""
+    """Replaces all linear maps in a module by instances of nn.Linear itself, in place."""
     for path, part in list(module.named_modules()):
         if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
             with torch.device("meta"):
@@ -458,7 +465,7 @@ def _plain_maps(module: nn.Module) -> nn.Module:
 
 
 def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: Mapping[str, str]) -> None:
-    """Writes the weights and buffers of all other parts, and their sizes, into the result."""
+    """Writes weights, buffers and sizes of all other parts into the result."""
     named, biases = dict(result.named_modules()), dict[str, str]()
     for path, part in root.named_modules():
         if isinstance(part, PairBias):
@@ -472,7 +479,7 @@ def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: 
 
 
 def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
-    """Sets training or evaluation mode in the result's parts. Parts the working copy lacks follow their owners."""
+    """Copies training and evaluation modes into the result. Parts that the working copy lacks follow their owners."""
     working = {places.get(path, path): part.training for path, part in root.named_modules()}
     before = {path: part.training for path, part in result.named_modules()}
     for path, part in result.named_modules():
@@ -503,8 +510,8 @@ def _set_tensors_(own: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
 def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
 
-    The code of the model's library interpolates position embeddings. A token policy keeps the same shares of the
-    patches.
+    The model's library interpolates the position embeddings. If tokens are pruned, each stage keeps the same share of
+    the patches as before.
 
     Raises:
         NotSupported: The library does not interpolate the position embeddings of this model.
@@ -518,14 +525,14 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     other = working_copy(model) if has_record else copy_module(model)
     if own[0] != shape[0]:
         if not family.accepts_(other, shape):
-            return model  # running it then raises an error for the channels
+            return model  # the call then raises an error about the channels
     else:
         family.resize_(other, *shape[1:])
     return library_form(other) if has_record else other
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Returns the model, or a copy that takes images of the same size as another model with the same channels.
+    """Returns the model, or a copy that takes images as large as another model's. The channels must be the same.
 
     Raises:
         NotSupported: The library does not interpolate the position embeddings of this model.

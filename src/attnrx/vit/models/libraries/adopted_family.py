@@ -1,4 +1,4 @@
-"""The base class of other libraries' families, which read, describe and rebuild models and count their costs."""
+"""The base class for families of library models. It reads, describes and rebuilds models, and counts their costs."""
 
 import importlib
 import math
@@ -64,12 +64,12 @@ from attnrx.vit.tokens import TokenLayout
 
 
 class AdoptedFamily(AttentionConversion, LibraryModels, Family):
-    """A family of models of another library: working copies, description, rebuilding, costs.
+    """The base class for families whose models come from other libraries.
 
-    A subclass states where the parts of the library's models are (`parts`), how their attention is converted
-    (`projected`, `traits`, `adapter`), how they are created, and which features are unsupported (`refusals`). A user's
-    module with such a model inside (`Adopted.around`) belongs to the same family. The family then reads everything
-    about the Vision Transformer from `Adopted.trunk`.
+    A subclass says where the parts of the library's models are (`parts`), how to convert their attention (`projected`,
+    `traits`, `adapter`), how to create them, and which features are unsupported (`refusals`). A user's module with such
+    a model inside (`Adopted.around`) belongs to the same family. The family then reads everything about the Vision
+    Transformer from `Adopted.trunk`.
 
     Raises:
         NotSupported: A method needs the library, but it is not installed.
@@ -79,33 +79,33 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of a model's parts and their paths."""
+        """Returns the paths and properties of a model's parts."""
 
     def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model comes from this library, so `adopt` accepts or refuses it. Imports nothing."""
+        """Returns whether the model's class comes from this library. The check does not import the library."""
         return type(model).__module__.split(".")[0] == self.library
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields every reason why the model cannot be adopted, without reading its weights."""
+        """Yields every reason why the model cannot be adopted. Its weights are not read."""
         return iter(())
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported if a working copy contradicts its reader.
+        """Raises NotSupported if a working copy contradicts what its reader states.
 
-        It checks statements that the outputs do not prove.
+        Subclasses override this method to check user statements that equal outputs do not prove.
         """
 
     def origin(self, model: nn.Module) -> Origin:
-        """Returns how the model was created, and its input format.
+        """Returns how the model was created, and the model's input format.
 
         Raises:
-            NotSupported: The model does not state how it was created, or its arguments cannot be saved.
+            NotSupported: The model does not state how it was created, or the arguments cannot be saved.
             InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module, which creates the model."""
+        """Returns the origin of a model inside a user's module, whose code creates the model."""
         return self._stated(model, {})
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
@@ -120,16 +120,17 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return tuple(f"{paths}.{name}" for name, _ in source.get_submodule(paths).named_children())
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last block, or an identity if the model has none."""
+        """Returns the norm after the last block, or an identity if there is no such norm."""
         norm = self.parts(source).norm
         return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
     def stated_origin(
         self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
     ) -> Origin:
-        """Returns the origin of the Vision Transformer at `path` in a user's module, or of a library's model.
+        """Returns the origin of a library's model, or of the Vision Transformer at `path` in a user's module.
 
-        `path` is None for a library's model. The values in `stated` have precedence. `facts` come from its `Record`.
+        For a library's model, `path` is None, and values in `stated` have precedence. `facts` come from the model's
+        `Record`.
 
         Raises:
             NotSupported: The model does not state how it was created.
@@ -138,28 +139,28 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._stated(model, stated) if path is None else self.origin_inside(model.get_submodule(path))
 
     def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
-        """Returns a module whose blocks are called with [batch, tokens, width], and the earlier paths of moved parts.
+        """Makes blocks callable with [batch, tokens, width]. Returns the module and the earlier paths of moved parts.
 
-        If its blocks are already called in this way, it is the module itself. The module may be changed.
+        The module may be changed in place. If its blocks are already called in this way, it is returned unchanged.
         """
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns a module with such blocks for the user, and the facts of its record."""
+        """Returns a module for the user whose blocks take [batch, tokens, width], and the facts for its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
         """Returns a working copy of a model with a record of this family.
 
-        Only the weights of the attention have separate memory.
+        The copy has its own weights in the attention. All other weights share memory with the model.
         """
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
     def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
-        """Returns a working copy of a model, made from the result of `opened` for an alias of the model."""
+        """Returns a working copy of a model. `opened` was made from an alias of the model by the method `opened`."""
         origin = self.present_size(opened.get_submodule(record.path), record.origin)
         adopted = self.model_type(opened, origin, record.around, record.facts, places)
-        adopted.training = model.training  # of the wrapper only, because every module inside keeps its own mode
+        adopted.training = model.training  # only for the wrapper, because every module inside keeps its own mode
         vars(adopted).update(plain=PlainShape(model), own=OwnModel(model))
         self._install_(adopted, self._converted_attention(adopted.trunk))
         return adopted
@@ -174,11 +175,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted
 
     def present_facts(self, adopted: Adopted) -> dict[str, Any]:
-        """Returns the facts that a model's record needs besides its origin and surroundings."""
+        """Returns the facts that a model's record needs in addition to its origin and surroundings."""
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns a user's module with small random weights, or a library's model, newly created by its library."""
+        """Returns a library's model, newly created by its library, or a user's module with small random weights."""
         adopted = self._adopted(model)
         if adopted.around is None:
             return self.created_again(adopted.origin)
@@ -187,11 +188,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return fresh if takes_images else OfImages(fresh, adopted.around.call)
 
     def created_again(self, origin: Origin) -> nn.Module:
-        """Creates the model of an origin with its own library. Called with images, it returns the answer."""
+        """Creates a model from its origin by its own library. Calling the result with images returns the answer."""
         return self._created(origin)
 
     def _created(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, and replaces the parts that the origin lists as replaced."""
+        """Creates a model by its own library, and replaces the parts that the origin lists in `replaced`."""
         created = self.create(origin.architecture, origin.arguments)
         blocks = self.parts(created).blocks
         for path, part in origin.replaced.items():
@@ -201,7 +202,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return created
 
     def without_weights(self, model: nn.Module) -> Adopted:
-        """Returns a working copy of a model on the meta device, where outputs cannot be compared.
+        """Returns a working copy of a model on the meta device, without comparing outputs.
 
         Raises:
             NotSupported: The model has an unsupported feature.
@@ -220,9 +221,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Sets the attention of every block, removes dropout of rate 0, and packs linear maps.
+        """Sets the attention of every block, removes dropouts with rate 0, and fuses linear maps, MLPs and blocks.
 
-        For models with class-token pooling, it also enables the shortcut of `LastLayer`.
+        Models with class-token pooling also get the `LastLayer` shortcut.
         """
         source, blocks = adopted.trunk, self.blocks(adopted.trunk)
         parts = self.parts(source)
@@ -233,9 +234,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
-            # A list, because the loop replaces modules. Duplicates are kept, as a dropout may have several names.
+            # A list is needed, because the loop replaces modules. One dropout may have several names.
             for name, part in list(block.named_modules(remove_duplicate=False)):
-                # Calling a dropout takes as long as a small matrix product.
+                # Even a call of an idle dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
                     block.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
@@ -243,20 +244,20 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             _fuse_mlp_(block, parts)
             fuse_(block)
         vars(adopted)["pairs"] = self._found_pairs(source)
-        if blocks and parts.pooling == "class":  # every other pooling uses the patches of the last block
+        if blocks and parts.pooling == "class":  # all other poolings use the patches of the last block
             adopted.last = LastLayer(
                 blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
             )
 
     def place_attention_(self, source: nn.Module, block: nn.Module, attention: Attention) -> Attention:
-        """Replaces a block's own attention, or earlier attnrx attention, by attnrx attention, and returns it."""
+        """Replaces a block's attention, whether the library's or attnrx's, by this attention, and returns it."""
         path = self.parts(source).attention
         module = block.get_submodule(path)
         if isinstance(module, Adapter):
             module.attention = attention.train(module.attention.training)
             return attention
         for name, norm in attention.inner_norms.items():
-            if type(norm) is nn.Identity:  # built from a spec, which only names the norms
+            if type(norm) is nn.Identity:  # the attention was built from a spec, which only names its norms
                 attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
         adapter = self.adapter(source, module, attention)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
@@ -265,7 +266,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention of a layer, after it has replaced the library's own attention in the model."""
+        """Returns the attention that computes a layer, after replacing the library's own attention if necessary."""
         source = self._adopted(model).trunk
         block = self.blocks(source)[layer]
         module = block.get_submodule(self.parts(source).attention)
@@ -278,22 +279,22 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        """Returns the blocks after which the answer of a library's model needs all patches."""
+        """Returns the blocks after which a library model's answer needs all patches, e.g. for a backbone."""
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
-        """Raises NotSupported with every unsupported feature of the model, without reading its weights."""
+        """Raises NotSupported if the model has unsupported features, and names all of them. It reads no weights."""
         refusals = tuple(self.refusals(model))
-        # MLPs are checked last, because they cannot be found without the parts that a reader names.
+        # MLPs are checked last. They cannot be found if other parts that the reader names are missing.
         refusals = refusals or tuple(self._changed_mlps(model))
         if refusals:
-            # Every layer yields the same reasons. A dict removes repetitions and keeps the order.
+            # All layers yield the same reasons. The dict removes repetitions and keeps the order.
             reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in refusals))
             remedies = dict.fromkeys(refusal.remedy for refusal in refusals if refusal.remedy)
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
+        """Yields a refusal for every map of an MLP that is not a plain nn.Linear, e.g. an adapter around one."""
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
@@ -305,12 +306,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return tuple(self._named(model, path) for path in self.block_paths(self._adopted(model).trunk))
 
     def _named(self, model: nn.Module, path: str) -> str:
-        """Returns the path of a part of the Vision Transformer in a model, which may be a working copy."""
+        """Returns the path in a model (or working copy) of a part, from its path in the Vision Transformer."""
         inside = "source" if isinstance(model, Adopted) else ""
         return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """Returns the attention of every layer. If a layer has the library's own, it returns a converted copy."""
+        """Returns every layer's attention. A layer with the library's own attention returns a converted copy."""
         return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -320,7 +321,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         adopted = self._adopted(model)
         maps = [[map_at(adopted.trunk, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
-        # `linear` is the linear map of a `units.Convolution`.
+        # A `units.Convolution` stores its map in `linear`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def has_plain_units(self, model: nn.Module) -> bool:
@@ -333,7 +334,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return bool(adopted.pairs)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces one of the two linear maps of one layer's MLP in place.
+        """Replaces the first (`which` 0) or second (1) linear map of a layer's MLP, in place.
 
         Raises:
             NotSupported: The model has no MLPs with two linear maps.
@@ -347,7 +348,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.trunk.set_submodule(path, linear.train(adopted.trunk.get_submodule(path).training))
 
     def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
-        """Returns the maps of the MLP of every block, or () if a block has an MLP of another kind."""
+        """Returns the paths of every MLP's maps, or () if a block has an MLP of another kind."""
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
@@ -367,7 +368,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             keep_units_of_(adopted.trunk.get_submodule(path), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
+        """Returns the model's origin, the specs of every attention, and the ranks and units of every MLP."""
         adopted = self._adopted(model)
         origin, around = adopted.origin, adopted.around
         return {
@@ -375,7 +376,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
-            # A library creates these buffers in its default type, but `model.half()` may have changed them.
+            # A library creates these buffers in its default type, but e.g. `model.half()` may have converted them.
             "buffer_dtypes": {
                 f"source.{path}.{name}".replace("..", "."): str(buffer.dtype).removeprefix("torch.")
                 for path, name, buffer in unsaved_buffers(adopted.trunk)
@@ -385,7 +386,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
-        """Creates the described model with its own library. Then it inserts attention and MLPs of the described ranks.
+        """Creates the described model by its own library, and gives attention and MLPs the described sizes.
 
         Raises:
             InvalidInput: The library creates a model with another depth.
@@ -393,7 +394,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(self._created(self.described_origin(description)), description)
 
     def built_inside(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        """Does the same as `build` with a new instance of the user's module that contains the Vision Transformer.
+        """Works like `build`, for a new instance of the user's module that contains the Vision Transformer.
 
         Raises:
             InvalidInput: The module contains another Vision Transformer.
@@ -417,18 +418,18 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(module, description, around, facts, places, plain)
 
     def has_class_of(self, part: nn.Module) -> bool:
-        """Returns whether a part of a module is a model of the library, or of a subclass of its classes."""
+        """Returns whether a part of a module is a model of the library, or of a subclass of the library's classes."""
         return self.adopts(part) or any(
             base.__module__.split(".")[0] == self.library and base.__module__ != "timm.layers"
             for base in type(part).__mro__
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts of a described model that are needed to open the created module."""
+        """Returns the facts in a description that `opened` needs for the created module."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
-        """Returns a working copy of the model of an origin, with the weights of the library's files."""
+        """Returns a working copy of a described model, with weights from files of the library."""
         origin, linears = self.described_origin(description), description.get("linears", {})
         created = self.created_with(origin, linears, state, outputs)
         return self.working(created, vars(created)[RECORD])
@@ -440,12 +441,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         state: Mapping[str, Tensor],
         outputs: str | None = None,
     ) -> nn.Module:
-        """Creates a model with its own library, with these weights in shared memory.
+        """Creates a model by its own library. The model shares the memory of the given weights.
 
-        `linears` has the inputs and outputs of the linear maps to replace first, by the paths of the maps.
+        `linears` gives new (inputs, outputs) for some linear maps, by path. These maps are replaced before the weights
+        are loaded.
 
         Raises:
-            RuntimeError: The weights do not fit. No memory was allocated for them.
+            RuntimeError: The weights do not fit the model. No memory was allocated for them.
         """
         with torch.device("meta"):
             created = self.create(origin.architecture, origin.arguments)
@@ -459,7 +461,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return created.to(weight.device, weight.dtype)  # for buffers that no file contains
 
     def _recompute_buffers_(self, created: nn.Module) -> None:
-        """Computes the unsaved buffers of a model that was created on the meta device."""
+        """Computes unsaved buffers of a model that was created on the meta device."""
         for path, name, buffer in unsaved_buffers(created):
             module = created.get_submodule(path)
             with torch.device("cpu"):
@@ -468,7 +470,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 module._buffers[name] = computed._buffers[name]
 
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
-        """Returns the origin of a described model."""
+        """Returns the origin in a model's description."""
         stated = {field.name: description[field.name] for field in fields(Origin) if field.name in description}
         return from_dict(stated, Origin)
 
@@ -481,10 +483,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         places: Mapping[str, str] | None = None,
         plain: PlainShape | None = None,
     ) -> Adopted:
-        """Inserts attention and MLPs of the described ranks into a created model, which is changed.
+        """Gives a created model the described attention and MLPs, in place, and returns its working copy.
 
         Raises:
-            InvalidInput: The model has another depth.
+            InvalidInput: The model has another depth than the description.
         """
         origin = self.described_origin(description)
         adopted = self.model_type(created, origin, around, facts, places)
@@ -503,12 +505,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
                 "e.g. depth=N of timm."
             )
-        # Before the MLPs get their shapes, because `_install_` fuses them and thereby changes their paths.
+        # `_install_` comes first, because it fuses the MLPs, which changes the paths of their maps.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         self._shape_mlps_(adopted, description)
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Sets the described ranks and units of a created model's MLPs, and the types of its unsaved buffers."""
+        """Gives a created model's MLPs the described ranks and units, and its unsaved buffers their types."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.trunk.get_submodule(owner.removeprefix("source").lstrip("."))
@@ -525,7 +527,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 if rank is not None:
                     self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
                 elif hidden != created_units[layer]:
-                    # After units were removed, the second map has a bias with the mean contribution of these units.
+                    # When units are removed, their mean contribution moves into a bias of the second map.
                     self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -545,7 +547,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         if reduction is not None:  # it keeps the same shares of the patches
             reduction.shape = self.token_shape(adopted, reduction.shape.heads)
             reduction.policy.counts(reduction.shape.layout.patches)  # raises an error if a share keeps no patch
-        elif around is None:  # a policy is attached after a model is built
+        elif around is None:  # skipped with a policy, which is attached only after a model is built
             self.require_rebuilt(adopted)
         if around is not None and shape is not None:
             adopted.facts["shape"] = PlainShape(self._resized_like(shape.fresh(), adopted, before))
@@ -553,9 +555,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             self.count_(adopted)
 
     def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width that the Vision Transformer gets for images of this size.
+        """Returns the height and width that reach the Vision Transformer if images have this size.
 
-        A user's module may resize or pad images. If no part shows the size inside, the size of the images is returned.
+        A user's module may resize or pad images. If no part shows the size inside, the images' own size is returned.
         """
         path, (channels, *own) = self.parts(adopted.trunk).patches.split("."), adopted.input_shape
         first = 0 if adopted.path else 1
@@ -574,12 +576,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 adopted.answer(random_images(adopted, (channels, *size), 1))
             return (shapes[0][-2], shapes[0][-1]) if shapes else None
 
-        # A part may get something other than images, e.g. the features of a convolution.
+        # A part may get something other than images, e.g. the features of a convolution. Its size then says nothing.
         shows_images = adopted.attnrx_inputs is None and seen(*own) == adopted.origin.input_shape[1:]
         return (seen(height, width) if shows_images else None) or (height, width)
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
-        """Resizes the position embeddings in place, and records the size."""
+        """Resizes the position embeddings of the Vision Transformer in place, and stores the new size."""
         name, channels = adopted.origin.architecture, adopted.origin.input_shape[0]
         if any(attention.spec.pair_bias for attention in self.attention(adopted)):
             raise NotSupported(
@@ -594,16 +596,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Resizes, in the same way and in place, a model from which a working copy was made, and returns it."""
+        """Resizes the model from which a working copy was made in the same way, in place, and returns it."""
         source = model.get_submodule(adopted.path)
         self.fit_created_(source, adopted.origin, before)
         self.state_format_(source, adopted.origin)
         return model
 
     def count_(self, adopted: Adopted) -> None:
-        """Records how a user's module calls the Vision Transformer for an image, and the MACs of everything else.
+        """Counts how often a user's module runs the Vision Transformer per image, and the MACs of all other parts.
 
-        Both are counted in a forward pass.
+        The counts come from a forward pass and are stored in `around`.
         """
         around, parts = adopted.around, self.parts(adopted.trunk)
         assert around is not None
@@ -614,8 +616,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         count = self.num_tokens(adopted)
         usual = all(each == parts.sequences(layer, count) * around.calls for layer, each in enumerate(lengths))
         adopted.around = replace(around, lengths=() if usual else lengths, head_calls=1, macs=0)
-        # The classifier has its own costs if it runs once per image on the tokens that it pools. Otherwise its MACs are
-        # part of the rest.
+        # A classifier that runs once per image, on the tokens that it pools, has separate costs. Otherwise its MACs
+        # count as MACs of the other parts.
         priced = self.costs(adopted).classifier_macs * around.calls
         inside = ".".join(filter(None, ("source", around.path)))
         is_priced = priced > 0 and priced == sum(macs.get(f"{inside}.{head}", 0) for head in parts.heads)
@@ -623,7 +625,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.around = replace(adopted.around, macs=macs[""] - self.costs(adopted).product_macs)
 
     def refresh_(self, adopted: Adopted) -> None:
-        """Records in the origin of a working copy the user's later changes outside of the blocks.
+        """Updates a working copy's origin with changes that the user made outside of the blocks after loading.
 
         Raises:
             NotSupported: A part was replaced by a part that a saved folder cannot describe.
@@ -653,27 +655,27 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
-        """Returns the origin with the image size that the model takes now, if its library states this size."""
+        """Returns the origin with the image size that the model takes now, if its library stores this size."""
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        """Returns the origin of a model, with the arguments that its own attributes state now."""
+        """Returns a model's origin with the arguments that its own attributes hold now."""
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """Writes the input format into a created or resized model, in the attributes that its library reads."""
+        """Writes the input format into the attributes that the library reads, in a created or resized model."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Resizes a library's model that a user's module created for images of the size of `origin`.
+        """Resizes a library's model inside a newly created user's module to the image size of `origin`.
 
-        `before` is the origin of the created model. By default, it is read from the model.
+        `before` is the created model's origin. By default, it is read from the model.
         """
         before = before or self.origin_inside(source)
         if before.input_shape[1:] != origin.input_shape[1:]:
             self._resized(source, before, *origin.input_shape[1:])
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Resizes the position embeddings in place, as the library does, and returns how such a model is created.
+        """Resizes the position embeddings in place, as the library does, and returns the origin of such a model.
 
         The returned origin may still have the earlier input shape.
 
@@ -688,10 +690,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         )
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns where the patches are among the tokens, and how the model pools them.
+        """Returns where the patches are among the tokens, and how the model pools its tokens.
 
         Raises:
-            NotSupported: The head needs all tokens.
+            NotSupported: Tokens cannot be pruned, e.g. because the head needs all of them.
         """
         adopted = self._adopted(model)
         parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
@@ -707,7 +709,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 f"has {usual} with those before its patches; tokens can be pruned only where all sequences are these."
             )
         if pooling not in POOLINGS and adopted.around is not None and parts.prefix_tokens:
-            pooling = "class"  # all patches are restored where they are read, so the module pools as before
+            pooling = "class"  # the parts around the model read restored patches, so their own pooling does not change
         if pooling not in POOLINGS:
             raise NotSupported(
                 f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
@@ -733,7 +735,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model without other parts around it. With other parts, it returns ()."""
+        """Returns the classifiers of a model. A model with other parts around it returns ()."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -748,7 +750,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return "" if around is None else DOUBTS.get(around.outputs, "")
 
     def answer_kind(self, adopted: Adopted) -> str:
-        """Returns the name of the `OutputKind` of a library's model."""
+        """Returns the name of a library model's `OutputKind`."""
         return "logits" if self.heads(adopted) else "embedding"
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
@@ -763,7 +765,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         adopted = self._adopted(model)
         channels, origin = adopted.input_shape[0], adopted.origin
-        is_known = len(origin.mean) == channels  # packed inputs of a module are not normalized
+        is_known = len(origin.mean) == channels  # if inputs are packed into one tensor, they are not normalized
         return (origin.mean, origin.std) if is_known else ((0.0,) * channels, (1.0,) * channels)
 
     def knows_normalization(self, model: nn.Module) -> bool:
@@ -774,11 +776,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return saved_names(model) if hasattr(model, "save_pretrained") else {}
 
     def positions(self, adopted: Adopted) -> int:
-        """Returns the number of patches of an image."""
+        """Returns the number of patches in an image of the model's input size."""
         return self.num_patches(adopted.trunk, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches in an image or video of this shape. A border may not be read."""
+        """Returns the number of patches in an image or video of this shape. A border may belong to no patch."""
         patches: Any = source.get_submodule(self.parts(source).patches)
         channels, *size = input_shape
         sides = (channels // patches.in_channels, *size)[-len(patches.stride) :]
@@ -800,7 +802,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs. Their parameters add up to the parameters of the model.
+        """Returns the model's costs with these layer shapes. The parameters sum to the model's number of parameters.
 
         Parameters before the first layer, including tokens and position embeddings, count as patches. A layer's
         parameters outside attention and MLP, such as LayerScale and relative positions, count as its norms. All parts
@@ -815,21 +817,21 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         if around.lengths:  # a policy removes the same number of tokens from every sequence
             before = self.num_tokens(adopted)
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
-        # If only the attention has windows, with a border of zeros, the MLP processes the tokens of the image.
+        # With a grid axis, only the attention has windows, padded by zeros. The MLP runs on the image's own tokens.
         counts = None if self.grid_axis(adopted) is None else [calls * count for count in tokens]
         costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls, counts)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
         return replace(costs, classifier=costs.classifier + outside)
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs of the Vision Transformer."""
+        """Returns the costs of only the Vision Transformer."""
         source, blocks, maps = adopted.trunk, self.blocks(adopted.trunk), self.mlp(adopted)
         parts, tokens = self.parts(source), shapes.tokens
         positions = self.positions(adopted)
         classifier = sum(num_params(module) for module in self._heads(source))
         before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
         mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
-        # If MLPs are of another kind, nothing in them changes.
+        # MLPs of another kind are never changed.
         gates = [next((map_at(source, path) for path in pair.between), None) for pair in adopted.pairs]
         changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, gates, strict=True))
         changes = changes or [((), (), 0, None)] * len(blocks)
@@ -840,7 +842,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                     spec,
                     num_tokens,
                     mlp_costs(mlp, num_tokens, *change),
-                    # The spec of the attention does not count inner norms.
+                    # Inner norms are parts of the attention, but its spec does not count them.
                     PartCosts(
                         num_params(block)
                         - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))
@@ -858,16 +860,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         )
 
     def _heads(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the classifiers and the norms before them."""
+        """Returns the classifiers, and the norms before them."""
         names = self.parts(source).heads
         return [module for name, module in source.named_modules() if name in names]
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the classifiers for one image. A pooling by attention attends to `tokens` tokens."""
+        """Returns the classifiers' MACs for one image. A pooling by attention attends to `tokens` tokens."""
         return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns the origin of a model. The values in `stated` have precedence."""
+        """Returns a model's origin. Values in `stated` have precedence."""
         origin = replace(self.origin(model), **stated)
         if not self.num_patches(model, origin.input_shape):
             height, width = origin.input_shape[1:]
@@ -883,9 +885,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._own(model)
 
     def require_rebuilt(self, adopted: Adopted) -> None:
-        """Raises NotSupported if its library would create the model differently from its present state.
+        """Raises NotSupported if the library would create a model that differs from the working copy.
 
-        Parts outside of the blocks may have been replaced. They are recorded in the origin.
+        Parts outside the blocks may have been replaced. The origin then lists the replaced parts.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
@@ -902,18 +904,18 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         difference = difference_in_structure(adopted, rebuilt)
         if difference:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}. {difference}")
-        rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
+        rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the memory of the weights
         layers = (self.layers(adopted.trunk), self.layers(rebuilt.trunk))
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the attention and the block of every layer in turn, in their present form."""
+        """Returns the attention and the block of every layer in turn, as they are now."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
 
 def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Returns the buffers that are not saved with the weights: path of the module, name in it, and buffer."""
+    """Returns the buffers that are not saved with the weights, as (path of the module, name in it, buffer)."""
     return [
         (path, name, buffer)
         for path, module in model.named_modules()
@@ -923,7 +925,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces the library's MLP by an MLP with the same parts, if it consists of two maps and an activation."""
+    """Replaces the library's MLP by a `FusedMLP` of the same parts, if it has only two maps and an activation."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -931,14 +933,14 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
     first, second = (path.removeprefix(f"{name}.") for path in parts.maps)
     inside = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
     activation = [part for child, part in inside.items() if child not in (first, second)]
-    # Exactly two maps and an activation without parameters. Otherwise a dropout, gate or norm would be lost.
+    # Exactly these three parts are required. A dropout, gate or norm would be lost.
     if len(inside) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
         fused = FusedMLP(inside[first], activation[0], inside[second])
         block.set_submodule(name, fused.train(mlp.training))
 
 
 def saved_names(model: nn.Module) -> Mapping[str, str]:
-    """Returns the names of a transformers model's weights, by their names in the files of `save_pretrained`."""
+    """Maps weight names in the files of `save_pretrained` to the names in a transformers model."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
         state = model.state_dict()
@@ -949,17 +951,17 @@ def saved_names(model: nn.Module) -> Mapping[str, str]:
 
 
 def weights_around(adopted: Adopted) -> list[nn.Parameter]:
-    """Returns the weights of all parts around the Vision Transformer, without predictors of a token policy."""
+    """Returns the weights of all parts around the Vision Transformer, without the predictors of a token policy."""
     others = adopted.source._modules.get(TOKENS) or nn.Identity()
     inside = {id(weight) for part in (adopted.trunk, others) for weight in part.parameters()}
     return [weight for weight in adopted.source.parameters() if id(weight) not in inside]
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns the size of each output for one image of the model's own size, by the output's place.
+    """Returns how many values each output has for one image of the model's input size, by the output's place.
 
     Raises:
-        NotSupported: The module does not take such images.
+        NotSupported: The module does not take images of this size.
     """
     height, width = adopted.input_shape[1:]
     with (
@@ -971,6 +973,6 @@ def output_sizes(adopted: Adopted) -> dict[str, int]:
 
 
 def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
-    """Returns the called module, and the number of tokens in every sequence that it got."""
+    """Returns the called module and the length of every token sequence in its input."""
     sequences, *sides, _ = call.tokens.shape  # a sequence may be a grid
     return call.module, [math.prod(sides)] * sequences

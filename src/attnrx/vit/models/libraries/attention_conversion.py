@@ -23,36 +23,37 @@ from attnrx.vit.models.working.adopted import (
     interleaved_rows,
 )
 
-# The parameters of attention modules with vectors for every distance in rows, and in columns.
+# Parameters of attention modules with one vector per distance, in rows and in columns.
 DISTANCES = ("rel_pos_h", "rel_pos_w")
-# The attributes of attention modules for the number of heads, and for the number of features of all heads.
+# Attributes of attention modules for the number of heads, and for the number of features over all heads.
 HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
 HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
 
 def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Returns an attention module's vectors for distances in rows and in columns, or None if it has none."""
+    """Returns an attention module's vectors for distances in rows and in columns, or None if it has no such vectors."""
     down, right = (getattr(module, name, None) for name in DISTANCES)
     return None if down is None or right is None else (down, right)
 
 
 class AttentionConversion(ABC):
-    """The part of a family that converts attention.
+    """The base class for the part of a family that converts attention, in both directions.
 
-    It uses the projections that `parts` names, and the other facts that a family states (`traits`, `pair_bias`).
+    The conversion reads the projections that `parts` names, and other facts that the family provides (`traits`,
+    `pair_bias`).
     """
 
     adapter_type: type[Adapter] = PlainAttention
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of a model's parts and their paths."""
+        """Returns the paths and properties of a model's parts."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
         parts = self.parts(source)
         weights, biases = self.projected(source, module)
-        kept_heads = vars(module).get(KEPT_HEADS)  # only a module that lost heads has it
+        kept_heads = vars(module).get(KEPT_HEADS)  # set only on modules that lost heads
         heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
         scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
         scale = scale or (weights[0].shape[0] // heads) ** -0.5
@@ -66,10 +67,10 @@ class AttentionConversion(ABC):
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
         """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads.
 
-        It is the inverse of `convert_attention`, as far as the module can store the weights.
+        Reading the module with `convert_attention` then returns the same attention, if the module can store it.
 
         Raises:
-            NotSupported: The module cannot store them.
+            NotSupported: The module cannot store the weights.
         """
         attention, parts = adapter.attention, self.parts(source)
         spec, rotary = attention.spec, self.traits(source, module).get("rotary")
@@ -108,7 +109,7 @@ class AttentionConversion(ABC):
             self.keep_heads_(module, spec.heads, spec.head_dim)
 
     def _write_distances_(self, module: nn.Module, attention: Attention) -> None:
-        """Writes relative positions into a library's module, where all heads share them."""
+        """Writes relative positions into a library's module. All heads of such a module share them."""
         scores: Any = attention.scores
         for name, rows in zip(DISTANCES, (scores.down, scores.right), strict=True):
             tables = rows.detach().unflatten(0, (len(attention.spec.heads), -1))
@@ -122,7 +123,7 @@ class AttentionConversion(ABC):
         return name if isinstance(name, int) else int(getattr(module, name))
 
     def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
-        """Records in an attention module that it has only these heads, whose weights were written before."""
+        """Records in an attention module that it has only these heads. Their weights must have been written before."""
         vars(module)[KEPT_HEADS] = heads
         for part in module.modules():
             own = vars(part)
@@ -134,12 +135,12 @@ class AttentionConversion(ABC):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes the weights and biases of query, key, value and output into a module, as the inverse of `projected`.
+        """Writes weights and biases of query, key, value and output into a module. It is the inverse of `projected`.
 
         Weights are [rows, width], and [width, rows] for the output. Biases are [rows] or [width], or None.
 
         Raises:
-            NotSupported: The module has one bias for all projections, and only some projections have a bias.
+            NotSupported: The module has one bias for all projections, but only some projections have a bias.
         """
         part: Any = module
         if isinstance(module, nn.MultiheadAttention):
@@ -161,31 +162,31 @@ class AttentionConversion(ABC):
             write_linear_(linear, weight, bias)
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns the weights and the biases of query, key, value and output of an attention module."""
+        """Returns an attention module's weights and biases, each in the order query, key, value, output."""
         part: Any = module
-        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
+        if isinstance(module, nn.MultiheadAttention):  # stores its fused projection as a parameter, not a module
             weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
             biases: list[Any] = [part.in_proj_bias, part.out_proj.bias]
         else:
             linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
             weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
+        if len(weights) == 2:  # a fused projection, whose rows are first all queries, then all keys, then all values
             weights = [*weights[0].chunk(3), weights[1]]
             biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns further arguments of `attention_from_projections`: rotation, bias of token pairs, norms."""
+        """Returns other arguments of `attention_from_projections`: the rotation, the bias of token pairs, the norms."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        """Returns the module that replaces an attention module of `source` and calls `attention`."""
+        """Returns a module that calls `attention` and can take the place of an attention module of `source`."""
         parts = self.parts(source)
         adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
-        # nn.MultiheadAttention returns a pair even if its weights are not requested.
+        # nn.MultiheadAttention returns a pair even if no weights are requested.
         adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes an attention's bias of token pairs [1, heads, tokens, tokens], or None."""
+        """Returns a module that computes the bias of token pairs [1, heads, tokens, tokens], or None for no bias."""
         return None

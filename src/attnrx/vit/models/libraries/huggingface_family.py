@@ -1,6 +1,6 @@
-"""The family of transformers' Vision Transformers, with or without a classifier.
+"""The family for transformers' Vision Transformers, with or without a classifier.
 
-One reader per class states where the parts of the class are. The family adopts models of these classes.
+For every supported class, `READERS` contains a reader that says where the parts of the class are.
 """
 
 import inspect
@@ -31,25 +31,25 @@ from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, unread_attentio
 from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape, one_node
 
 CLASS_TOKEN = "class token"
-MAPS = "feature_maps"  # the output of a backbone. It consists of several maps, so it is adopted as a whole module
-# Parameters of the embeddings, and names of modules, over all classes of READERS. Each class has only some of them.
+MAPS = "feature_maps"  # a backbone's output. As it has several maps, a backbone is adopted as a whole module
+# Names of embedding parameters and of modules in the classes of READERS. Each class has only some of them.
 PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 CLASSIFIERS = (*HEADS, "classifier.dense")
 OTHER_HEADS = ("fc_norm", "visual_projection", "class_labels_classifier", "bbox_predictor", "neck", "head")
 GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
-# The answers of models that do not return one field of transformers' output. Each is [batch, features].
+# Answers of models that do not return one field of transformers' output. Every function returns [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
     CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
     "mean": lambda output: output.last_hidden_state.mean(1),
-    # The class logits of every detection token, followed by its box.
+    # For every detection token, its class logits and then its box.
     "detections": lambda output: torch.cat([output.logits, output.pred_boxes], dim=-1).flatten(1),
     "depth": lambda output: output.predicted_depth.flatten(1),
 }
 
 
-# Where the parts of most classes are, relative to the body of a model.
+# Where most classes have their parts, inside the body of a model.
 LAYOUT = ViTParts(
     "layers", "attention", "embeddings.patch_embeddings.projection", "layernorm", classifiers=CLASSIFIERS,
     projections=("q_proj", "k_proj", "v_proj", "o_proj"), returns_weights=True,
@@ -58,12 +58,12 @@ LAYOUT = ViTParts(
 
 @dataclass(frozen=True)
 class ModelReader:
-    """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
+    """Describes where a class has its parts, how it pools tokens, and which output is its answer.
 
     `layout` contains the paths of the parts inside the body, which is the module with the embeddings and the layers.
-    `answer` is a field of the output, or one of ANSWERS. `windowed` names two fields of the configuration: the number
-    of windows per side of an image, and the indices of the blocks that attend within windows. `embeddings` is the name
-    of the body's part that computes the tokens.
+    `answer` is a field of the output, or a name in ANSWERS. `windowed` names two fields of the configuration: the
+    number of windows per side of an image, and the indices of the blocks that attend within windows. `embeddings` is
+    the name of the body's part that computes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -74,7 +74,7 @@ class ModelReader:
     embeddings: str = "embeddings"
 
     def windows(self, config: Any) -> tuple[int, tuple[int, ...]]:
-        """Returns the number of windows of an image between blocks, and the blocks that attend to all windows."""
+        """Returns the number of windows in an image, and the indices of the blocks that attend to all windows."""
         if not self.windowed:
             return 1, ()
         side, blocks = (getattr(config, name) for name in self.windowed)
@@ -82,37 +82,37 @@ class ModelReader:
         return (side * side, joined) if side > 1 else (1, ())
 
     def answer_of(self, output: Any) -> Tensor:
-        """Returns the answer, [batch, classes or features]."""
+        """Returns the answer in an output, [batch, classes or features]."""
         return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
 
     def body_path(self, source: nn.Module) -> str:
-        """Returns the path of the body, the module with the embeddings and the layers."""
+        """Returns the path of the body, i.e. the module with the embeddings and the layers."""
         return next((path for path, part in source.named_modules() if self.embeddings in part._modules), "")
 
     def body_of(self, source: nn.Module) -> Any:
         return source.get_submodule(self.body_path(source))
 
     def inputs(self, source: nn.Module) -> ModuleInputs:
-        """Returns the inputs of a model of this class."""
+        """Returns the inputs of a model whose class this reader describes."""
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of a model's parts and their paths, for a model of this class."""
+        """Returns where the parts of a model are, if this reader describes its class."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
             f"{path}.{name}".strip(".") for name in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
         )
-        # [1, tokens, width], or [width] for the class embedding of CLIP.
+        # Token parameters are [1, tokens, width]. CLIP's class embedding is [width].
         tokens = body.get_submodule(self.embeddings).named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
-        # The class names of a block and its MLP begin with the same word, e.g. ViT. A block may be of a subclass.
+        # The class names of a block and of its MLP start with the same word, e.g. ViT. A block may be of a subclass.
         kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
         word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
         pooling = self.pooling
         if not getattr(source.config, "use_mean_pooling", True):
-            # BEiT and Data2Vec then pool the first token, a class token. VideoMAE has none and pools a patch.
+            # BEiT and Data2Vec then pool their first token, the class token. VideoMAE has none and pools a patch.
             pooling = "class" if pooling == "mean" else "the first patch"
         windows, joined = self.windows(body.config)
         return replace(
@@ -148,17 +148,17 @@ SAM = replace(
     LAYOUT, attention="attn", patches="patch_embed.projection", norm="", projections=("qkv", "proj"),
     maps=("mlp.lin1", "mlp.lin2"), mlp_classes=("SamMLPBlock",), grid_axis=-1,
 )  # fmt: skip
-# Classes in which both the attention and the MLP consist of two modules.
+# Classes whose attention and MLP both consist of two modules.
 NESTED = replace(
     LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
     projections=("attention.query", "attention.key", "attention.value", "output.dense"),
 )  # fmt: skip
-# The same, but the attention returns a tensor, not a pair.
+# Like NESTED, but the attention returns a tensor instead of a pair.
 NESTED_TENSOR = replace(NESTED, returns_weights=False)
 
-# By the names of the classes. All classes of one entry have the same reader.
+# Keys are class names. All classes in one key have the same reader.
 _READERS: Mapping[str, ModelReader] = {
-    # The input of AST's classifier is the mean of the class token and the distillation token.
+    # AST's classifier takes the mean of the class token and the distillation token.
     "ViTForImageClassification DeiTForImageClassification DeiTForImageClassificationWithTeacher "
     "ViTMSNForImageClassification ASTForAudioClassification VivitForVideoClassification": ModelReader(),
     "ViTModel DeiTModel ViTMSNModel ViTMAEModel VivitModel": ModelReader(answer=CLASS_TOKEN),
@@ -166,7 +166,7 @@ _READERS: Mapping[str, ModelReader] = {
     "IJepaModel": ModelReader(pooling="mean", answer="mean"),
     "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
     "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
-    # DINOv2's classifier needs the class token and the mean of the patches. It counts as "mean", which keeps patches.
+    # DINOv2's classifier takes the class token and the mean of the patches. It counts as "mean", so patches are kept.
     "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
         DINO, "mean", takes_any_size=True
     ),
@@ -184,19 +184,19 @@ _READERS: Mapping[str, ModelReader] = {
     "DINOv3ViTBackbone": ModelReader(DINO3, answer=MAPS, takes_any_size=True),
     "CLIPVisionModel": ModelReader(TOWER, answer="pooler_output"),
     "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),
-    # The mean of the patches before the last norm.
+    # This class pools the mean of the patches before the last norm.
     "CLIPForImageClassification": ModelReader(TOWER, "mean without a norm"),
     "SiglipVisionModel": ModelReader(TOWER, "attention", "pooler_output"),
     "Siglip2VisionModel": ModelReader(TOWER, "attention without padding", "pooler_output"),
     "SiglipForImageClassification": ModelReader(TOWER, "mean"),
-    # The mean of the patches without the padded ones.
+    # This class pools the mean of the patches without the padded patches.
     "Siglip2ForImageClassification": ModelReader(TOWER, "mean without padding"),
     "YolosForObjectDetection": ModelReader(NESTED_TENSOR, "detection tokens", "detections"),
     "DPTForDepthEstimation": ModelReader(NESTED_TENSOR, "a map of all patches of several layers", "depth"),
     "VideoMAEForVideoClassification": ModelReader(NESTED_TENSOR, "mean without a norm"),
 }
 READERS: Mapping[str, ModelReader] = {name: reader for names, reader in _READERS.items() for name in names.split()}
-# For saved models with several towers, the part that is read.
+# For saved models with several towers: the class of the image tower, which is the part that attnrx reads.
 VISION_PARTS: Mapping[str, str] = {
     "CLIPModel": "CLIPVisionModelWithProjection",
     "SiglipModel": "SiglipVisionModel",
@@ -205,25 +205,25 @@ VISION_PARTS: Mapping[str, str] = {
 
 
 def reader_of(source: nn.Module) -> ModelReader:
-    """Returns the reader of a model whose class is in `READERS`."""
+    """Returns the reader of a model. Its class must be in `READERS`."""
     return READERS[type(source).__name__]
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
-    """Returns whether the folder has a config.json written by transformers."""
+    """Returns whether a folder has a config.json that transformers wrote."""
     path = Path(folder) / "config.json"
     record = read_json(path) if path.is_file() else None
     return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
-# The name of an `OutputKind` for a configuration's type of problem. By default, outputs are logits of classes.
+# `OutputKind` names for the problem types of configurations. Without a problem type, outputs are class logits.
 PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
-# The kinds of answers that are neither logits nor embeddings: one number per pixel, or numbers with several units.
+# Output kinds of answers that are neither logits nor embeddings: a number per pixel, and numbers with several units.
 ANSWER_KINDS = {"depth": "map", "detections": "regression"}
 
 
 class HuggingFaceModel(Adopted):
-    """A working copy of a transformers Vision Transformer. For images it returns the logits or the embedding."""
+    """A working copy of a transformers Vision Transformer. It returns logits or an embedding for images."""
 
     def entering(self, images: ImageBatch) -> ImageBatch:
         return super().entering(self.inputs.images(images, 4) if self.around is None else images)
@@ -239,7 +239,7 @@ class HuggingFaceModel(Adopted):
 
     @cached_property
     def inputs(self) -> ModuleInputs:
-        """The inputs of the transformers model."""
+        """The inputs of transformers' own model."""
         return reader_of(self.trunk).inputs(self.trunk)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
@@ -249,9 +249,9 @@ class HuggingFaceModel(Adopted):
 
     @property
     def interpolation(self) -> dict[str, bool]:
-        """The argument with which transformers resizes position embeddings, if it is needed.
+        """The argument that makes transformers resize position embeddings, or {} if it is not needed.
 
-        It is needed if the images have another size than the configuration and the model has such an argument.
+        The argument is needed if the images have another size than the configuration, and if the model accepts it.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
         return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
@@ -262,11 +262,11 @@ class HuggingFaceModel(Adopted):
 
     @cached_property
     def dense_head_macs(self) -> int:
-        """The MACs of DPT's neck and head, which are convolutions over the patches of several layers."""
+        """The MACs of DPT's neck and head, which convolve the patches of several layers."""
         source: Any = self.trunk
         config = source.config
         tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
-        # Counted, not derived, because a DPT reassembles and fuses with many convolutions at several resolutions.
+        # The MACs are counted in a forward pass, because a DPT has many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
@@ -276,17 +276,17 @@ class HuggingFaceModel(Adopted):
 def _answer(
     reader: ModelReader, inputs: ModuleInputs, options: Mapping[str, Any], source: nn.Module, images: Tensor
 ) -> Tensor:
-    """Returns the logits or the embedding, [batch, features], of a transformers model."""
+    """Returns the logits or the embedding of a transformers model, [batch, features]."""
     arguments = inputs.arguments(inputs.images(images, 4))[1]
     return reader.answer_of(source(**arguments, **options, output_attentions=False, return_dict=True))
 
 
 class HuggingFaceAttention(Adapter):
-    """attnrx attention with the call signature of a transformers layer. It returns no attention weights."""
+    """attnrx attention that a transformers layer can call. It returns no attention weights."""
 
-    takes_mask = False  # whether it accepts a mask of padding
+    takes_mask = False  # whether a mask of padded patches is accepted
     config: Any = None
-    """The configuration of the model, which may request attention weights in every call."""
+    """The model's configuration. Through it, a user may request attention weights in every call."""
 
     @one_node
     def forward(
@@ -299,13 +299,13 @@ class HuggingFaceAttention(Adapter):
     ) -> tuple[TokenBatch, None] | TokenBatch:
         """Returns the attention output.
 
-        In a layer with a bias per pair of tokens, the mask is this bias, [1, heads, tokens, tokens]. During export,
-        transformers passes an explicit mask that includes every token. It is ignored unless patches may be padded.
-        `position_embeddings` are cosines and sines, [patches, 2 * pairs].
+        In a layer with a bias per pair of tokens, `attention_mask` is this bias, [1, heads, tokens, tokens]. During
+        export, transformers passes a mask that includes every token. Such a mask is ignored, unless patches may be
+        padded. `position_embeddings` are cosines and sines, [patches, 2 * pairs].
 
         Raises:
-            NotSupported: A mask is passed, or attention weights are requested. Or images have another size than the
-                model's, and biases of token pairs would be interpolated to the remaining tokens.
+            NotSupported: A mask is passed, or attention weights are requested. Also raised if tokens were removed and
+                images have another size than the model's, because biases of token pairs would be interpolated.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
@@ -328,23 +328,23 @@ class HuggingFaceAttention(Adapter):
             )
         rotation = None
         if position_embeddings is not None:
-            pairs = slice(0, position_embeddings[0].shape[-1] // 2)  # both halves of a row have the same angles
+            pairs = slice(0, position_embeddings[0].shape[-1] // 2)  # because both halves of a row have equal angles
             cos, sin = (side[None, :, None, pairs] for side in position_embeddings)  # [1, patches, 1, pairs]
             rotation = cos, sin
         mixed = self.mixed(hidden_states, self.positions(rotation, *biases))
         return (mixed, None) if self.returns_weights else mixed
 
     def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
-        """Returns a mask of token pairs, [batch, 1, tokens, tokens], as a bias for every head."""
+        """Returns a mask of token pairs, [batch, 1, tokens, tokens], as a bias of every head."""
         if mask.dtype == torch.bool:
-            excluded = torch.finfo(tokens.dtype).min / 2  # finite, so that a score can be added
+            excluded = torch.finfo(tokens.dtype).min / 2  # finite even after a score is added
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
         heads = max((*self.attention.spec.heads, 0)) + 1
         return mask.expand(len(tokens), heads, -1, -1)
 
 
 def _are_collected() -> bool:
-    """Whether a call of transformers collects attention weights, even if the layers get no argument for it."""
+    """Returns whether transformers collects attention weights in this call, even without an argument for the layers."""
     module = sys.modules.get("transformers.utils.output_capturing")  # only in recent versions
     if module is None or torch.compiler.is_compiling():
         return False
@@ -352,7 +352,7 @@ def _are_collected() -> bool:
 
 
 class HuggingFaceFamily(AdoptedFamily):
-    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
+    """The family for `hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
 
     name = "huggingface"
     library = "transformers"
@@ -372,14 +372,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def read(self, name: Path | str, trust: bool = False) -> tuple[nn.Module, dict[str, Any]]:
         """Reads a model from a local folder, or from the hub by its id. Returns the model and its input format.
 
-        If the class with which a model was saved is one of `READERS`, the model is read as this class, else as an image
-        classifier. For CLIP and SigLIP, the image tower is read. Mean, std and image size come from the image processor
-        in the same folder. Without a processor, mean and std are 0.5, and the size is the configuration's. With
-        `trust`, code of the repository may run.
+        A model saved with one of the classes in `READERS` is read as this class. For CLIP and SigLIP, the image tower
+        is read. Any other model is read as an image classifier. Mean, std and image size come from the image processor
+        in the same folder. Without a processor, mean and std are 0.5, and the size comes from the configuration. With
+        `trust`, code in the repository may run.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
-            InvalidInput: The model needs code of its repository, and `trust` is False.
+            InvalidInput: The model needs code in its repository, and `trust` is False.
         """
         try:
             kind = _class_of(open_pretrained(_transformers("AutoConfig"), name, trust))
@@ -391,7 +391,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 f"hf:{name} cannot be read as an image classifier or an image tower: {error} Give a folder written by "
                 "save_pretrained, or the id of such a model on the hub."
             ) from error
-        # If weights are missing, e.g. the head of a backbone, transformers draws them at random and only warns.
+        # Missing weights, e.g. of a backbone's head, are drawn at random by transformers, which only warns.
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise CheckpointError(
@@ -407,20 +407,20 @@ class HuggingFaceFamily(AdoptedFamily):
         return adopted.inputs if adopted.around is None else adopted.attnrx_inputs
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        # An output with the features of all tokens needs pruned patches, too.
+        # An output with the features of all tokens also needs pruned patches.
         return () if reader_of(adopted.trunk).answer == "logits" else (len(self.block_paths(adopted.trunk)) - 1,)
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
         adopted, inputs = self._adopted(model), self.inputs(model)
         if not (isinstance(inputs, PatchInputs) and inputs.is_padded(shape)):
             return False
-        # The values are not only pixels, so they are not normalized.
+        # Packed patches are not normalized, because they also contain a mask and a grid size.
         facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
         adopted.origin = replace(adopted.origin, input_shape=image_shape(shape), **facts)
         return True
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        return bool(self._adopted(model).origin.preprocessing)  # then the statistics come from an image processor
+        return bool(self._adopted(model).origin.preprocessing)  # set only if mean and std come from an image processor
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
         adopted = self._adopted(model)
@@ -428,15 +428,15 @@ class HuggingFaceFamily(AdoptedFamily):
         if adopted.around is not None or not origin.preprocessing:
             return {}
         statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
-        # One class for all models, because its settings determine what is computed.
+        # All models save the same processor class, because its settings say what is computed.
         rescaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns the geometry of the image processor that was saved with the model.
+        """Returns how the image processor that was saved with the model resizes and crops.
 
-        Returns None if there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). The
-        geometry uses Pillow, like processors with backend "pil". The backend "torchvision" rounds a few pixels
+        Returns None if there is no processor, or if it does not crop or resize to one size (e.g. YOLOS). The geometry
+        uses Pillow, like processors with backend "pil". Processors with backend "torchvision" round a few pixels
         differently.
         """
         shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
@@ -462,13 +462,13 @@ class HuggingFaceFamily(AdoptedFamily):
             raise
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
-        # Weights are drawn on the CPU, so they do not depend on the default device.
+        # Weights are drawn on the CPU, so they are the same whatever the default device is.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.device(device):
             return model_from(_class_of(config), config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for unsupported classes of models or attention, and for unsupported features."""
+        """Yields refusals for models and attention of unsupported classes, and for unsupported features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
             adopted = ", ".join(READERS)
@@ -480,7 +480,7 @@ class HuggingFaceFamily(AdoptedFamily):
             "a mask_ratio, of random patches (load it with mask_ratio=0.0)": getattr(config, "mask_ratio", 0),
             "a DPT whose backbone is a model of its own": is_hybrid,
         }
-        if any(reasons.values()):  # such a model may lack the parts that the reader names
+        if any(reasons.values()):  # stop here, because such a model may lack parts that the reader names
             yield from (Refusal(reason) for reason, is_set in reasons.items() if is_set)
             return
         for block in self.blocks(model):
@@ -491,18 +491,18 @@ class HuggingFaceFamily(AdoptedFamily):
                 yield from unread_attention(attention, reader.layout.projections)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the configuration. Mean and std are 0.5, the default of ViTImageProcessor."""
+        """Reads the configuration. Mean and std are 0.5, which is ViTImageProcessor's default."""
         shape = reader_of(model).inputs(model).shape
         half = (0.5,) * shape[0]
         return Origin(type(model).__name__, _settings(model.config), shape, half, half)
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        # The image processor is read from the folder or hub id from which the model was loaded.
+        # The image processor comes from the folder or hub id from which the model was loaded.
         reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
             try:
                 saved = _processor(source, reader.takes_any_size, local_files_only=True)
-            except InvalidInput:  # code of a repository is not trusted here, even if the model was loaded with trust
+            except InvalidInput:  # the processor needs repository code, which is not trusted here
                 saved = {}
             if len(saved.get("mean", ())) == reader.inputs(model).shape[0]:
                 stated = {**saved, **stated}
@@ -511,14 +511,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         if not interpolates(source):
             return super()._resized(source, origin, height, width)
-        # Pictures are resized and cropped in proportion to the size for which the processor was made.
+        # The processor's settings are scaled with the image size.
         settings = dict(origin.preprocessing)
         scales = height / origin.input_shape[1], width / origin.input_shape[2]
         if settings.get("do_center_crop") and "crop_size" in settings:
             settings["crop_size"] = {"height": height, "width": width}
         size = settings.get("size", {})
         if size.keys() == {"shortest_edge"}:
-            # Rounded up, because the resized picture must not be smaller than the crop.
+            # The size is rounded up, so the resized picture is never smaller than the crop.
             settings["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
         elif size.keys() == {"height", "width"}:
             settings["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
@@ -528,22 +528,22 @@ class HuggingFaceFamily(AdoptedFamily):
         return LibraryAnswer(self._created(origin), origin)
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the class and the configuration of any transformers model."""
+        """Returns the class name and the configuration of any transformers model."""
         name, config = type(model).__name__, getattr(model, "config", None)
         if not hasattr(config, "to_json_string") or getattr(_transformers(""), name, None) is not type(model):
             return None
         return {"architecture": name, "arguments": _settings(config)}
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any class of transformers from its configuration."""
+        """Creates a transformers model of any class from its configuration."""
         kind = getattr(_transformers(""), architecture, None)
-        # A name in a file may name any object of transformers.
+        # A name from a file might belong to any object in transformers, so only model classes are accepted.
         if not (isinstance(kind, type) and issubclass(kind, _transformers("PreTrainedModel"))):
             raise UnknownName("class of transformers", architecture, READERS)
         return kind(kind.config_class.from_dict(dict(arguments)))  # type: ignore[attr-defined]
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # Modules of transformers compute such buffers in __init__ from only the configuration.
+        # In transformers, modules compute such buffers in __init__ from nothing but the configuration.
         return type(module)(module.config)
 
     def present_origin(self, adopted: Adopted) -> Origin:
@@ -554,7 +554,7 @@ class HuggingFaceFamily(AdoptedFamily):
         if isinstance(inputs, PatchInputs):
             is_padded = inputs.is_padded(input_shape)
             return height if is_padded else (height // inputs.size) * (width // inputs.size)
-        # AST swaps time and bins before its convolution.
+        # AST's convolution takes time and bins in swapped order.
         return super().num_patches(source, (channels, width, height) if inputs.dimensions == 2 else input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
@@ -570,11 +570,11 @@ class HuggingFaceFamily(AdoptedFamily):
         for name, module in list(source.named_modules()):
             is_ours = isinstance(source.get_submodule(name.rpartition(".")[0]), PairBias)
             if type(module).__name__.endswith("RelativePositionBias") and not is_ours:
-                # transformers interpolates the table in every call, even to the size that it already has.
+                # transformers interpolates the table in every call, even if the size is already right.
                 bias = PairBias(module, partial(module, module.window_size))
                 source.set_submodule(name, bias.train(module.training))
         for block in self.blocks(source):
-            # Towers (CLIP, SigLIP) have layers whose mask is a required argument.
+            # In CLIP's and SigLIP's towers, the layers have a mask argument without a default.
             mask = inspect.signature(block.forward).parameters.get("attention_mask")
             if mask is not None and mask.default is inspect.Parameter.empty:
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
@@ -589,22 +589,22 @@ class HuggingFaceFamily(AdoptedFamily):
         body: Any = reader_of(source).body_of(source)
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
         return {
-            # transformers rotates the halves of a row (`rotate_half`).
+            # transformers rotates the two halves of a row (`rotate_half`).
             "rotary": HALVES if hasattr(body, "rope_embeddings") else None,
             "pair_bias": any(getattr(body.config, name, False) for name in names),
         }
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns the bias that an attention module computes itself (Data2Vec). BEiT's layers pass theirs as a mask."""
+        """Returns the module for the bias that an attention computes itself (Data2Vec). BEiT passes biases as masks."""
         return dict(module.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
+        """Returns the labels in the configuration, or () for placeholders such as LABEL_0, LABEL_1."""
         if self._adopted(model).path or self.output_kind(model) not in ("logits", "multilabel"):
             return ()
         config: Any = self._adopted(model).trunk.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
-        if any(num_outputs(head) != len(names) for head in self.heads(model)):  # the head was replaced
+        if any(num_outputs(head) != len(names) for head in self.heads(model)):  # a user replaced the head
             return ()
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
@@ -613,22 +613,22 @@ INTERPOLATE = "interpolate_pos_encoding"
 
 
 class LibraryAnswer(nn.Module):
-    """A transformers model with its own attention, which returns the same answer as an adopted model."""
+    """A transformers model with its own attention that returns the same kind of answer as its working copy."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
         self.model = HuggingFaceModel(source, origin)
 
     def forward(self, images: ImageBatch) -> Tensor:
-        """Returns the logits or the embedding, [batch, features]."""
+        """Returns the logits or the embedding for images, [batch, features]."""
         return self.model.answer(images)
 
 
 def interpolates(source: nn.Module) -> bool:
-    """Returns whether a transformers model resizes its position embeddings, always or if a call requests it."""
+    """Returns whether a transformers model can resize its position embeddings, either always or on request."""
     reader = reader_of(source)
     return reader.takes_any_size or (
-        reader.inputs(source).dimensions == 3  # not for videos
+        reader.inputs(source).dimensions == 3  # images, not videos
         and all(
             INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
         )
@@ -636,15 +636,15 @@ def interpolates(source: nn.Module) -> bool:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Returns a configuration, or the settings of an image processor, as JSON values."""
+    """Returns a configuration, or an image processor's settings, as JSON values."""
     options = {"use_diff": False} if hasattr(config, "model_type") else {}
     settings = json.loads(config.to_json_string(**options))
-    settings.pop("_name_or_path", None)  # the source path is not part of the model
+    settings.pop("_name_or_path", None)  # where a model was loaded from is not part of the model
     return settings
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Adds the mask argument that the layers of a tower require, so all blocks can be called with only tokens."""
+    """Adds the mask argument that a tower's layers require, so every block can be called with only tokens."""
     return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
 
 
@@ -652,7 +652,7 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _class_of(config: Any) -> Any:
-    """Returns the class with which a configuration was saved, or the automatic class of image classifiers."""
+    """Returns the transformers class for a configuration: the saved class if it has a reader, else an Auto class."""
     saved = next(iter(config.architectures or ()), "")
     name = VISION_PARTS.get(saved, saved)
     return _transformers(name if name in READERS else "AutoModelForImageClassification")
@@ -663,7 +663,7 @@ def _transformers(name: str) -> Any:
     return getattr(transformers, name) if name else transformers
 
 
-# The settings of an image processor that determine what it computes.
+# Settings of an image processor that change what it computes.
 PROCESSOR_SETTINGS = (
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_convert_rgb", "do_pad", "keep_aspect_ratio"
 )  # fmt: skip
@@ -671,27 +671,27 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 
 def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns the input format of the saved image processor, as arguments of `adopt`, or {} if there is none.
+    """Returns the saved image processor's input format, as arguments of `adopt`, or {} if there is no processor.
 
     Raises:
-        InvalidInput: The processor needs code of the repository, and `trust` is False.
+        InvalidInput: The processor needs code in the repository, and `trust` is False.
     """
     try:
         processor = open_pretrained(_transformers("AutoImageProcessor"), source, trust, **options)
     except AttnrxError:
         raise
-    # There is no image processor, a processor of another kind, or one that needs a library that is not installed.
+    # No image processor was saved, it is of another kind, or it needs a library that is not installed.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
     stated = _settings(processor)
     settings = {name: stated[name] for name in PROCESSOR_SETTINGS if stated.get(name) is not None}
-    # One pair of statistics for rescaling and normalization. They are on the scale of pixels divided by 255.
+    # Combines rescaling and normalization into one mean and std, for pixels divided by 255.
     scale = 255 * float(stated.get("rescale_factor") or 1 / 255) if stated.get("do_rescale", True) else 255.0
     normalizes = stated.get("do_normalize", True) and stated.get("image_mean") is not None
     statistics: Any = (stated["image_mean"], stated["image_std"]) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     mean, std = (tuple(value / scale for value in values) for values in statistics)
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
-    # The size that enters the model: the crop if the processor crops, else the resized image.
+    # The size that enters the model: the size of the crop if the processor crops, else of the resized image.
     size = settings.get("crop_size" if settings.get("do_center_crop") else "size", {})
     if takes_any_size and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(mean), size["height"], size["width"])

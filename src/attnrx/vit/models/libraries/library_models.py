@@ -1,4 +1,4 @@
-"""How a library creates its models: by name, with its own or a file's weights, or from saved arguments."""
+"""Creates a library's models: by name, with downloaded weights or a weight file, or from saved arguments."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from attnrx.vit.models.working.adopted import Origin
 
 
 class LibraryModels(ABC):
-    """The part of a family that creates models of its library.
+    """The base class for the part of a family that creates models of its library.
 
     Raises:
         NotSupported: A method needs the library, but it is not installed.
@@ -25,54 +25,54 @@ class LibraryModels(ABC):
 
     name: str
     library: str
-    """The package of the library."""
+    """The name of the library's package."""
     takes_weights = False
-    """Whether `load` can use the weights of a file, or download weights."""
+    """Whether `load` can download weights or read them from a file."""
     size_argument = ""
-    """The library's argument for the side of images. Only families that take weights need it."""
+    """The library's argument for the image size. Only families with `takes_weights` need it."""
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns a description of a model's parts and their paths."""
+        """Returns the paths and properties of a model's parts."""
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches in an image or video of this shape. A border may not be read."""
+        """Returns the number of patches in an image or video of this shape. A border may belong to no patch."""
 
     @abstractmethod
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module, which creates the model."""
+        """Returns the origin of a model inside a user's module, whose code creates the model."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any model of the library, without pretrained weights, from the arguments in `origin` or `creation`.
 
-        The model may be of a class that attnrx does not read.
+        The created model may be of a class that attnrx does not read.
 
         Raises:
             UnknownName: The library has no such model.
-            InvalidInput: The arguments do not fit the model.
+            InvalidInput: The model does not accept the arguments.
             NotSupported: The model does not come from a library.
         """
         raise NotSupported(f"{architecture} is created by the code of its user.")
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the `architecture` and `arguments` with which `create` creates a model of any class of the library.
+        """Returns the `architecture` and `arguments` with which `create` creates a library model of any class.
 
-        Returns None if the model does not state them.
+        Returns None if the model does not state its arguments.
 
         Raises:
-            NotSupported: They cannot be saved.
+            NotSupported: The arguments cannot be saved.
         """
         return None
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the values of a module's unsaved buffers, or None if its library computes none."""
+        """Returns a module with the computed values of a module's unsaved buffers, or None if none are computed."""
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         """Returns the library's model of this name with weights from seed 0, or without weights on the meta device.
 
-        With `pretrained`, the library downloads the weights. Not every family can do so (`takes_weights`).
+        If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` can do so.
 
         Raises:
             UnknownName: The library has no model of this name.
@@ -82,7 +82,7 @@ class LibraryModels(ABC):
         """
         if not self.has(name) and (names := self.names()):
             raise UnknownName(f"{self.library} model", name, names)
-        with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
+        with torch.random.fork_rng(devices=[]):  # because libraries draw weights from the global generator
             torch.manual_seed(0)
             try:
                 return self.make(name, pretrained, arguments)
@@ -97,15 +97,15 @@ class LibraryModels(ABC):
                 raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
 
     def names(self) -> Sequence[str]:
-        """Returns the names of the library's models, or () if it has no list of them."""
+        """Returns the names of the library's models, or () if it lists none."""
         return ()
 
     def has(self, name: str) -> bool:
-        """Returns whether the library lists a model of this name."""
+        """Returns whether the library lists a model with this name."""
         return name in self.names()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Calls the library for `initialized`, which adds the library's name to errors.
+        """Calls the library to create a model. `initialized` then adds the library's name to its errors.
 
         Raises:
             CheckpointError: The configuration cannot be read.
@@ -119,11 +119,11 @@ class LibraryModels(ABC):
         """Returns the library's model of this name with weights.
 
         Args:
-            name: The name in the library.
-            weights: A file with the weights under the library's names (`read_weight_file`). The model may have been
-                fine-tuned for another number of classes or image size. By default, the library downloads the weights.
-            pretrained: If False, weights are initialized from seed 0 instead.
-            **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
+            name: The model's name in the library.
+            weights: A file with weights under the library's names (`read_weight_file`). The weights may be fine-tuned
+                for another number of classes or image size. By default, the library downloads pretrained weights.
+            pretrained: If False, the model gets fresh weights from seed 0 instead.
+            **arguments: The library's arguments for this model, e.g. timm's `num_classes=10`.
 
         Raises:
             InvalidInput: You passed both `weights` and `pretrained=True`, or the arguments are wrong.
@@ -144,7 +144,7 @@ class LibraryModels(ABC):
         return model
 
     def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the arguments for weights that were fine-tuned for another number of classes, or another image size.
+        """Returns the arguments that fit weights fine-tuned for another number of classes, or another image size.
 
         Raises:
             CheckpointError: The number of positions does not belong to a square grid of patches.
@@ -153,13 +153,13 @@ class LibraryModels(ABC):
             model = self.initialized(name, **arguments)
         published, changes = model.state_dict(), dict[str, int]()
         both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
-        # Linear maps with other rows and the same columns are the classifiers. Distilled models have two.
+        # Classifiers are the linear maps with another number of rows, but the same columns. Distilled models have two.
         rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
-        # Or the classifier is a map that the published model lacks.
+        # If no such map exists, the classifier is a map that the published model lacks.
         rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
         if len(rows) == 1:
             changes["num_classes"] = rows.pop()
-        # Tables [1, tokens, width] with another number of tokens are position embeddings.
+        # Position embeddings are the tables [1, tokens, width] with another number of tokens.
         tables = [
             (path, other[1], own[1])
             for path, other, own in both
@@ -168,7 +168,7 @@ class LibraryModels(ABC):
         if tables and self.size_argument:
             path, tokens, own = tables[0]
             patches: Any = model.get_submodule(self.parts(model).patches)
-            # Subtract the tokens before the patches, if they have positions.
+            # If the tokens before the patches have positions, they are subtracted.
             count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
             side = math.isqrt(max(count, 0))
             if not count or side * side != count:
@@ -180,9 +180,9 @@ class LibraryModels(ABC):
         return changes
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Returns the tensors of a weight file in the form to which the library converts them for this model."""
+        """Converts the tensors of a weight file to this model's form, as the library does for its own files."""
         return state
 
     def input_format(self, name: str) -> dict[str, Any]:
-        """Returns the input format of the downloaded weights, as arguments of `adopt`, or {} if the model states it."""
+        """Returns the input format of downloaded weights as arguments of `adopt`, or {} if the model states it."""
         return {}

@@ -1,4 +1,4 @@
-"""The family of timm's Vision Transformers that have one list of blocks. It reads their structure from their parts."""
+"""The family for timm's Vision Transformers with one list of blocks. It finds their structure from their parts."""
 
 import copy
 import importlib
@@ -36,18 +36,18 @@ from attnrx.vit.models.working.adopted import (
 )
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
-IN_GRIDS = "VisionTransformerSAM"  # the class whose blocks are called with grids of tokens
+IN_GRIDS = "VisionTransformerSAM"  # its blocks are called with grids of tokens
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
-# The parts of an attention module that attnrx reads: submodules, and its own parameters.
+# The submodules and parameters of an attention module that attnrx can read.
 ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
 ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table", *DISTANCES}
 INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
-# The modules of the layer classes with which a model may be created, and the key under which such a class is saved.
+# Models may be created with layer classes from these modules. LAYER is the key under which such a class is saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
 FUSED, SEPARATE = ("qkv", "proj"), ("q_proj", "k_proj", "v_proj", "proj")
 GATED = {"SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"), "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2")}
-# Arguments of timm's factory that read files or access the hub.
+# Arguments with which timm's factory would read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
 
@@ -66,25 +66,25 @@ class TimmModel(Adopted):
 
 
 class TableBias(nn.Module):
-    """A relative position bias, with one row of a table per pair of tokens (Liu et al., 2021; Bao et al., 2022)."""
+    """A relative position bias: a table with one row per relative position (Liu et al., 2021; Bao et al., 2022)."""
 
     def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
         super().__init__()
         self.relative_position_bias_table = table
-        self.index = index  # not a buffer, because timm does not save its own index with the weights either
+        self.index = index  # not a buffer, because timm does not save its index with the weights either
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
         return of_weights(self, None, self._pairs)
 
     def _pairs(self) -> Tensor:
         table = self.relative_position_bias_table
-        # [pairs, heads] to [1, heads, tokens, tokens], made contiguous here once, not at every use.
+        # Reorders [pairs, heads] to [1, heads, tokens, tokens]. The result is made contiguous once, not at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
 
 class TimmAttention(Adapter):
-    """attnrx attention with the call signatures of timm's blocks. Classifiers never use its two mask arguments."""
+    """attnrx attention that timm's blocks can call. Classifiers never use its two mask arguments."""
 
     layout: str = INTERLEAVED
 
@@ -98,10 +98,10 @@ class TimmAttention(Adapter):
         shared_rel_pos_bias: Tensor | None = None,
         shared_rel_pos: Tensor | None = None,
     ) -> TokenBatch:
-        """Returns the attention output of the tokens `x`. It has the arguments of timm's attention.
+        """Returns the attention output for tokens `x`. The arguments are the same as in timm's attention.
 
-        `rope` contains sines and cosines, [patches, 2 * head_dim], or with the heads first. The shared biases of token
-        pairs are [1, heads, tokens, tokens].
+        `rope` contains sines and cosines, [patches, 2 * head_dim], optionally with heads or images first. The shared
+        biases of token pairs are [1, heads, tokens, tokens].
 
         Raises:
             NotSupported: A mask is passed.
@@ -112,16 +112,16 @@ class TimmAttention(Adapter):
         if rope is not None:  # concatenated, [(images, heads,) patches, sines and cosines]
             table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
             pairs = table.shape[-1] // 4
-            # Every pair has its angle twice, side by side or in both halves of a row.
+            # The table lists the angle of each pair twice: side by side, or once in each half of a row.
             one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
             sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
             rotation = cos, sin
-        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second. All biases are added.
+        # BEiT passes its shared bias as shared_rel_pos_bias, VisionTransformerRelPos as shared_rel_pos.
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Refuses the call by timm's `set_input_size` for models with a bias for every pair of tokens.
+        """Refuses timm's `set_input_size`, which calls this method in models with a bias for every pair of tokens.
 
         Raises:
             NotSupported: Always.
@@ -133,7 +133,7 @@ class TimmAttention(Adapter):
 
 
 class TimmFamily(AdoptedFamily):
-    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any timm Vision Transformer with one list of blocks."""
+    """The family for `timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any timm model with one list of blocks."""
 
     name = library = "timm"
     model_type = TimmModel
@@ -142,22 +142,22 @@ class TimmFamily(AdoptedFamily):
     adapter_type = TimmAttention
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        # As timm does for a pretrained file, position embeddings are resampled to the model's image size.
+        # Like timm does for a pretrained file, this resamples position embeddings to the model's image size.
         return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
     def names(self) -> Sequence[str]:
         return _timm("models").list_models()
 
     def has(self, name: str) -> bool:
-        # The name may be the address of a hub, or have the tag of pretrained weights.
+        # A name may also be a hub address, or end in the tag of pretrained weights.
         return ":" in name or bool(_timm("models").is_model(name.partition(".")[0]))
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        _timm("models")  # raises an error that names the extra if timm is not installed
+        _timm("models")  # if timm is not installed, the error names attnrx's extra
         return open_timm(name, pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns the geometry of timm's evaluation transform (`timm.data.create_transform`)."""
+        """Returns how timm's evaluation transform (`timm.data.create_transform`) resizes and crops."""
         adopted = self._adopted(model)
         facts = {**(getattr(adopted.trunk, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
         facts |= {"input_size": adopted.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
@@ -172,7 +172,7 @@ class TimmFamily(AdoptedFamily):
         return ImageGeometry(tuple(size), channels, resize, target, settings["interpolation"], fill=fill)  # type: ignore[arg-type]
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for parts of the model that cannot be read: blocks, attention, and unsupported features."""
+        """Yields refusals for blocks or attention that cannot be read, and for unsupported features."""
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         is_read = hasattr(model, "num_prefix_tokens") or type(model).__name__ == IN_GRIDS
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not is_read:
@@ -185,8 +185,8 @@ class TimmFamily(AdoptedFamily):
             if not isinstance(attention, nn.Module):
                 yield Refusal(f"the block {kind} has no attention module attn")
                 continue
-            # Parts with parameters that are not read change the output. Comparing the logits reveals everything else (a
-            # scale, an option of the forward pass).
+            # Unread parts with parameters would change the output. Other differences (a scale, an option of the forward
+            # pass) show up when the logits are compared.
             submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
             parameters = {part for part, _ in attention.named_parameters(recurse=False)}
             unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
@@ -220,7 +220,7 @@ class TimmFamily(AdoptedFamily):
         facts = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
             return None
-        # get_model_args omits the drop rates, which a model needs for further training.
+        # get_model_args omits drop rates, but a model needs them for further training.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
         try:
             arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
@@ -234,7 +234,7 @@ class TimmFamily(AdoptedFamily):
         return {"architecture": facts["architecture"], "arguments": arguments}
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        if getattr(source, "dynamic_img_size", False):  # timm resamples in every forward pass
+        if getattr(source, "dynamic_img_size", False):  # timm resamples embeddings in every forward pass
             return origin
         if not hasattr(source, "set_input_size"):
             return super()._resized(source, origin, height, width)
@@ -242,19 +242,19 @@ class TimmFamily(AdoptedFamily):
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        present = self.creation(adopted.trunk)  # it may have changed, e.g. by `reset_classifier`
+        present = self.creation(adopted.trunk)  # arguments may have changed, e.g. by `reset_classifier`
         return adopted.origin if present is None else replace(adopted.origin, arguments=present["arguments"])
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
         model: Any = source
-        shape = _shape(model)  # `set_input_size` may have changed it, and a dynamic size changes with every batch
+        shape = _shape(model)  # may differ after `set_input_size`. A dynamic size changes with every batch
         is_other = shape != origin.input_shape and not getattr(model, "dynamic_img_size", False)
         return replace(origin, input_shape=shape) if is_other else origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
         model: Any = source
         config = getattr(model, "pretrained_cfg", None)
-        if config is not None:  # `timm.data.resolve_model_data_config` reads it
+        if config is not None:  # `timm.data.resolve_model_data_config` reads this configuration
             stated = {"input_size": origin.input_shape, "mean": origin.mean, "std": origin.std}
             model.pretrained_cfg = model.default_cfg = {**config, **origin.preprocessing, **stated}
 
@@ -266,9 +266,9 @@ class TimmFamily(AdoptedFamily):
         return super().stated_origin(model, path, facts, stated)
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's own module.
+        """Returns the origin of a model inside a user's module.
 
-        The origin has no arguments if the model was created by its constructor or with arguments that cannot be saved.
+        If the user called the model's constructor, or arguments cannot be saved, the origin has no arguments.
         """
         _timm("models")  # raises an error if timm is too old
         try:
@@ -280,16 +280,19 @@ class TimmFamily(AdoptedFamily):
             return Origin(type(model).__name__, {}, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the names of the ImageNet classes if timm recognizes them by the number of the model's classes."""
+        """Returns ImageNet's class names, if timm recognizes an ImageNet subset by the number of classes."""
         data, heads = _timm("data"), self.heads(model)
-        # Read from the head, because `num_classes` stays the same when a user replaces the head.
+        # The number is read from the head, because `num_classes` does not change when a user replaces the head.
         subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None
         info = None if subset is None else data.ImageNetInfo(subset)
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Calls timm's entrypoint with only model arguments."""
-        # A config.json may come from anywhere, so loading it must not read other files or connect to a hub.
+        """Calls timm's entrypoint with arguments that describe only the model.
+
+        Other arguments are refused. A config.json may come from anywhere, so loading it must neither read other files
+        nor connect to a hub.
+        """
         forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
         if ":" in architecture or forbidden:
             raise InvalidInput(
@@ -299,7 +302,7 @@ class TimmFamily(AdoptedFamily):
         return self.initialized(architecture, **{key: _layer(value) for key, value in arguments.items()})
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        # A method of timm's module recomputes tables of rotary embeddings and indices of biases. It runs on a copy,
+        # timm's module recomputes tables of rotary embeddings and indices of biases by this method. It runs on a copy,
         # because the module's own parameters stay on the meta device until the weights are assigned.
         if not hasattr(module, "init_non_persistent_buffers"):
             return None
@@ -334,8 +337,8 @@ class TimmFamily(AdoptedFamily):
         if getattr(attention, "q_bias", None) is not None:  # in BEiT and EVA, whose key bias is a buffer of zeros
             biases[:3] = attention.q_bias, None, attention.v_bias
         groups = getattr(attention, "num_kv_groups", 1)
-        # Grouped heads share keys and values. Repeating them is exact, and it creates separate rows for every head, as
-        # a spec requires.
+        # Grouped heads share keys and values. Repeating them is exact, and gives every head its own rows, as a spec
+        # requires.
         sides: list[Any]
         for sides in (weights, biases) if groups > 1 else ():
             for side, rows in enumerate(sides[1:3], 1):
@@ -347,7 +350,7 @@ class TimmFamily(AdoptedFamily):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes weights ([rows, width], [width, rows]) and biases ([rows], [width]) into an attention module."""
+        """Writes weights, [rows, width] or [width, rows], and biases, [rows] or [width], into an attention module."""
         attention: Any = module
         groups = getattr(attention, "num_kv_groups", 1)
         sides: list[Any]
@@ -364,7 +367,7 @@ class TimmFamily(AdoptedFamily):
         super().write_projections_(source, module, weights, biases)
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        # A bias that all layers share belongs to the model, which passes it to every block.
+        # If all layers share a bias, the bias belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
         norms = {name: getattr(module, path, None) for name, path in INNER_NORM_PATHS.items()}
         return {
@@ -389,13 +392,13 @@ class TimmFamily(AdoptedFamily):
         return PairBias(bias, bias.get_bias) if table is None else TableBias(table, bias.relative_position_index)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        # VisionTransformer's pooling by attention may omit the prefix tokens.
+        # A VisionTransformer's pooling by attention may skip the tokens before the patches.
         excludes = getattr(adopted.trunk, "pool_include_prefix", True) is False
         return super().head_macs(adopted, tokens - self.parts(adopted.trunk).prefix_tokens if excludes else tokens)
 
 
 def _described_layer(value: Any) -> Any:
-    """Describes a class of torch.nn or timm.layers, or a partial function of one, as JSON. Keeps other values."""
+    """Describes a class from torch.nn or timm.layers, or a partial function of it, as JSON. Keeps other values."""
     kind: Any
     kind, keywords = (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
     for module in LAYER_MODULES if isinstance(kind, type) else ():
@@ -405,16 +408,16 @@ def _described_layer(value: Any) -> Any:
 
 
 def is_layer(value: Any) -> bool:
-    """Whether a value is the description of a class by `_described_layer`."""
+    """Returns whether a value is a description of a class that `_described_layer` returned."""
     return isinstance(value, Mapping) and value.keys() == {LAYER, "keywords"}
 
 
 def _layer(value: Any) -> Any:
-    """Returns the class or partial function that `_described_layer` described. Other values stay unchanged."""
+    """Returns the class or partial function that a description by `_described_layer` stands for. Keeps other values."""
     if not is_layer(value):
         return value
     module, _, name = str(value[LAYER]).partition(":")
-    # Only classes of these modules, because a config.json may come from anywhere.
+    # Only classes from these modules are allowed, because a config.json may come from anywhere.
     kind = getattr(importlib.import_module(module), name, None) if module in LAYER_MODULES else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")
@@ -422,12 +425,12 @@ def _layer(value: Any) -> Any:
 
 
 def _shape(model: Any) -> tuple[int, int, int]:
-    # From the patch embedding, because `img_size` of timm.create_model may differ from the pretrained configuration.
+    # The patch embedding has the real size. `img_size` in timm.create_model may differ from the pretrained size.
     return image_shape((model.patch_embed.proj.in_channels, *model.patch_embed.img_size))
 
 
 def _has_bias(block: Any) -> bool:
-    """Whether a block adds a bias for every pair of tokens."""
+    """Returns whether a block adds a bias for every pair of tokens to its scores."""
     names = "relative_position_bias_table", "rel_pos"
     attention = block.attn
     if isinstance(attention, Adapter):

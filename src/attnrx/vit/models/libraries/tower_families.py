@@ -1,4 +1,4 @@
-"""The families of torchvision's VisionTransformer and of open_clip's image towers."""
+"""The families for torchvision's VisionTransformer and open_clip's image towers."""
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
-# The arguments of VisionTransformer that the model stores as attributes. The other three are read from its blocks.
+# Arguments of VisionTransformer that the model stores as attributes. The other arguments are read from its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
 
 
 class TorchvisionModel(Adopted):
-    """A Vision Transformer of torchvision with attnrx attention."""
+    """A working copy of torchvision's VisionTransformer."""
 
 
 class TorchvisionFamily(AdoptedFamily):
-    """`torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any VisionTransformer instance of torchvision."""
+    """The family for `torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any torchvision VisionTransformer."""
 
     name = library = "torchvision"
     model_type = TorchvisionModel
@@ -51,9 +51,9 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns the geometry of the weights' own transform. Other weights use the geometry of most presets."""
+        """Returns how the weights' own transform crops and resizes. Other weights use the sizes of most presets."""
         channels, size, _ = self._adopted(model).origin.input_shape
-        # 224 of 256 pixels is the ratio of crop and resize in torchvision's presets.
+        # In torchvision's presets, 256 pixels are cropped to 224.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
             self._adopted(model).origin.preprocessing
         )
@@ -61,7 +61,7 @@ class TorchvisionFamily(AdoptedFamily):
         return ImageGeometry((size, size), channels, "shortest_edge", (target, target), settings["interpolation"])
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for classes other than VisionTransformer, and for parts that its reader does not find."""
+        """Yields refusals for classes other than VisionTransformer, and for parts that the reader does not find."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of torchvision, attnrx adopts VisionTransformer.")
@@ -69,7 +69,7 @@ class TorchvisionFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model. Mean and std are ImageNet's."""
+        """Reads the class's arguments from the model. Mean and std are ImageNet's."""
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
@@ -100,28 +100,28 @@ def _torchvision(module: str) -> Any:
     return required_module(f"torchvision.{module}", "", "a model of torchvision", "torchvision")
 
 
-# The mean and standard deviation of CLIP's images (open_clip's OPENAI_DATASET_MEAN and OPENAI_DATASET_STD).
+# The mean and std of CLIP's images (open_clip's OPENAI_DATASET_MEAN and OPENAI_DATASET_STD).
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# The activations and norms of the towers, by the names of their classes.
+# Class names of the towers' activations and norms.
 ACTIVATIONS = ("GELU", "QuickGELU")
 NORMS = ("LayerNorm", "LayerNormFp32")
 
 
 class OpenClipModel(Adopted):
-    """An image tower of open_clip with attnrx attention. It returns the projected embedding."""
+    """A working copy of open_clip's image tower. It returns the projected embedding."""
 
     def answering(self) -> Callable[[nn.Module, torch.Tensor], Any]:
         return _embedding if self.around is None else super().answering()
 
 
 def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    # A tower with output_tokens=True returns the embedding and the tokens.
+    # With output_tokens=True, a tower returns the embedding and the tokens.
     output = tower(images)
     return output[0] if isinstance(output, tuple) else output
 
 
 class OpenClipFamily(AdoptedFamily):
-    """`open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and the module `visual` of such a model."""
+    """The family for `open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and for open_clip image towers."""
 
     name = "open_clip"
     library = "open_clip"
@@ -130,10 +130,10 @@ class OpenClipFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
-        # This tower computes the mean before the last norm.
+        # With final_ln_after_pool, the tower computes the mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
         is_attention = tower.attn_pool is not None  # in CoCa, whose first query returns the embedding
-        # The head, a projection, is a parameter (`head_macs`).
+        # The head is a projection that is stored as a parameter, so it is not listed here (`head_macs`).
         return ViTParts(
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
             patches="conv1", norm="attn_pool.ln_k" if is_attention else "ln_post",
@@ -143,7 +143,7 @@ class OpenClipFamily(AdoptedFamily):
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
         source: Any = adopted.trunk
-        # The tokens returned by a pooling by attention belong to its queries.
+        # After a pooling by attention, the returned tokens belong to its queries, not to patches.
         return (len(self.block_paths(source)) - 1,) if source.output_tokens and source.attn_pool is None else ()
 
     def names(self) -> Sequence[str]:
@@ -153,11 +153,11 @@ class OpenClipFamily(AdoptedFamily):
         """Creates only the image tower. `arguments` override fields of its configuration."""
         config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
-        # A private function, but the public constructors would also create the text tower.
+        # `_build_vision_tower` is private, but the public constructors would also create the text tower.
         return _open_clip(".model")._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for classes other than VisionTransformer, and blocks other than ResidualAttentionBlock."""
+        """Yields refusals for classes other than VisionTransformer, and blocks other than ResidualAttentionBlock."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
@@ -175,10 +175,10 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model. Mean and std are CLIP's, unless the model states others."""
+        """Reads the class's arguments from the model. Mean and std are CLIP's, unless the model states others."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
-        # A missing LayerScale is an identity. Its initial value is not stored, and the weights replace it.
+        # A missing LayerScale is an identity. Its initial value is not stored, but the weights replace it anyway.
         scale = getattr(block.ls_1, "gamma", None)
         arguments = {
             "image_size": list(tower.image_size), "patch_size": list(tower.patch_size),
@@ -192,14 +192,14 @@ class OpenClipFamily(AdoptedFamily):
         if tower.attn_pool is not None:
             queries, heads = len(tower.attn_pool.query), tower.attn_pool.attn.num_heads
             arguments |= {"attentional_pool": True, "attn_pooler_queries": queries, "attn_pooler_heads": heads}
-        # open_clip.create_model stores the configuration on the tower.
+        # open_clip.create_model stores this configuration on the tower.
         found = getattr(tower, "preprocess_cfg", None) or {}
         mean, std = (tuple(found.get(name) or own) for name, own in zip(("mean", "std"), CLIP, strict=True))
         settings = {name: found[name] for name in ("interpolation", "resize_mode", "fill_color") if name in found}
         return Origin("VisionTransformer", arguments, image_shape((3, *tower.image_size)), mean, std, settings)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns the geometry of open_clip's transform for inference."""
+        """Returns how open_clip's transform for inference resizes and crops."""
         settings = self._adopted(model).origin.preprocessing
         channels, *size = self._adopted(model).origin.input_shape
         proportional = "shortest_edge" if size[0] == size[1] else "cover"
@@ -211,7 +211,7 @@ class OpenClipFamily(AdoptedFamily):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         if architecture != "VisionTransformer":
             return self.initialized(architecture, **arguments)
-        # A saved model contains names of classes, and only the names listed here are looked up in the library.
+        # A saved model contains class names. Only the names listed above are looked up in the library.
         towers, arguments = _open_clip(".transformer"), dict(arguments)
         for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
             name = arguments[field]

@@ -1,1 +1,1 @@
-"""The parts of a model: where they are and what they are (records, maps, inputs, token policies)."""
+"""The parts of a model: their paths, records, linear maps, inputs and token policies."""

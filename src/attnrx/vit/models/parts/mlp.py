@@ -1,4 +1,4 @@
-"""The MLP of a block: its linear maps, whole, factored or in halves, and its call of the C++ kernel."""
+"""The MLP of a block: its linear maps (whole, factored or halved), and its call of the C++ kernel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two maps with separate units between them: no unit is computed from another one.
+    """Two linear maps with separate units between them: no unit is computed from another unit.
 
-    `first` and `second` are the paths of the two maps. `between` lists the paths of the depthwise convolutions, batch
-    norms and gates between them. `block` is the path of the smallest part whose call covers both maps. `positions` is
-    the number of positions per image to which the maps are applied. `unit_macs` are the MACs per image of one unit
-    between the maps.
+    `first` and `second` are the paths of the maps. `between` lists the paths of the depthwise convolutions, batch norms
+    and gates between the maps. `block` is the path of the smallest part whose call runs both maps. `positions` is the
+    number of positions per image at which the maps run. `unit_macs` are the MACs per image that the parts in `between`
+    need for one unit.
     """
 
     first: str
@@ -34,9 +34,9 @@ class Pair:
 
 
 class LowRankLinear(nn.Module):
-    """Two linear maps in place of one matrix: y = second(first(x)).
+    """A matrix factored into two linear maps: y = second(first(x)).
 
-    They are smaller and faster than the matrix if `rank`, the number of features between them, is less than
+    The two maps are smaller and faster than the matrix if `rank`, the number of features between them, is less than
     inputs * outputs / (inputs + outputs). Features are [*batch, inputs], outputs [*batch, outputs].
     """
 
@@ -44,7 +44,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
-        # One bias, after both factors, is enough: a bias between the factors could be folded into it.
+        # One bias after both factors is enough, because a bias between them could be folded into it.
         self.first = NativeLinear(inputs, rank, bias=False)
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
@@ -54,7 +54,7 @@ class LowRankLinear(nn.Module):
 
 
 def rank_of(linear: nn.Module) -> int | None:
-    """Returns the rank of a factored map, or None."""
+    """Returns the rank of a factored map, or None for a map that is not factored."""
     return linear.rank if isinstance(linear, LowRankLinear) else None
 
 
@@ -65,10 +65,11 @@ def hidden_units(mlps: Sequence[tuple[nn.Module, nn.Module]]) -> tuple[int, ...]
 
 
 class FusedMLP(nn.Module):
-    """fc2(act(fc1(x))), where each of the two maps is one matrix or is factored.
+    """An MLP that computes fc2(act(fc1(x))). Each of its two maps may be factored.
 
-    For inference in float32 on a CPU with an exact GELU, one call of the C++ kernel computes the whole MLP. It works on
-    blocks of tokens, so the hidden features stay in the cache. If a part has a hook, the parts are called one by one.
+    For inference in float32 on a CPU with an exact GELU, one call of the C++ kernel computes the whole MLP. The kernel
+    works on blocks of tokens, so the hidden features stay in the cache. If a part has a hook, the parts are called one
+    by one, and the hook runs.
     """
 
     def __init__(self, fc1: nn.Module, act: nn.Module, fc2: nn.Module):
@@ -82,22 +83,22 @@ class FusedMLP(nn.Module):
             weights = [linear.weight for linear in linears]
             is_native = first and second and runs_natively(features, *weights) and is_exact_gelu(self.act)
             if is_native and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-                # Whether a GELU follows each map. It follows only the last factor of the first map.
+                # A GELU follows only the first map of the MLP. If that map is factored, it follows the second factor.
                 gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
                 return native_maps(features, weights, [each.bias for each in linears], gelus)
         return self.fc2(self.act(self.fc1(features)))
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns the linear maps that form a map: the map itself or its two factors. Returns () for other modules."""
-    # Only the exact classes, because a subclass may compute something else.
+    """Returns the linear maps that form a map: the map itself or its two factors. Other modules return ()."""
+    # Subclasses are excluded, because they may compute something else.
     if type(part) is NativeLinear:
         return (part,)
     return (part.first, part.second) if type(part) is LowRankLinear else ()
 
 
 def is_exact_gelu(part: nn.Module) -> bool:
-    """Whether a module computes the exact GELU, by the error function: PyTorch's, or the wrapper of transformers."""
+    """Returns whether a module computes the exact GELU: PyTorch's own module, or transformers' wrapper around it."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
@@ -105,9 +106,10 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map as two separate maps, `first` and `second`, for the halves of its outputs, as in a gated MLP.
+    """A linear map split into two maps, `first` and `second`, which compute the halves of its outputs.
 
-    Features are [*batch, inputs], outputs [*batch, outputs].
+    A gated MLP (SwiGLU) with one joint map uses these halves as values and gate. Features are [*batch, inputs], outputs
+    [*batch, outputs].
     """
 
     def __init__(self, whole: nn.Linear):
@@ -128,7 +130,7 @@ def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
 
 
 def map_at(model: nn.Module, path: str) -> nn.Module:
-    """Returns the map at a path. `PATH.first` and `PATH.second` are the halves of the linear map at PATH."""
+    """Returns the map at a path. For a linear map at PATH, `PATH.first` and `PATH.second` return its halves."""
     whole, _, half = path.rpartition(".")
     owner = model.get_submodule(whole)
     if half in HALVES and isinstance(owner, nn.Linear):
@@ -137,12 +139,12 @@ def map_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
-    """Replaces a parameter that the module itself owns by a value of any shape."""
+    """Replaces a parameter of the module itself, not of its parts, by a value of any shape."""
     owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
 
 
 def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> None:
-    """Sets other weights, and so other sizes, in a linear map, which stays the same module."""
+    """Writes a weight and bias of any size into a linear map, in place. The module object stays the same."""
     is_trained = linear.weight.requires_grad
     set_parameter_(linear, "weight", weight, is_trained)
     if bias is None:
@@ -153,7 +155,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear map at each path, in place, by one without weights that has the stated (inputs, outputs)."""
+    """Replaces the linear map at each path, in place, by a map without weights that has these (inputs, outputs)."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):
@@ -162,17 +164,17 @@ def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> N
 
 
 def halve_(model: nn.Module, path: str) -> nn.Module:
-    """Replaces a linear map by its halves, in place, and returns the map."""
+    """Replaces a linear map by its two halves, in place, and returns the replaced map."""
     whole: Any = model.get_submodule(path)
     model.set_submodule(path, Halves(whole).train(whole.training))
     return whole
 
 
 def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units that are not kept from a depthwise convolution, a batch norm or a gate, in place."""
+    """Removes the units outside `keep` from a depthwise convolution, a batch norm or a gate, in place."""
     count = int(keep.sum())
     for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-        if tensor.ndim:  # the count of batches in a batch norm has no axis
+        if tensor.ndim:  # a batch norm's count of batches has no axis
             kept = tensor.detach()[keep.to(tensor.device)].clone() if not tensor.is_meta else tensor[:count]
             if name in part._parameters:
                 part._parameters[name] = nn.Parameter(kept, tensor.requires_grad)
@@ -189,7 +191,7 @@ def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
 
 
 def sides_of(part: Any) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs of a map."""
+    """Returns a map's numbers of inputs and outputs."""
     if isinstance(part, CONVOLUTIONS):
         return part.in_channels, part.out_channels
     return part.in_features, part.out_features

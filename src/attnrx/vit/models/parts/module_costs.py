@@ -1,4 +1,4 @@
-"""The costs of a model's modules: parameters, and MACs in closed form or counted in a forward pass."""
+"""Counts the parameters and MACs of a model's modules, in closed form or in a forward pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +21,12 @@ def num_params(module: nn.Module) -> int:
 
 
 def matrix_entries(module: nn.Module) -> int:
-    """Returns the number of entries in a module's linear maps, which is the number of its MACs for one token."""
+    """Returns the number of entries in a module's linear maps. This is also its number of MACs per token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
 
 
 def bias_macs(block: nn.Module) -> int:
-    """Returns the MACs of the small MLPs in timm blocks that compute attention biases from the distances of tokens."""
+    """Returns the MACs of the small MLPs in timm blocks that turn token distances into attention biases."""
     mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
     return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
 
@@ -34,21 +34,21 @@ def bias_macs(block: nn.Module) -> int:
 def classifier_macs(head: nn.Module, tokens: int) -> int:
     """Returns the MACs of a classifier on one token.
 
-    A head that pools by attention also computes keys for all `tokens`. It has one query, or the queries of open_clip's
-    AttentionalPooler.
+    A head that pools by attention also computes keys and values for all `tokens` tokens. It has one query. Only
+    open_clip's AttentionalPooler may have several.
     """
     total, queries = matrix_entries(head), 1
     for part in head.modules():
         if type(part).__name__ == "AttentionalPooler":
             queries = len(part.query)  # type: ignore[arg-type]
         elif isinstance(part, nn.MultiheadAttention):
-            # Its projections of query, key and value are parameters, not Linear modules. `matrix_entries` omits them.
+            # Query, key and value projections are parameters here, not Linear modules, so `matrix_entries` omits them.
             width, keys = part.embed_dim, part.kdim + part.vdim
             total += (2 * queries - 1) * width**2 + tokens * keys * width + 2 * queries * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":
             latent: Any = part  # one query
-            # `matrix_entries` counts its projections for one token, but keys and values are computed for all tokens.
-            # Both attention products are added.
+            # `matrix_entries` counts the key and value projections for one token, but they run on all tokens. The
+            # second term adds both products of the attention.
             total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
     return total
 
@@ -61,7 +61,7 @@ def mlp_costs(
     hidden: int,
     gate: Any = None,
 ) -> PartCosts:
-    """Returns the costs of an MLP's modules after its two `maps` were changed. `maps` may be ().
+    """Returns the costs of an MLP's modules as if its two `maps` had other sizes. With `maps=()`, nothing changes.
 
     The maps get these `ranks` (None: one matrix), with `hidden` features between them. In a gated MLP, `gate` is the
     map that computes the gate.
@@ -72,7 +72,7 @@ def mlp_costs(
         changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
     if gate is not None:
         changed.append((gate, None, gate.in_features, hidden))
-    # Only the costs of the maps are replaced, so other parts of the modules (e.g. a norm) are still counted.
+    # Only the costs of the maps are replaced. Other parts of the modules (e.g. a norm) are still counted.
     params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
     for linear, rank, inputs, outputs in changed:
         new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
@@ -83,9 +83,9 @@ def mlp_costs(
 
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
-    """Returns the multiply-accumulates of every part in a forward pass, by path. The path "" is the model itself."""
+    """Returns the MACs of every part in a forward pass, by path. The path "" stands for the model itself."""
     with evaluating((model,)), counting(model) as counter:
         called(model, images)
-    # The counter starts every name with the class name. Two of its operations are one MAC.
+    # The counter starts every name with the class name. It counts two operations per MAC.
     counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
     return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}

@@ -1,9 +1,9 @@
-"""Inputs that are not one batch of images: several tensors, texts or videos, packed into one tensor.
+"""Packs inputs that are not one batch of images (several tensors, texts or videos) into one tensor, and unpacks them.
 
-The code around a model passes one tensor [batch, channels, height, width] from the data to the model. `packed` writes
-all tensors of an item into it, one after the other, as one row of numbers. `arguments` unpacks them when the module is
-called. If the module takes only one tensor of at least two axes, such as a video or a spectrogram, its leading axes
-become the channels.
+attnrx passes one tensor [batch, channels, height, width] from the data to the model. `packed` writes all tensors of an
+item into one row of this tensor, one after the other. `arguments` unpacks the row when the module is called. If the
+module takes only one tensor of at least two axes, such as a video or a spectrogram, all axes before the last two become
+channels instead.
 """
 
 import math
@@ -18,17 +18,17 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import mapped
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 
-# The attribute of a module that holds its ModuleInputs. Copies of the module keep it.
+# The module attribute that holds its ModuleInputs. Copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"
 
 
 @dataclass(frozen=True)
 class InputField:
-    """One tensor among the arguments of a forward.
+    """Describes one tensor among the arguments of a module's forward.
 
-    `path` is its position or name, followed by the keys inside that argument. `shape` is its shape without the batch.
-    `dtype` is its type, or "" for floating-point numbers of the model's type. For integers, `low` and `high` are the
-    smallest and the largest value in the example. Random integers are drawn from this range.
+    `path` is the position or name of the argument, followed by keys inside the argument. `shape` is the tensor's shape
+    without the batch axis. `dtype` is its type, or "" for floating-point numbers of the model's type. For integers,
+    `low` and `high` are the smallest and largest value in the example. Random integers are drawn from this range.
     """
 
     path: tuple[int | str, ...]
@@ -44,13 +44,13 @@ class InputField:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """The inputs of a module's forward, with one field for every tensor."""
+    """Describes the inputs of a module's forward, with one field per tensor."""
 
     fields: tuple[InputField, ...]
 
     @classmethod
     def of(cls, given: Any) -> "ModuleInputs":
-        """Returns the inputs that an example shows: a tensor, a tuple of positional or a mapping of named arguments.
+        """Returns the inputs that an example has: a tensor, a tuple of positional or a mapping of named arguments.
 
         Raises:
             InvalidInput: There is no tensor, a tensor has no batch axis, or a value is not a tensor.
@@ -73,24 +73,24 @@ class ModuleInputs:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of one item inside attnrx."""
+        """The shape of one item as attnrx stores it: channels, height and width."""
         if self.is_plain:
             *channels, height, width = self.fields[0].shape
             return math.prod(channels), height, width
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape that the module expects for an item of `shape` in attnrx, or () if both are the same."""
+        """Returns the shape that the module expects for an item of this shape in attnrx, or () if it is the same."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether the module takes one floating-point tensor with at least two axes per item."""
+        """Whether the module takes only one tensor, of floating-point numbers with at least two axes per item."""
         return len(self.fields) == 1 and not self.fields[0].dtype and len(self.fields[0].shape) >= 2
 
     def packed(self, given: Any) -> ImageBatch:
-        """Returns the arguments of a batch as one tensor.
+        """Packs the arguments of a batch into one tensor.
 
         Raises:
             InvalidInput: The shapes or types differ from the example's.
@@ -107,7 +107,7 @@ class ModuleInputs:
                     f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
                     f"{list(field.shape)}; give every item the same shape."
                 )
-            # A floating-point type represents integers exactly only up to a limit, here 2 / eps.
+            # Floating-point types represent integers exactly only up to a limit. Here it is 2 / eps.
             if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > 2 / torch.finfo(dtype).eps:
                 raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
             rows.append(tensor.to(dtype).reshape(len(tensor), -1))
@@ -115,7 +115,7 @@ class ModuleInputs:
             raise InvalidInput(f"inputs: {_named(next(iter(tensors)))} was not in the first batch.")
         return torch.cat(rows, 1).unflatten(1, self.shape)
 
-    # For data sets with named arguments.
+    # Methods for data sets whose items are mappings with named arguments.
 
     @property
     def name(self) -> str:
@@ -132,10 +132,10 @@ class ModuleInputs:
         return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the input in a data set's mapping, or None if an argument is missing.
+        """Returns the model's input from an item of a data set, or None if the item lacks an argument.
 
         Raises:
-            InvalidInput: Its tensors have other shapes than the example's.
+            InvalidInput: The item's tensors have other shapes than the example's.
         """
         if any(field.path[0] not in fields for field in self.fields):
             return None
@@ -148,7 +148,7 @@ class ModuleInputs:
         return self.packed(given)
 
     def require_exportable(self, shape: Sequence[int]) -> None:
-        """Raises NotSupported if the module takes several tensors, because an exported file takes only one."""
+        """Raises NotSupported if the module takes several tensors, because exported files take only one."""
         if not self.is_plain:
             names = ", ".join(_named(field.path) for field in self.fields)
             raise NotSupported(
@@ -157,9 +157,9 @@ class ModuleInputs:
             )
 
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the positional and the named arguments of the module for a packed batch."""
+        """Unpacks a batch into the positional and the named arguments of the module."""
         if self.is_plain:
-            # The images may have any height and width.
+            # The height and width may differ from the example's.
             channels = self.fields[0].shape[:-2]
             if len(channels) != 1:
                 images = images.unflatten(1, channels) if channels else images[:, 0]
@@ -180,7 +180,7 @@ class ModuleInputs:
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
     def random(self, like: Tensor, count: int) -> Tensor:
-        """Returns random inputs of the shape [count, *shape] in the type of `like`, the same in every call.
+        """Returns random inputs [count, *shape] in the type of `like`. Every call returns the same numbers.
 
         Floating-point numbers are normally distributed. Integers are in the example's range.
         """
@@ -198,12 +198,12 @@ class ModuleInputs:
 
 @dataclass(frozen=True)
 class OrderedImages(ModuleInputs):
-    """Images whose patches the model would shuffle by random noise (ViTMAE). Increasing noise keeps their order."""
+    """The inputs of ViTMAE, which shuffles patches by random noise. Increasing noise keeps the patches in order."""
 
     patch: tuple[int, int]
 
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
-        # ViTMAE sorts the patches by this noise even if it masks no patches (mask_ratio 0).
+        # Even if no patches are masked (mask_ratio 0), ViTMAE sorts them by this noise.
         count = (images.shape[2] // self.patch[0]) * (images.shape[3] // self.patch[1])
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
         return [], {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
@@ -211,15 +211,16 @@ class OrderedImages(ModuleInputs):
 
 @dataclass(frozen=True)
 class PatchInputs(ModuleInputs):
-    """Images that are cut into patches before they enter the model, as SigLIP 2's image processor cuts them.
+    """The inputs of models that take images already cut into patches, such as SigLIP 2.
 
-    Images of any aspect ratio are padded to a fixed number of patches. In attnrx they have one channel
-    [patches, features + 3]. The last three columns are the mask of patches, and the height and width in patches.
+    SigLIP 2's image processor cuts images of any aspect ratio, and pads them to a fixed number of patches. attnrx
+    stores such an image in one channel [patches, features + 3]. The last three columns hold the padding mask, and the
+    image's height and width in patches.
     """
 
     ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
     size: int
-    """The side of a patch."""
+    """The side of a patch in pixels."""
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
         patches, mask, grid = (fields.get(name) for name in (self.name, *self.ABOUT))
@@ -232,13 +233,13 @@ class PatchInputs(ModuleInputs):
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         if self.is_padded(images.shape[1:]):
             patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
-            # Rounded before the conversion. Half precision represents all integers up to 2048.
+            # The values are rounded before they become integers. Half precision represents all integers up to 2048.
             mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
         else:
             cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
-            # On the CPU, because the model reads the grid of every image as Python integers.
+            # The grid is on the CPU, because the model reads every image's grid as Python integers.
             grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu").expand(images.shape[0], -1)
-            # Channels last within a patch, the order of the linear patch embedding: [batch, patches, features].
+            # Channels come last within a patch, as the linear patch embedding expects: [batch, patches, features].
             patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
             mask = torch.ones(patches.shape[:2], dtype=torch.long, device=images.device)
         return [], {self.name: patches, **dict(zip(self.ABOUT, (mask, grid), strict=True))}
@@ -253,11 +254,11 @@ class PatchInputs(ModuleInputs):
 
     @property
     def features(self) -> int:
-        """The number of features in one patch."""
+        """The number of values in one patch."""
         return self.size**2 * self.fields[0].shape[0]
 
     def is_padded(self, shape: Sequence[int]) -> bool:
-        """Returns whether inputs of this shape are padded patches."""
+        """Returns whether inputs of this shape are patches with padding, as an image processor returns them."""
         return shape[0] == 1 and shape[2] == self.features + 3
 
 
@@ -267,15 +268,15 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
 
 
 def inputs_of_config(config: Any) -> ModuleInputs:
-    """Returns the inputs of a transformers class, as its configuration states them.
+    """Returns the inputs that a transformers configuration describes.
 
-    These are images, spectrograms [batch, time, mel bins] (AST), videos [batch, frames, channels, height, width], or
-    patches (SigLIP 2).
+    Most models take images. AST takes spectrograms [batch, time, mel bins], video models take [batch, frames, channels,
+    height, width], and SigLIP 2 takes patches.
     """
     if hasattr(config, "num_mel_bins"):
         return ModuleInputs((InputField(("input_values",), (config.max_length, config.num_mel_bins)),))
     if config.model_type.startswith("siglip2"):
-        # SigLIP 2 takes any aspect ratio up to num_patches. attnrx models have one input shape, a square of patches.
+        # SigLIP 2 takes any aspect ratio up to num_patches, but attnrx needs one input shape. It uses a square.
         side = math.isqrt(config.num_patches) * config.patch_size
         return PatchInputs((InputField(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
     frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
@@ -284,9 +285,9 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
-    """Returns the inputs of a module if they are not images, else None.
+    """Returns the inputs of a module that takes other inputs than images, or None for a module that takes images.
 
-    They are the inputs that the user stated, or the videos in the configuration of a transformers model.
+    Inputs that the user stated come first. Otherwise, a transformers configuration may describe videos.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own
@@ -301,9 +302,9 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
 
 
 def called(module: nn.Module, images: Tensor) -> Any:
-    """Returns the output of a module for one tensor [batch, channels, height, width].
+    """Calls a module with one tensor [batch, channels, height, width] and returns its output.
 
-    If the module takes other inputs, the tensor contains its packed arguments.
+    If the module takes other inputs than images, its arguments are first unpacked from the tensor.
     """
     inputs = inputs_of(module)
     if inputs is None:
@@ -328,7 +329,7 @@ def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _listed(value: Any) -> Any:
-    """Returns a tree of dictionaries, with lists in place of dictionaries that have positions as keys."""
+    """Replaces dictionaries whose keys are positions by lists, in a tree of dictionaries."""
     if not isinstance(value, dict):
         return value
     items = {key: _listed(part) for key, part in value.items()}

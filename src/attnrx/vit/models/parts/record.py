@@ -1,6 +1,6 @@
 """The facts that attnrx stores about a model, in the model's `__dict__`.
 
-A library's or user's model keeps its own class. Its copies, pickles and replicas contain the record, too.
+A model with such a record keeps its own class. Its copies, pickles and replicas keep the record.
 """
 
 from collections.abc import Mapping
@@ -10,24 +10,24 @@ from typing import Any
 from torch import nn
 
 RECORD = "attnrx_record"
-"""The attribute of a model that holds its `Record`."""
+"""The model attribute that holds the model's `Record`."""
 KEPT_HEADS = "attnrx_heads"
-"""The attribute of an attention module that holds the original indices of its remaining heads."""
+"""The attribute in which an attention module stores the original indices of its remaining heads."""
 TOKENS = "attnrx_tokens"
-"""The name of the submodule that holds the token policy of a model."""
+"""The name of the submodule that holds a model's token policy."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """How a model is read and created again.
+    """The facts with which attnrx reads a model and creates it again.
 
     Attributes:
         family: The name of the family that reads the Vision Transformer.
-        origin: How the Vision Transformer is created, and its input format (`Origin`).
-        around: The parts around the Vision Transformer in a user's module (`Surroundings`). None if the library or the
-            reader creates the whole model again.
+        origin: How the Vision Transformer was created, and its input format (`Origin`).
+        around: The parts around the Vision Transformer in a user's module (`Surroundings`), or None if the library or
+            the reader creates the whole model again.
         facts: Other facts that the family stores, by name.
-        outputs: The kind of the outputs, if a user stated it.
+        outputs: The kind of the outputs, if the user passed it to `load`.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""The parts around the Vision Transformer in a user's module: a decoder, several outputs, a head of any class."""
+"""Describes the parts around a Vision Transformer in a user's module: decoders, several outputs, heads of any class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from attnrx.vit.models.parts.mlp import CONVOLUTIONS, keep_units_of_, sides_of
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.vit_parts import require_parts
 
-IMAGE_METHODS = ("get_image_features", "encode_image")  # of models for images and texts
+IMAGE_METHODS = ("get_image_features", "encode_image")  # methods of image-text models that take only images
 DETECTIONS = ("logits", "pred_boxes", "pred_masks")
 # For each reading of the outputs: the assumption, its reason, and the `load(model, outputs=...)` for the other reading.
 DOUBTS = {
@@ -30,9 +30,9 @@ DOUBTS = {
 
 
 class Cut(NamedTuple):
-    """Two maps, by their paths, with only `units` units left between them.
+    """Two maps, named by their paths, between which only `units` units remain.
 
-    `between` lists the parts between them that have weights per unit, as in `Pair`.
+    `between` lists the parts between the maps that have weights per unit, as in `Pair`.
     """
 
     first: str
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     units: int
 
     def shape_(self, module: nn.Module) -> None:
-        """Reduces a newly created module to the shapes of the smaller module.
+        """Removes units from a newly created module, so that it has the shapes of the smaller module.
 
         Raises:
             InvalidInput: The module lacks one of the parts.
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
         self.keep_(module, torch.arange(units, device="cpu") < self.units)
 
     def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
-        """Removes the units that are not kept, in place."""
+        """Removes the units outside `keep` from the maps and the parts between them, in place."""
         for path, side in ((self.first, "out"), (self.second, "in")):
             part: Any = module.get_submodule(path)
             index = keep.nonzero()[:, 0].to(part.weight.device)
@@ -68,21 +68,23 @@ class Cut(NamedTuple):
 class Surroundings:
     """The parts around the Vision Transformer in a user's module, as JSON values.
 
-    `name` is "module:class" of the user's class. `factory` is "module:function" of the function that creates the
-    module, or None if the class or its library does. `path` is the path of the Vision Transformer, or "" for the module
-    itself. `read_blocks` are the indices of blocks whose patch tokens other parts read, not only the next block.
-    `sizes` has the count of numbers per image for every returned tensor. `outputs` is the name of the `OutputKind`.
-    `macs` are the multiply-accumulates per image outside the Vision Transformer. If a library creates the module,
-    `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`). `by_class` is true if
-    calling the class without arguments creates the module. `call` is the method that takes only images: "forward", or
-    one of IMAGE_METHODS if forward needs other inputs, too. `cuts` are the pairs of maps around the Vision Transformer
-    that lost units, with the number of remaining units (`Cut`).
+    Four attributes describe how the module is created again. `name` is the user's class, "module:class". `factory` is
+    the function that creates the module, "module:function", or None if the class or its library does. If a library
+    creates the module, `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`).
+    `by_class` is true if calling the class without arguments creates the module.
 
-    The next three describe one input. `calls` is the number of images that the Vision Transformer gets. `lengths` has,
-    for every block, the numbers of tokens of its sequences, or () for one sequence of all tokens per image.
-    `head_calls` is how often the classifier runs (None: once per image). If the module resizes or pads its images,
-    `image_size` is the (height, width) of its input, and otherwise (). If it takes other inputs than images, `inputs`
-    contains the fields of `ModuleInputs`.
+    Other attributes describe the module's calls and outputs. `path` is the path of the Vision Transformer, or "" for
+    the module itself. `call` is the method that takes only images: "forward", or one of IMAGE_METHODS if forward needs
+    other inputs, too. `read_blocks` are the indices of blocks whose patch tokens are read by other parts than the next
+    block. `sizes` holds the number of values per image in each returned tensor. `outputs` is the name of the
+    `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. `cuts` are the pairs of
+    maps around the Vision Transformer that lost units (`Cut`).
+
+    The last attributes describe one input. `calls` is the number of images that the Vision Transformer gets for it.
+    `lengths` lists the lengths of the token sequences for every block, or is () for one sequence of all tokens per
+    image. `head_calls` is how often the classifier runs (None: once per image). If the module resizes or pads its
+    images, `image_size` is the (height, width) of its input, and otherwise (). If the module takes other inputs than
+    images, `inputs` contains the fields of `ModuleInputs`.
     """
 
     name: str
@@ -104,7 +106,7 @@ class Surroundings:
 
     @property
     def needed(self) -> str:
-        """The action that a user must take so that `load` can create a saved module again, or "" for no action."""
+        """What a user must do before `load` can create a saved module again, or "" if nothing is needed."""
         if self.factory is None and self.creation is not None:
             return ""
         if self.by_class:
@@ -114,7 +116,7 @@ class Surroundings:
 
 
 class OfImages(nn.Module):
-    """A user's module that is called with only images, although its forward may need other inputs, too."""
+    """Wraps a user's module so that it can be called with only images, even if its forward needs other inputs, too."""
 
     def __init__(self, module: nn.Module, call: str):
         super().__init__()
@@ -122,7 +124,7 @@ class OfImages(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """The inputs of the module if they are not images, else None."""
+        """The inputs of the module if it takes other inputs than images, or None."""
         return inputs_of(self.module) if self.call == "forward" else None
 
     def forward(self, images: Tensor) -> Any:
@@ -131,9 +133,9 @@ class OfImages(nn.Module):
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
-    """Returns the output of a user's module whose method `call` gets only images [batch, channels, height, width].
+    """Calls a user's module by its method `call` with only images [batch, channels, height, width].
 
-    For a transformers detector, the output consists of its detections, without the states of its decoder.
+    The output of a transformers detector is reduced to its detections, without the states of its decoder.
     """
     if call == "forward":
         answer = called(module, images)

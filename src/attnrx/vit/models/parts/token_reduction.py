@@ -1,14 +1,16 @@
-"""Token pruning and merging inside a model, in stages before its layers, at which a reducer selects the tokens.
+"""Prunes and merges tokens inside a model, in stages before its layers. A reducer selects the tokens of each stage.
 
-Restoration returns a token for every patch. A block adds an update to each token. So a patch is restored from the token
-that represents it, plus the difference between the two at the stage that merged or pruned the patch. The patch thus
-receives the updates of its representative and keeps its difference, which a copy of the merged token would lose. Later
-layers change the differences, so differences from early stages count less. The difference before layer l has the weight
-l / n at the output of layer n. Of the weights we measured, this weight has the smallest error (docs/results/dense.md).
+Some outputs need a token for every patch, so pruned and merged patches can be restored. Blocks add updates to tokens. A
+restored patch gets the updates of the token that represents it, and keeps its own difference from this token at the
+stage. A copy of the merged token would lose this difference.
 
-Stages are undone from the last to the first, and only for blocks whose output is requested. The blocks pass the
-restored tokens to each other, so every library method that runs blocks returns features of all patches.
-`TokenReduction.leave` stores the present tokens after a block, and `enter` returns them for the next one.
+Later layers change the differences, so differences from early stages count less. The difference before layer l gets the
+weight l / n at the output of layer n. Of the weights that we measured, this one has the smallest error
+(docs/results/dense.md).
+
+Stages are undone from the last to the first, and only after blocks whose output needs all patches. The blocks pass the
+restored tokens to each other, so library methods that run blocks return features of all patches.
+`TokenReduction.leave` stores the remaining tokens after a block, and `enter` returns them to the next block.
 """
 
 import sys
@@ -40,17 +42,17 @@ from attnrx.vit.tokens import (
 )
 from attnrx.vit.tokens.reducer import stable_order
 
-TINY = 1e-20  # added to a size of 0, so its logarithm has a gradient. It is too small to weight the token
+TINY = 1e-20  # added to sizes of 0, so their logarithm has a gradient. It is too small to give the token any weight
 
 
 @dataclass
 class RestorableStage:
-    """The patch tokens before a stage, the remaining ones, and which of them represents each patch.
+    """The patch tokens before a stage, the remaining tokens after it, and the token that represents each patch.
 
-    The stage runs before layer number `layer`, counted from 1. `destinations` are the indices of the representatives
-    among the remaining tokens. A pruned patch has no representative and gets -1. `prunes` is true if there are such
-    patches. If pruned tokens are masked, `positions` are the indices of the remaining tokens among all patch tokens. If
-    they are removed, it is None.
+    The stage runs before layer number `layer`, counted from 1. `destinations` holds, for each patch, the index of its
+    representative among the remaining tokens. A pruned patch has no representative and gets -1. `prunes` is true if
+    there are such patches. If pruned tokens are masked, `positions` holds the remaining tokens' indices among all patch
+    tokens. If pruned tokens are removed, `positions` is None.
     """
 
     layer: int
@@ -59,19 +61,20 @@ class RestorableStage:
     destinations: Int[Tensor, "batch before"]
     prunes: bool = False
     positions: Int[Tensor, "batch left"] | None = None
-    # Not a cached_property, because its lock in Python 3.11 cannot be traced by compilers.
+    # A cached_property in Python 3.11 has a lock that compilers cannot trace, so a plain attribute is used.
     _sources: Tensor | None = None
 
     @property
     def sources(self) -> Int[Tensor, "batch before"]:
         """For each patch, the index of the remaining token that passes on its updates to the patch.
 
-        This token represents the patch. For a pruned patch, it is the remaining token closest in direction.
+        A merged or kept patch gets the updates of the token that represents it. A pruned patch gets the updates of the
+        remaining token with the most similar direction.
         """
         if self._sources is None and not self.prunes:
-            self._sources = self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
+            self._sources = self.destinations.clamp(min=0)  # patches that an earlier stage masked have -1
         elif self._sources is None:
-            # Cosines of [before, remaining] pairs of patches. Computed on first use, because few stages are restored.
+            # Cosines of all [before, remaining] pairs. They are computed on first use, because few stages are restored.
             unit = nn.functional.normalize(self.remaining, dim=-1)
             similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
             self._sources = torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
@@ -80,12 +83,12 @@ class RestorableStage:
     def restored(
         self, patches: Float[Tensor, "batch after width"], num_layers: int
     ) -> Float[Tensor, "batch before width"]:
-        """Returns the patches before the stage, restored from the output of the first `num_layers` layers.
+        """Returns the patches that existed before the stage, restored from the output of the first `num_layers` layers.
 
-        `patches` are the remaining patches in this output. A restored patch is its source, plus a share of its
-        difference from this source at the stage.
+        `patches` are the remaining patches in this output. A restored patch is its source token, plus a share of the
+        difference that the patch had from this token at the stage.
         """
-        # patches[source] + share * (before - remaining[source]). Both terms have the same sources, so one gather does.
+        # Computes patches[source] + share * (before - remaining[source]). One gather is enough for both terms.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
         share = self.layer / num_layers
         change = torch.sub(remaining, self.remaining, alpha=share)
@@ -93,11 +96,11 @@ class RestorableStage:
 
 
 class CallState(threading.local):
-    """The base of the state that modules pass to each other during a forward pass.
+    """The base class for state that modules pass to each other during a forward pass.
 
-    The modules have a library's signatures, so this state is stored beside them and removed at the end of the pass.
-    Threads that call the same model at the same time have different images, so each thread has its own state. A copy or
-    pickle of a model has no state, even if it is created during a pass.
+    Modules keep their library's signatures, so this state is stored beside them and removed at the end of the pass.
+    Threads that call a model at the same time have different images, so each thread has its own state. Copies and
+    pickles of a model contain no state, even if they are made during a pass.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,9 +108,9 @@ class CallState(threading.local):
 
     @contextmanager
     def setting(self, **values: Any) -> Iterator[None]:
-        """Sets attributes inside the context and restores them at its end, also after an exception.
+        """Sets attributes inside the context, and restores them at its end or after an exception.
 
-        They are restored because a user's hook may run the model inside a forward pass.
+        The earlier values are needed again, because a user's hook may run the model inside another forward pass.
         """
         before = {name: getattr(self, name) for name in values}
         try:
@@ -120,15 +123,18 @@ class CallState(threading.local):
 
 
 class TokenRun:
-    """Token statistics of one batch in one forward pass.
+    """The token statistics of one batch in one forward pass.
 
-    `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
-    on. `patch_indices` contains the index in the image of every patch token, or -1 for tokens that a stage added.
-    `trail` contains these indices after each stage. `stages` is None unless patches are tracked or features of all
-    patches are requested. Blocks in `restored_blocks` return such features. `present` are the tokens after a block with
-    a restored output, and `pooled` the tokens after the last block and its norm. `image_keys` come from the reducer. In
-    training, `sampled` contains the mask sampled at each stage, with a gradient: 1 for a kept patch, 0 for a pruned
-    one. A stage that keeps every patch samples no mask.
+    `sizes` is None until a token is pruned. `patches` is the number of patches per image, set at the first stage.
+    `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail` holds
+    these indices after every stage.
+
+    `stages` is None unless patches are tracked or features of all patches are requested. Blocks in `restored_blocks`
+    return such features. `present` holds the tokens after a block with a restored output, and `pooled` the tokens after
+    the last block and its norm. `image_keys` come from the reducer.
+
+    In training, `sampled` holds the mask that each stage sampled, with a gradient: 1 for a kept patch, 0 for a pruned
+    patch. A stage that keeps every patch samples no mask.
     """
 
     def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
@@ -137,7 +143,7 @@ class TokenRun:
         self.present: TokenBatch | None = None
         self.pooled: TokenBatch | None = None
         self.sizes: Float[Tensor, "batch tokens"] | None = None
-        self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
+        self.logarithms: tuple[Tensor, Tensor] | None = None  # sizes and their logarithms, computed once per stage
         self.patches = 0
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
         self.statistic: LayerStatistic | None = None
@@ -148,12 +154,12 @@ class TokenRun:
         self.is_past_blocks = False
 
     def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
-        """Returns, for each patch of the image, the index of the token that represents it among a layer's patch tokens.
+        """Returns, for each patch, the index of its representative among a layer's patch tokens (-1 if it was pruned).
 
-        The default `layer` is the last one. A pruned patch has -1. The result is None if no patch was pruned or merged,
-        or if features of all patches are not requested.
+        The default `layer` is the last layer. The result is None if no patch was pruned or merged, or if patches are
+        not tracked and no features of all patches are requested.
         """
-        # The tokens after a stage are the patches of the next one, so the destinations are composed from the first
+        # The tokens after a stage are the patches of the next stage. So the destinations are composed from the first
         # stage to the last.
         representatives = None
         for stage in self.stages or ():
@@ -161,7 +167,7 @@ class TokenRun:
                 break
             after = stage.destinations
             if representatives is not None:
-                # A patch that was pruned earlier has the index -1, which gather refuses.
+                # Patches that were pruned earlier have the index -1, which gather refuses.
                 after = after.gather(1, representatives.clamp(min=0)).masked_fill(representatives < 0, -1)
             if stage.positions is not None:
                 after = stage.positions.gather(1, after.clamp(min=0)).masked_fill(after < 0, -1)
@@ -170,34 +176,34 @@ class TokenRun:
 
 
 class _ReductionCall(CallState):
-    """The run of the forward pass in progress, and the list of the innermost `recording_tokens`, if any.
+    """The state of a forward pass: its run, and the list of the innermost `recording_tokens`, if there is one.
 
-    If `is_inside`, a `forward_pass` context ends the run. Otherwise the last hook ends it. `predictors` belong to the
-    called model. A replica of `DataParallel` needs them, because its hooks refer to the reduction of the original
-    model, whose weights are on another device. If `tracked`, runs record which token represents each patch.
+    If `is_inside`, a `forward_pass` context ends the run. Otherwise the last hook ends it. `predictors` are the called
+    model's own predictors. A replica that `DataParallel` made needs them, because its hooks refer to the original
+    model's reduction, whose weights are on another device. If `tracked`, runs record which token represents each patch.
     """
 
-    def __init__(self) -> None:  # called in every thread
+    def __init__(self) -> None:  # runs once in every thread
         self.run: TokenRun | None = None
         self.is_inside = False
         self.predictors: nn.ModuleList | None = None
         self.restored_blocks: Container[int] | None = None
         self.runs: list[TokenRun] | None = None
         self.tracked = False
-        self.outer: list[tuple[Any, ...]] = []  # the states around the passes of `enter_pass`
+        self.outer: list[tuple[Any, ...]] = []  # the states that `enter_pass` replaced
 
 
 class TokenReduction(nn.Module):
-    """A policy attached to one model. `by="compress"` removes pruned tokens, and `by="mask"` keeps every shape.
+    """A token policy attached to one model. `by="compress"` removes pruned tokens, and `by="mask"` keeps every shape.
 
     A masked token keeps its index and has size 0. No other token attends to it, and pooling ignores it. In training, a
-    learned reducer always masks. It samples which patches are kept, and their number may vary. The tokens have a
-    gradient with respect to the samples. For dropped patches it is bounded (`sized_softmax`).
+    learned reducer always masks. It samples which patches are kept, so their number may vary. Gradients flow from the
+    tokens to the samples. For dropped patches these gradients are bounded (`sized_softmax`).
 
-    `restored_blocks` are the indices of the blocks whose output has the tokens of all patches.
+    `restored_blocks` are the indices of the blocks after which the tokens of all patches are restored.
 
-    The statistics of a pass exist during the pass, and `recording_tokens` keeps them for the caller. If you call a
-    library method on the inner model that ends before the last block, they stay until the next pass of the same thread.
+    The statistics of a pass exist only during the pass, unless `recording_tokens` keeps them. If you call a library
+    method on the inner model that ends before the last block, they remain until the same thread starts another pass.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -218,9 +224,9 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
-        """Removes the statistics of the forward pass that runs in the context, at its end and after an exception.
+        """Runs a forward pass in the context. Its statistics are removed at the end or after an exception.
 
-        With `restored_blocks`, only these blocks return the tokens of all patches.
+        If you pass `restored_blocks`, only these blocks return the tokens of all patches.
         """
         call, before = self.call, self.call.run
         blocks = call.restored_blocks if restored_blocks is None else restored_blocks
@@ -230,7 +236,7 @@ class TokenReduction(nn.Module):
                 self._end()
 
     def enter_pass(self, restored_blocks: Container[int], predictors: nn.ModuleList) -> None:
-        """Begins a forward pass of a model with these predictors, like `forward_pass`. `leave_pass` ends it."""
+        """Starts a forward pass with these predictors, like `forward_pass` but for hooks. `leave_pass` ends it."""
         call = self.call
         if not is_traced():
             self._forget_interrupted()
@@ -239,14 +245,14 @@ class TokenReduction(nn.Module):
         call.is_inside, call.restored_blocks, call.predictors = True, restored_blocks, predictors
 
     def leave_pass(self) -> None:
-        """Ends the pass that `enter_pass` began, and removes its statistics."""
+        """Ends the pass that `enter_pass` started, and removes its statistics."""
         call, (_, before) = self.call, self.call.outer.pop()
         if call.run is not before[0]:
             self._end()
         call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     def _forget_interrupted(self) -> None:
-        """Forgets passes that Ctrl-C ended, because PyTorch calls no hook then. Running passes are on the stack."""
+        """Forgets passes that Ctrl-C ended, because PyTorch then calls no hook. Running passes are on the stack."""
         call, frame, present = self.call, sys._getframe(), set[int]()
         while call.outer and frame is not None:
             present.add(id(frame))
@@ -255,12 +261,12 @@ class TokenReduction(nn.Module):
             _, (call.run, call.is_inside, call.restored_blocks, call.predictors) = call.outer.pop()
 
     def forward(self, outputs: Any) -> Any:
-        """Returns its input unchanged, because a container that calls all its parts in order calls this one, too."""
+        """Returns its input, because a container that calls all of its parts in order also calls this module."""
         return outputs
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
-        """Lets the caller run single blocks in the context, as in a forward pass with this run."""
+        """Lets you run single blocks in the context, as in a forward pass with this run."""
         with self.forward_pass():
             self.call.run = run
             yield
@@ -271,33 +277,33 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends the run after the last hook of a pass without a context, such as a method of the inner model."""
+        """Ends the run after the last hook of a pass without a context, e.g. in a method of the inner model."""
         if not self.call.is_inside:
             self._end()
 
     @property
     def _run(self) -> TokenRun:
-        """The run of the forward pass in progress. Outside a pass, it is a new run that is not kept."""
+        """The run of the present forward pass. Outside a pass, it is a new run that nothing keeps."""
         run = self.call.run
         return TokenRun() if run is None else run
 
     @property
     def samples_patches(self) -> bool:
-        """Whether stages sample the kept patches, with a gradient."""
+        """Whether stages sample the kept patches, so that gradients reach the predictors."""
         return self.training and self.policy.reducer.learned
 
     @property
     def counts_sizes(self) -> bool:
-        """Whether attention needs the sizes of the tokens."""
+        """Whether the attention must weight tokens by their sizes."""
         return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
 
     def sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
-        """Returns the token sizes for proportional attention, with `windows` side by side, or None if all are 1."""
+        """Returns token sizes for proportional attention over `windows` windows at once, or None if all sizes are 1."""
         sizes = self._run.sizes if self.counts_sizes else None
         return sizes if sizes is None or windows == 1 else sizes.reshape(-1, windows * sizes.shape[1])
 
     def log_sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
-        """Returns the logarithms of `sizes`, computed once per stage."""
+        """Returns the logarithms of `sizes`. They are computed once per stage."""
         run, sizes = self._run, self.sizes()
         if sizes is None:
             return None
@@ -306,45 +312,45 @@ class TokenReduction(nn.Module):
         if is_recorded():
             return sizes.log()
         if run.logarithms is None or run.logarithms[0] is not sizes:
-            # Rows start at multiples of 8 numbers. Otherwise every fused kernel would pad a copy of its mask.
+            # Rows start at multiples of 8 numbers, or else every fused kernel would pad a copy of its mask.
             count = sizes.shape[1]
             logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
-            run.logarithms = sizes, logs.copy_(sizes).log_()  # not log(out=...), which torch.vmap does not support
+            run.logarithms = sizes, logs.copy_(sizes).log_()  # because torch.vmap does not support log(out=...)
         return run.logarithms[1]
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
-        """Returns each patch token's index in the image, -1 for an added token, or None if all patches remain."""
+        """Returns each patch token's index in the image, -1 for added tokens, or None before the first stage."""
         return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
-        """Returns the predictor of a stage, which may be shared by all stages."""
+        """Returns the predictor of a stage. All stages may share one predictor."""
         predictors = self.call.predictors or self.stages
         return predictors[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: ImageBatch) -> None:
-        """Starts the pass of a batch, or of a part of a batch."""
+        """Starts the pass of a batch, or of one chunk of it."""
         if self.call.outer and not is_traced():
             self._forget_interrupted()
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
-        # In training every patch stays in its place, so no patch has to be restored.
+        # In training every patch stays in its place, so no patch needs to be restored.
         run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
         keys, windows = self.policy.reducer.image_keys(images), self.shape.layout.windows
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the tokens for a block, after the stage before it (if any), or None if the block keeps its own input.
+        """Returns the tokens for a block, after running the stage before it, if there is one.
 
-        `adds` is true if the tokens are the output of a layer that the reducer observes.
+        Returns None if the block keeps its own input. `adds` is true if the reducer observes the input tokens.
         """
         run = self._run
-        present, run.present = run.present, None  # used once, because the next block's input may not be restored
+        present, run.present = run.present, None  # used only once, because the next block's input may not be restored
         tokens = tokens if present is None else present
         if adds:
             self.add_layer(tokens)
         return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
-        """Returns the tokens of all patches after a block of `restored_blocks`, or None after other blocks."""
+        """Returns the tokens of all patches after a block of `restored_blocks`. After other blocks, it returns None."""
         run, restored = self._run, None
         if run.stages and block in run.restored_blocks:
             prefix, run.present = self.shape.layout.prefix, tokens
@@ -353,23 +359,23 @@ class TokenReduction(nn.Module):
                 patches = stage.restored(patches, block + 1)
             restored = torch.cat([tokens[:, :prefix], patches], dim=1)
         run.is_past_blocks = block + 1 == self.shape.depth
-        # Restored tokens and a class token are pooled unchanged, so `pooled` needs no run for them.
+        # With restored tokens or a class token, `pooled` changes nothing, so it does not need the run.
         if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.present is not None):
             self._end_outside()
         return restored
 
     def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
-        """Adds one layer's observation to the statistic that the reducer computes over all layers."""
+        """Adds a layer's observation to the statistic that the reducer computes over all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(
         self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True, windows: int = 1
     ) -> None:
-        """Adds a layer's captured attention for `windows` windows at once. `heads` are its heads' original indices.
+        """Passes a layer's captured attention to the reducer. The layer's heads have the original indices `heads`.
 
-        A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
-        its original index. A removed head attends uniformly, as in the masked model. If `decides`, the capture is
-        stored, because the next stage uses it.
+        A compressed layer stores its heads in another order, without removed heads. The reducer receives every head at
+        its original index. Removed heads attend uniformly, as in the masked model. If `decides`, the capture is stored,
+        because the next stage uses it. If `windows` is above 1, the layer attended to this many windows at once.
         """
         run, sizes = self._run, self.sizes()
         if windows > 1 and captured.keys is not None:
@@ -381,14 +387,14 @@ class TokenReduction(nn.Module):
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
-        if decides:  # full maps are large, so only those that the next stage uses are stored
+        if decides:  # full maps are large, so they are stored only if the next stage uses them
             run.captured = captured
         observed = getattr(captured, self.policy.reducer.every_layer, None)  # None for "tokens"
         if observed is not None:
             self.add_layer(observed)
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
-        """Runs the reducer at one stage, and returns the tokens for the next layer.
+        """Runs the reducer at one stage, and returns the tokens that enter the next layer.
 
         Raises:
             InvalidInput: The block is called outside a forward pass of the model.
@@ -398,17 +404,17 @@ class TokenReduction(nn.Module):
                 f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
                 "the blocks before it: call the model, or a method of it that computes its patches."
             )
-        # The C++ kernel or the reducer decides. In training, samples of a learned reducer decide. Each of them updates
-        # the run's statistics to the remaining tokens.
+        # Tokens are selected by samples (a learned reducer in training), by the C++ kernel, or by the reducer. Each
+        # updates the run's statistics to the remaining tokens.
         prefix, run = self.shape.layout.prefix, self._run
         sizes = run.sizes
-        if sizes is None:  # a constant in a file, so that converting the file to half precision converts it, too
+        if sizes is None:  # exported as a constant, so converting the file to half precision converts it, too
             sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
             run.patch_indices = counted(0, run.patches, tokens.device).expand(tokens.shape[0], -1)
         count = self.policy.counts(run.patches)[stage]
-        if count >= run.patches:  # no token is pruned, so the tokens must not change at all
+        if count >= run.patches:  # no token is pruned, so all tokens must stay exactly the same
             run.trail.append(run.patch_indices)
             return tokens
         captured = run.captured
@@ -420,7 +426,7 @@ class TokenReduction(nn.Module):
         )  # fmt: skip
         if self.samples_patches:
             return self._draw(stage, state)
-        # The merging kernel removes tokens, but a mask keeps every shape.
+        # The merging kernel always removes tokens, so it cannot serve a mask, which keeps every shape.
         if self.by == "compress" and can_merge(tokens, run.patch_indices.shape[1], count):
             merged = self.policy.reducer.native_merge(state, count)
             if merged is not None:
@@ -432,7 +438,7 @@ class TokenReduction(nn.Module):
         return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(stage)))
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
-        """Returns the tokens that remain after a reduction, and updates the statistics of the run."""
+        """Returns the tokens that remain after a reduction, and updates the run's statistics."""
         run = self._run
         if self.by == "compress":
             reduced, positions = compressed_state(state, reduction), None
@@ -443,27 +449,27 @@ class TokenReduction(nn.Module):
         if run.stages is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
-            if destinations is None:  # a selecting reducer: kept patches represent themselves, pruned ones have none
+            if destinations is None:  # a selecting reducer, where kept patches represent themselves and others get -1
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
             run.stages.append(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = reduced.patch_indices
-        # The trail of a masked model equals the smaller model's trail, so it contains only the remaining patches.
+        # A masked model has the same trail as the smaller model, so the trail lists only the remaining patches.
         if positions is not None:
-            # A stable sort keeps the order of the remaining patches.
+            # The sort is stable, so the remaining patches keep their order.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
             remaining = remaining.gather(1, stable_order(present_mask)[:, : positions.shape[1]])
         run.trail.append(remaining)
         return reduced.tokens
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
-        """Samples the kept patches. Every token keeps its index, with size 1 or 0."""
+        """Samples which patches are kept. Every token keeps its index, and gets size 1 or 0."""
         run, prefix = self._run, state.prefix
         sampled = self.policy.reducer.sample(state, self.predictor(stage))
         run.sampled[stage] = sampled.keep
         sizes = sampled.keep
-        # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
+        # In training the number of tokens is fixed, so a fused token overwrites a pruned patch.
         if sampled.added is not None:
             sizes = sizes.scatter(1, sampled.added, 1.0)
             run.patch_indices, run.statistic = replaced_state(state, sampled.added)
@@ -471,33 +477,33 @@ class TokenReduction(nn.Module):
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
     def pooled(self, tokens: TokenBatch) -> Tensor:
-        """Returns the tokens for pooling, changed so that pruned tokens do not count.
+        """Changes the tokens before a pooling, so that pruned tokens do not count.
 
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
-        the first remaining patch overwrites pruned patches, which does not change the maximum.
+        pruned patches are overwritten by the first remaining patch, which does not change the maximum.
         """
         run = self._run
-        if run.is_past_blocks:  # a method of a library may call the norm after several blocks
+        if run.is_past_blocks:  # false if a library method calls the norm after an earlier block
             self._end_outside()
-        # Restored tokens represent all patches, so every one counts.
+        # Restored tokens stand for all patches, so all of them count.
         if run.sizes is None or run.present is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
         if self.shape.layout.pooled == "mean":
-            # The module after the norm divides by the number of tokens, so the weights sum to that number. With a
-            # proportional reducer, a merged token counts as all the patches that it represents, as in attention.
+            # The module after the norm divides by the number of tokens, so the weights must sum to this number. With a
+            # proportional reducer, a merged token counts as often as it represents patches, like in attention.
             counts = sizes if self.policy.reducer.proportional or self.samples_patches else (sizes > 0).to(sizes.dtype)
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
             remains = sizes > 0
-            # argmax does not accept booleans.
+            # argmax refuses booleans.
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
     def normalized(self, norm: Callable[[Tensor], Tensor]) -> None:
-        """Normalizes the remaining tokens after the last block, if its output contains all patches."""
+        """Applies the norm to the remaining tokens after the last block, if the block returned restored patches."""
         run = self._run
         if run.is_past_blocks and run.present is not None:
             run.pooled = norm(run.present)
@@ -505,32 +511,32 @@ class TokenReduction(nn.Module):
     def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens to which a pooling by attention attends, and the logarithms of their sizes.
 
-        These are the remaining tokens, even if all patches were restored for other parts. The logarithms are None if no
-        token was pruned or all sizes count as 1.
+        Only the remaining tokens are returned, even if all patches were restored for other parts. The logarithms are
+        None if no token was pruned, or if all sizes count as 1.
         """
         run = self._run
         if run.is_past_blocks:
             self._end_outside()
         if run.sizes is None:
             return tokens, None
-        # The pooling may omit tokens before the patches.
+        # The pooling may skip the tokens before the patches.
         present = run.sizes.shape[1] if run.pooled is None else self.shape.layout.prefix + run.patches
         skipped = present - tokens.shape[1]
         tokens = tokens if run.pooled is None else run.pooled[:, skipped:]
-        # A sampled size of 0 needs a gradient, which the logarithm of 0 does not have.
+        # Sampled sizes of 0 need a gradient, which log(0) lacks.
         scores = (run.sizes + TINY).log() if self.samples_patches else self.log_sizes()
         return tokens, None if scores is None else scores[:, skipped:]
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
-    """Returns the token reduction of a model, or None if it has none."""
-    # A model of another library may also have an attribute `tokens`.
+    """Returns a model's token reduction, or None if it has none."""
+    # In another library's model, an attribute `tokens` may be something else.
     found = (model._modules.get(name) for name in (TOKENS, "tokens"))
     return next((reduction for reduction in found if isinstance(reduction, TokenReduction)), None)
 
 
 def require_all_tokens(model: nn.Module, verb: str) -> None:
-    """Raises NotSupported for a model that prunes or merges tokens. `verb` names the requested operation."""
+    """Raises NotSupported for a model that prunes or merges tokens. `verb` names the operation in the message."""
     reduction = reduction_of(model)
     if reduction is not None:
         raise NotSupported(
@@ -542,33 +548,33 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
 def _at_all_heads(
     values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Returns the statistic of all `count` heads, with `values` at the indices `heads` and a default at the others.
+    """Returns a statistic for all `count` heads: `values` at the indices `heads`, and a default at all other indices.
 
-    The other heads attend uniformly over the keys. Without `attends`, their values are zero.
+    The default is uniform attention over the keys. Without `attends`, the default is zero.
     """
     if values is None:
         return None
     statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
-        # Scores of zero weight every key in proportion to its size, in rows of class attention and in full maps.
+        # If all scores are zero, keys get weights in proportion to their sizes, in class attention and in full maps.
         weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
         shares = weights / weights.sum(-1, keepdim=True)
         statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
-    # One head at a time, because an index list is copied to the device, and a CUDA graph cannot record that wait.
+    # Heads are set one by one. An index list would be copied to the device, a wait that a CUDA graph cannot record.
     for position, head in enumerate(heads):
         statistic[:, head] = values[:, position]
     return statistic
 
 
 def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
-    """Returns the state after a stage, with the remaining tokens, their sizes, indices and statistics."""
+    """Returns the state after a stage that removes tokens, with the remaining tokens, sizes, indices and statistics."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
-    # Without an earlier stage, the indices of the patches are the positions of their tokens.
+    # Before the first stage, the indices of patches equal the positions of their tokens.
     indices = kept if state.unsized else state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
-    # Later stages use the statistic, so it must be selected like the tokens, including the prefix. A new token has no
-    # past statistic, and its patch index is -1.
+    # Later stages use the statistic, so its rows are selected like the tokens, including the prefix. New tokens have no
+    # past statistic, and their patch index is -1.
     statistic = state.statistic
     if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
@@ -583,19 +589,19 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
-    """Returns the state after a stage, and the positions of the kept and the extra tokens among the patch tokens.
+    """Returns the state after a stage that masks tokens, and the positions of the remaining tokens among the patches.
 
     Kept tokens stay at their indices, and extra tokens replace pruned patches. All other patches get size 0.
     """
     kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens
     if extra is not None:
-        # Extra tokens replace the first patches that this stage prunes. The mask is 1 where a patch is pruned now.
+        # Extra tokens replace the first patches that this stage prunes. The mask is 1 for patches that are pruned now.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, statistic = replaced_state(state, free)
-    # Not in place, because gradients need the old tokens in training, and a restoration needs those before the stage.
+    # The patches are copied. Training needs the old tokens for gradients, and restoration needs those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
@@ -604,7 +610,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
-    """Returns patch indices and the statistic after new tokens replaced the patches `added`."""
+    """Returns the patch indices and the statistic after new tokens replaced the patches at the positions `added`."""
     statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
     return state.patch_indices.scatter(1, added, -1), statistic
 

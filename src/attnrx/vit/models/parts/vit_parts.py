@@ -1,4 +1,4 @@
-"""Where the parts of a Vision Transformer are. Every family of another library states one such description."""
+"""Describes where the parts of a Vision Transformer are. Every family of library models has such a description."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,30 +9,30 @@ from torch import nn
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 
-# The remedy if a library's own attention, or its block, is of another kind. A user could not create it differently.
+# The remedy for attention or a block that the library itself computes differently. The user cannot change it.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 
-# The kinds of pooling with which tokens can be pruned.
+# Ways to pool tokens after which tokens can be pruned.
 POOLINGS = ("class", "mean", "attention")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a model cannot be adopted, and a remedy if the reason does not include one."""
+    """A reason why a model cannot be adopted, with a remedy unless the reason includes one."""
 
     reason: str
     remedy: str = ""
 
     @property
     def is_of_class(self) -> bool:
-        """Whether attnrx cannot read the architecture at all. Otherwise the user can change the part or setting."""
+        """Whether attnrx cannot read the architecture at all. If false, the user can change the part or setting."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
-    """Yields a refusal for every projection that is not a plain nn.Linear: adapted, quantized or parametrized."""
+    """Yields a refusal for every projection that is not a plain nn.Linear, e.g. adapted or quantized projections."""
     for name in names:
-        # Only the exact class, because a subclass may compute something else, and quantized or adapted maps do.
+        # Any other class is refused, even a subclass. Quantized and adapted maps, for example, compute something else.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
@@ -43,7 +43,7 @@ def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refus
 
 
 def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy: str = "") -> Iterator[Refusal]:
-    """Yields why an attention module is not read: a path in `projections` is missing or is not a plain nn.Linear."""
+    """Yields refusals for an attention module if a path in `projections` is missing or is not a plain nn.Linear."""
     named = dict(attention.named_modules())
     missing = [path for path in projections if path not in named]
     if missing:
@@ -59,33 +59,36 @@ def model_name(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class ViTParts:
-    """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
+    """Describes where the parts of a model are, which tokens precede the patches, and how the model pools its tokens.
 
     Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the map
-    that computes the patch tokens. `norm` is the norm after the last block, "" for none. `heads` are the classifiers
-    with the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are skipped.
+    that computes the patch tokens. `norm` is the norm after the last block, or "" if there is none. `heads` are the
+    classifiers and the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are
+    skipped.
 
-    Paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp` (the modules that form
-    its MLP), and `maps` (the two linear maps of the MLP, or () for an MLP of another kind). The MLP is compressed only
-    if nothing but an activation is between its maps. `mlp_classes` names the classes of `mlp[0]` to which this applies.
-    With None, any class is allowed, and a pass of random images tests it. `gated` has, for each class of gated MLP,
-    three paths: the map of its values, the map of its gate, and the map that reads their product. `PATH.first` and
-    `PATH.second` are the halves of one map's outputs.
+    Paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp` (the modules of the
+    MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of another kind).
 
-    Paths in the attention: `projections` is one map to query, key and value, and the output map, or four separate maps.
-    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the attention's attribute for it. `scale`
-    multiplies the scores. It is a number, the attribute that holds it, or None for head_dim ** -0.5. `returns_weights`
-    tells whether the attention returns a pair. Its second element is None here.
+    An MLP is compressed only if nothing but an activation is between its maps. `mlp_classes` names the classes of
+    `mlp[0]` for which this is known. With None, any class is allowed, and a pass of random images tests the MLP.
+    `gated` lists, for each class of gated MLP, the map that computes the values, the map that computes the gate, and
+    the map that takes their product. `PATH.first` and `PATH.second` denote the halves of one map's outputs.
 
-    `prefix_tokens` come before the patches (class, distillation and register tokens). If the model has a class token,
-    it is the first. `pooling` is "class", "mean", "attention", or another name for an unsupported kind of pooling.
-    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
+    Paths in the attention: `projections` are two maps (fused query, key and value, then output) or four separate maps.
+    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the name of the attention's attribute for
+    it. `scale` is the factor of the scores: a number, the name of an attribute, or None for head_dim ** -0.5.
+    `returns_weights` is true if the attention returns a pair. attnrx's attention then returns None in second place.
 
-    Blocks get [batch * windows, tokens, width]. The patches of an image are divided into `windows` of equal size, each
-    with its own prefix tokens. In the blocks with the indices `joined`, every token attends to all windows, in
-    sequences of windows * tokens. With `grid_axis`, blocks get grids of tokens with features on this axis: -1, or 1 if
-    rows and columns follow. The attention then gets [batch, rows, columns, width], the grid of an image or of a window
-    in it.
+    `prefix_tokens` is the number of tokens before the patches (class, distillation and register tokens). A class token
+    comes first. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of pooling. `pooler` is
+    the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
+
+    Blocks get tokens of the shape [batch * windows, tokens, width]. The patches of an image are divided into `windows`
+    windows of equal size, each with its own prefix tokens. In the blocks with the indices `joined`, every token attends
+    to all windows, in sequences of windows * tokens.
+
+    If blocks get grids of tokens, `grid_axis` is the feature axis: -1, or 1 if rows and columns follow. The attention
+    then gets [batch, rows, columns, width], the grid of an image or of a window in it.
     """
 
     blocks: str | tuple[str, ...]
@@ -112,20 +115,20 @@ class ViTParts:
     grid_axis: int | None = None
 
     def sequences(self, layer: int, tokens: int) -> tuple[int, ...]:
-        """Returns the lengths of a layer's sequences per image, with `tokens` tokens per window."""
+        """Returns the lengths of a layer's token sequences per image, if each window has `tokens` tokens."""
         return (tokens * self.windows,) if layer in self.joined else (tokens,) * self.windows
 
     def compresses(self, mlp: nn.Module | None) -> bool:
-        """Returns whether only an activation is between the two maps of an MLP of this class."""
+        """Returns whether an MLP of this class has only an activation between its two maps."""
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
     def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
-        """Returns the paths of the maps of an MLP of this class, with the gate between them, or () for other kinds."""
+        """Returns the paths of the maps in an MLP of this class, including a gate. Other kinds of MLPs return ()."""
         gated = self.gated.get(type(mlp).__name__, ())
         return self.maps if not gated and self.compresses(mlp) else gated
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for parts that the model lacks and for attention that cannot be read."""
+        """Yields refusals for parts that the model lacks, and for attention that cannot be read."""
         assert isinstance(self.blocks, str)
         named = dict(model.named_modules())
         required = dict.fromkeys((self.patches, self.norm, self.blocks, *self.heads))
@@ -153,8 +156,8 @@ class ViTParts:
         if isinstance(attention, nn.MultiheadAttention):
             if not attention.batch_first:
                 yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
-            # `in_proj_weight` is absent if keys or values have other widths. The other options append keys that belong
-            # to no token.
+            # PyTorch has no `in_proj_weight` if keys or values have other widths. The other two options append keys
+            # that belong to no token.
             if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
                 yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
             yield from unread_attention(attention, ())
@@ -168,23 +171,23 @@ class ViTParts:
 
 
 def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
-    """Returns the path of the last linear map in a part of a model, for example in an MLP, or () if there is none."""
+    """Returns the path of the last linear map in a part of a model, e.g. in a head, or () if there is none."""
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return tuple(name for name in linears if f"{name}.".startswith(f"{path}."))[-1:]
 
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the original error as its cause, if reading a model in the context raises an error.
+    """Turns errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
 
-    Such an error means that the model lacks parts of its class. If the model's code ends the process, UserCodeError is
-    raised.
+    Errors while reading mean that the model lacks parts that its class should have. If the model's code ends the
+    process, UserCodeError is raised.
     """
     try:
         yield
     except AttnrxError:
         raise
-    except SystemExit as stop:  # it would end the user's process, with an exit code that has another meaning
+    except SystemExit as stop:  # would end the user's process, with an exit code that has another meaning
         raise UserCodeError(f"the code of {model_name(model)} ended the process (SystemExit: {stop}).") from stop
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
         part = getattr(error, "obj", None)  # the part that lacks the attribute

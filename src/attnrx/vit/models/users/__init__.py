@@ -1,1 +1,1 @@
-"""Users' own models: stated by a reader, found by their structure, or around a Vision Transformer."""
+"""Families for users' own models, which attnrx reads by a `Reader` or by their structure."""

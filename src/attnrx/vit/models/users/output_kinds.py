@@ -1,7 +1,9 @@
-"""Determines the kind of a user's module's outputs by its task, by the last operation, and then by their shapes.
+"""Finds out what kind of outputs a user's module returns: logits, probabilities, an embedding or numbers.
 
-`operation_behind` finds this operation in a forward pass, and ignores views and sums after it. A sigmoid returns
-probabilities of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are embeddings.
+The kind follows from the module's task (if its configuration states one), from the last operation of a forward pass,
+and then from the shapes. `operation_behind` finds the last operation, ignoring views and sums after it. A sigmoid
+returns probabilities of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are
+embeddings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.libraries.huggingface_family import PROBLEMS
 
-# Operations to ignore on the way back to the one that computed the numbers: selections and copies, sums and factors.
+# Operations to skip when searching for the one that computed the numbers: selections and copies, then sums and factors.
 CHOICES = frozenset(
     "view _unsafe_view reshape slice select squeeze unsqueeze expand alias detach clone _to_copy copy_ index "
     "index_select gather split split_with_sizes unbind chunk narrow flatten cat stack permute transpose t".split()
@@ -28,7 +30,7 @@ LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
 
 
 class Made(NamedTuple):
-    """The operation that computed a tensor, the size of the tensor's last dimension, and the operation before it."""
+    """The operation that computed a tensor, the tensor's last dimension, and the operation before it (`source`)."""
 
     operation: str
     width: int
@@ -36,7 +38,7 @@ class Made(NamedTuple):
 
 
 class _Producers(TorchDispatchMode):
-    """Records for every tensor which operation computed it, as long as the tensor exists."""
+    """Records which operation computed each tensor. A record lives as long as its tensor."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +56,7 @@ class _Producers(TorchDispatchMode):
 
 
 def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
-    """Returns the operation that computed the first output of `run`, ignoring selections, copies, sums and factors."""
+    """Returns the operation that computed the first output of `run`, skipping selections, copies, sums and factors."""
     with evaluating((model,)), _Producers() as producers:
         outputs = tensors_of(run())
     made = producers.made.get(next(iter(outputs.values())))
@@ -69,10 +71,10 @@ def kind_of_outputs(
     """Returns the name of the `OutputKind` that describes a module's outputs.
 
     Args:
-        model: The module.
+        model: The module whose outputs are classified.
         run: A function that calls the module.
-        tensors: The outputs of the module for two or more images.
-        heads: Its linear maps outside of the blocks.
+        tensors: The module's outputs for two or more images.
+        heads: The module's linear maps outside of its blocks.
         name: The name of the module in messages.
 
     Raises:

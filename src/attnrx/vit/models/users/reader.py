@@ -1,9 +1,10 @@
-"""Vision Transformers of users' own classes: a `Reader` states their parts, or attnrx finds their structure.
+"""Reads Vision Transformers of users' own classes. A `Reader` names their parts, or attnrx finds their structure.
 
-Blocks with known kinds of attention (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
-their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. A pass of random
-images then records the order of the calls. It shows where the patches, the tokens before them, the norms and the MLPs
-are. No finding is trusted without a proof. As for every model, attnrx refuses a copy with other outputs.
+attnrx first finds blocks by the names and shapes of known attention: a fused projection, four projections, or
+`nn.MultiheadAttention`. Such blocks occur in DINO, DINOv2, MAE and their descendants, vit-pytorch and
+`nn.TransformerEncoder`. A forward pass of random images then records the order of calls. The calls show where the
+patches, the tokens before them, the norms and the MLPs are. As for every model, the copy must return the same outputs.
+Otherwise attnrx refuses it.
 """
 
 import copy
@@ -44,26 +45,28 @@ from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, mo
 from attnrx.vit.models.users.units import UnitsFamily
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
-# The names of attributes for the number of heads.
+# Attribute names under which classes store the number of heads.
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Where the parts of a Vision Transformer are, by their paths.
+    """Tells attnrx where the parts of your Vision Transformer are, by their paths.
 
-    `blocks` is the list of blocks. Paths in a block: `attention`, `norm_before` (the norm before the attention, or
-    None) and `mlp`, which contains its two linear maps `maps`. With `maps=None` the MLP is of another kind and is not
-    compressed. Paths in the attention: `projections` is one map to query, key and value, and the output map, or four
-    separate maps. `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attention's attribute for
-    it. `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights` tells whether the attention
-    returns a pair. Its second element is None here.
+    `input_shape` is the channels, height and width of an image. `blocks` is the list of blocks. Paths in a block:
+    `attention`, `norm_before` (the norm before the attention, or None) and `mlp`, which contains its two linear maps
+    `maps`. Pass `maps=None` for an MLP of another kind. attnrx then does not compress it.
+
+    Paths in the attention: `projections` are two maps (fused query, key and value, then output) or four separate maps.
+    `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the name of the attention's attribute for it.
+    `scale` is the factor of the scores, by default head_dim ** -0.5. Set `returns_weights` if the attention returns a
+    pair. attnrx's attention then returns None in second place.
 
     `patches` is the convolution that computes the patch tokens. `norm` is the norm after the last block, and `head` the
     module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches. A class token
     comes first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or another name.
     With another name, tokens are not pruned. `mean` and `std` are the image normalization, one value per channel.
-    `arguments` are JSON values with which the class, or the factory, creates the model again.
+    `arguments` are JSON values with which attnrx calls your class (or factory) to create the model again.
     """
 
     input_shape: tuple[int, int, int]
@@ -103,7 +106,7 @@ class Reader:
             )
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns the parts of a model that this reader describes."""
+        """Returns this reader's description of a model as `ViTParts`."""
         head = () if self.head is None else (self.head,)
         return ViTParts(
             blocks=self.blocks, attention=self.attention, patches=self.patches, norm=self.norm,
@@ -119,14 +122,14 @@ Factory = Callable[..., nn.Module]
 
 
 class ModuleModel(Adopted):
-    """A user's own Vision Transformer with attnrx attention."""
+    """A working copy of a user's own Vision Transformer, with attnrx attention."""
 
 
 class ModuleFamily(AdoptedFamily):
-    """Any Vision Transformer with a `Reader`. Loading a model creates its class again.
+    """The family for Vision Transformers with a `Reader`. Loading a saved model calls its class again.
 
-    A saved model contains the name of its class, never its code. Import the class before you load the model, or pass a
-    `factory`. A name in a file never causes an import or a call.
+    A saved model contains the name of its class, but no code. Import the class before you load the model, or pass a
+    `factory`. A name in a file never causes attnrx to import a module or to call a function.
     """
 
     name = library = "module"
@@ -136,7 +139,7 @@ class ModuleFamily(AdoptedFamily):
         self.factory = factory
 
     def marked(self, model: nn.Module, reader: Reader) -> nn.Module:
-        """Returns a shallow copy of the model with its reader, which further copies keep. The model is unchanged."""
+        """Returns a shallow copy of the model that stores its reader, also in later copies. The model is unchanged."""
         return _with_reader(copy.copy(model), reader, self.factory or type(model))
 
     def adopts(self, model: nn.Module) -> bool:
@@ -154,7 +157,8 @@ class ModuleFamily(AdoptedFamily):
         down, right = convolution.stride  # type: ignore[misc]
         if height % down or width % right:  # type: ignore[operator]
             raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
-        # A round trip through JSON fails for values that JSON cannot store, and turns tuples into lists, like loading.
+        # The round trip through JSON raises errors for values that cannot be saved. It also turns tuples into lists,
+        # as loading does.
         try:
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
@@ -162,7 +166,7 @@ class ModuleFamily(AdoptedFamily):
         return Origin(name, {"reader": described}, image_shape(reader.input_shape), reader.mean, reader.std)
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates the class from its arguments, or calls the factory.
+        """Creates the model by calling the factory or the imported class.
 
         Raises:
             NotSupported: The class has not been imported, and there is no factory.
@@ -173,7 +177,7 @@ class ModuleFamily(AdoptedFamily):
         needed = "import it first, or give a function that creates it, attnrx.load(folder, factory=...)"
         model = created = created_by(factory, architecture, needed, reader.arguments)
         unsaved = [(path, name) for path, name, buffer in unsaved_buffers(model) if buffer.is_meta]
-        if unsaved:  # the module itself computes their values, so it is created once more, with weights
+        if unsaved:  # only the module's own code computes their values, so it is created once more, with weights
             with torch.device("cpu"):
                 created = created_by(factory, architecture, needed, reader.arguments)
         for path, name in unsaved:
@@ -181,7 +185,7 @@ class ModuleFamily(AdoptedFamily):
         return _with_reader(model, reader, factory)
 
     def refresh_(self, adopted: Adopted) -> None:
-        # With the factory that created this model, because the family need not have a factory.
+        # Uses the factory that created this model, because the family itself may have none.
         super(ModuleFamily, ModuleFamily(vars(adopted.trunk)["attnrx_factory"])).refresh_(adopted)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -190,7 +194,7 @@ class ModuleFamily(AdoptedFamily):
 
     def prove(self, adopted: Adopted) -> None:
         """Raises NotSupported if the blocks receive another number of tokens than the reader states."""
-        # A user states `prefix_tokens`, but equal logits do not prove it.
+        # Equal logits do not prove the `prefix_tokens` that a user states.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.trunk)[:1]
         with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
@@ -204,7 +208,7 @@ class ModuleFamily(AdoptedFamily):
 
 
 def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> nn.Module:
-    # Stored in __dict__, which shallow and deep copies of the model keep.
+    # The reader is stored in __dict__, because shallow and deep copies of the model keep its entries.
     vars(model).update(attnrx_reader=reader, attnrx_factory=factory)
     return model
 
@@ -212,16 +216,16 @@ def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> n
 def created_by(
     factory: Factory | None, name: str, needed: str, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Creates the user's module by its class or by a factory, and returns it.
+    """Creates a user's module by calling its class or a factory.
 
     Args:
         factory: The class or the function, or None if there is none.
-        name: The name "module:class" of the class.
-        needed: The action that the user must take if there is no factory.
+        name: The name of the class, "module:class".
+        needed: What the user must do if `factory` is None. The error message says so.
         arguments: The `arguments` of a `Reader`.
 
     Raises:
-        NotSupported: There is no factory and no imported class that creates the module.
+        NotSupported: There is no factory, and no imported class creates the module.
         InvalidInput: The factory did not return a module.
         UserCodeError: The factory raised an exception.
     """
@@ -239,13 +243,13 @@ def created_by(
 
 
 def class_name(module: nn.Module) -> str:
-    """Returns the name "module:class" of a module's class, by which a saved model finds the class again."""
+    """Returns the name "module:class" of a module's class. Loading finds the class by this name."""
     return f"{type(module).__module__}:{type(module).__qualname__}"
 
 
 def imported_class(name: str) -> type[nn.Module] | None:
-    """Returns an imported nn.Module class by its name "module:class", or None if there is none."""
-    # Only modules that are already imported, because a name from a file must not run the code of a module.
+    """Returns the imported nn.Module class with the name "module:class", or None if none has been imported."""
+    # Only imported modules are searched, because a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -258,7 +262,7 @@ def imported_class(name: str) -> type[nn.Module] | None:
 
 @dataclass(frozen=True)
 class Structure:
-    """The findings about a Vision Transformer: its parts, its input format and its number of patches."""
+    """The structure that attnrx found in a Vision Transformer: its parts, input format and number of patches."""
 
     parts: ViTParts
     origin: Origin
@@ -266,7 +270,10 @@ class Structure:
 
 
 class PairedBlock(nn.Module):
-    """An attention module and an MLP, which their parent stored as a pair, each with a residual connection."""
+    """A block made of an attention module and an MLP that the user's module stored as a pair.
+
+    The attention and the MLP each have a residual connection.
+    """
 
     def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -278,11 +285,11 @@ class PairedBlock(nn.Module):
 
 
 class TokensFirst(nn.Sequential):
-    """Contains one block that takes [batch, tokens, width], and is called with [tokens, batch, width]."""
+    """Wraps a block that takes [batch, tokens, width], so that callers can pass [tokens, batch, width]."""
 
     @property
     def self_attn(self) -> Any:
-        """The attention of the block. nn.TransformerEncoder reads this attribute of its first layer."""
+        """The attention of the block. nn.TransformerEncoder reads this attribute from its first layer."""
         return self[0].self_attn
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -293,15 +300,15 @@ class TokensFirst(nn.Sequential):
 
 
 class StructureModel(Adopted):
-    """A user's module in which attnrx found the structure of a Vision Transformer."""
+    """A working copy of a user's module in which attnrx found the structure of a Vision Transformer."""
 
 
 class StructureFamily(AdoptedFamily):
-    """Vision Transformers whose structure attnrx found, always as users' modules (`Surroundings`).
+    """The family for users' modules in which attnrx found the structure of a Vision Transformer.
 
-    The facts of such a model are the `structure`, the `group` of its blocks and `rewritten`. The `group` contains the
-    paths of the blocks, and the path of the attention in a block. If the blocks were `rewritten`, they are parts that
-    attnrx can call with tokens.
+    Found models are always treated as users' modules (`Surroundings`). Their facts are the `structure`, the `group` of
+    blocks and `rewritten`. `group` contains the paths of the blocks, and the path of the attention in a block.
+    `rewritten` is true if the blocks were turned into parts that attnrx can call with tokens.
     """
 
     name = "structure"
@@ -315,9 +322,9 @@ class StructureFamily(AdoptedFamily):
         """Accepts every model, because the search finds only parts of supported kinds."""
 
     def found(self, model: nn.Module) -> tuple[str, dict[str, Any]] | None:
-        """Returns the path in a module at which it found the structure of a Vision Transformer, and the facts about it.
+        """Searches a module for a Vision Transformer, and returns its path and the facts about its structure.
 
-        Returns None if there is no such structure.
+        Returns None if the module contains no such structure.
         """
         group = _group_of(model)
         if group is None:
@@ -376,14 +383,14 @@ class StructureFamily(AdoptedFamily):
         return {**super().describe(model), "structure": to_dict(self._adopted(model).facts["structure"])}
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing, because the code of the model takes images of any size."""
+        """Changes nothing, because the model's code takes images of any size."""
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Changes nothing, because the code of the model takes images of any size."""
+        """Changes nothing, because the model's code takes images of any size."""
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Changes nothing if the code of the model takes images of any size."""
+        """Changes nothing if the model's code runs at this size. If not, the position embeddings are resized."""
         try:
             with evaluating([source]):
                 source(random_images(source, (origin.input_shape[0], height, width), 1))
@@ -418,13 +425,13 @@ def _projections(part: nn.Module) -> tuple[str, ...] | None:
 
 
 def _letter(path: str) -> str:
-    """Returns the letter that distinguishes query, key and value: the first one after prefixes such as "to_"."""
+    """Returns the first letter of a projection's name after prefixes such as "to_": q, k or v for the usual names."""
     name = re.sub(r"^(to|w|fc|in|linear|lin|proj)_?(?=[qkv](uery|ey|alue)?\b|[qkv]_)", "", path.split(".")[-1].lower())
     return name[:1]
 
 
 def _heads_of(part: nn.Module) -> int | None:
-    """Returns the number of heads that a part states, or None."""
+    """Returns the number of heads that a part states in one of the attributes HEADS, or None."""
     values = [getattr(part, name, None) for name in HEADS]
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -434,7 +441,7 @@ def _heads_of(part: nn.Module) -> int | None:
 def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
     """Returns the group of similar blocks with attention that has the most weights, or None if there is none.
 
-    The result is the paths of the blocks, the path of the attention in a block, and the attention's projections.
+    The result contains the paths of the blocks, the path of the attention in a block, and the attention's projections.
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for path, projections in outermost(model, _projections):
@@ -445,7 +452,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
     sizes = {
         key: sum(num_params(model.get_submodule(path)) for path in blocks)
         for key, blocks in groups.items()
-        if len(set(blocks)) == len(blocks)  # one attention in a block
+        if len(set(blocks)) == len(blocks)  # a block must have only one attention
     }
     if not sizes:
         return None
@@ -454,7 +461,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
 
 
 def _block_around(model: nn.Module, attention: str) -> str | None:
-    """Returns the path of the smallest numbered part that contains an attention and further linear maps, or None."""
+    """Returns the path of the smallest numbered part with an attention and other linear maps, or None."""
     pieces = attention.split(".")
     for end in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:end])
@@ -469,10 +476,10 @@ def _block_around(model: nn.Module, attention: str) -> str | None:
 def _restructured(
     module: nn.Module, group: tuple[tuple[str, ...], str]
 ) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
-    """Turns the blocks of a group into parts that are called with tokens, in place.
+    """Rewrites the blocks of a group, in place, so that attnrx can call them with tokens.
 
     `group` contains the paths of the blocks and the path of the attention in a block. Returns the module, the earlier
-    paths of parts that moved, and the new paths of the blocks and of the attention in a block.
+    paths of parts that moved, the new paths of the blocks, and the new path of the attention in a block.
     """
     before = {id(part): path for path, part in module.named_modules()}
     holder = nn.Sequential(module)
@@ -483,7 +490,7 @@ def _restructured(
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
-    """Turns every block of the module in `holder` into one part that is called with [batch, tokens, width], in place.
+    """Turns every block of the module in `holder` into one part that takes [batch, tokens, width], in place.
 
     Returns the new paths of the blocks in the module, and of the attention in a block.
     """
@@ -502,7 +509,7 @@ def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -
 
 
 def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: str) -> tuple[tuple[str, ...], str]:
-    """Replaces the owner of a list of (attention, MLP) pairs by blocks that can be called, in place."""
+    """Replaces a module that loops over (attention, MLP) pairs by a sequence of blocks, in place."""
     model: nn.Module = holder[0]
     above = blocks[0].rpartition(".")[0]  # the list
     path = above.rpartition(".")[0]
@@ -511,7 +518,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
     made = []
     for block in blocks:
         pair: Any = model.get_submodule(block)
-        inside = attention.partition(".")[2]  # "" or, in a wrapper with a norm, e.g. "fn"
+        inside = attention.partition(".")[2]  # "", or a path inside a wrapper with a norm, e.g. "fn"
         part = pair[0].get_submodule(inside)
         wrapper = pair[0]
         norm = getattr(wrapper, "norm", nn.Identity())
@@ -520,7 +527,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
         elif wrapper is part and hasattr(part, "norm"):
             part.norm = nn.Identity()
         made.append(PairedBlock(part, norm, pair[1]).train(wrapper.training))
-    # The same computation as in vit-pytorch's Transformer: the blocks one after the other, and a norm.
+    # Computes the same as vit-pytorch's Transformer, which calls the pairs one after the other, and then a norm.
     parts = OrderedDict(layers=nn.Sequential(*made), norm=norms[0] if norms else nn.Identity())
     replaced = nn.Sequential(parts).train(owner.training)
     holder.set_submodule(f"0.{path}".rstrip("."), replaced)
@@ -533,7 +540,7 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
 def _observed(
     model: nn.Module, blocks: tuple[str, ...], attention: str, projections: tuple[str, ...]
 ) -> tuple[str, Structure] | None:
-    """Runs the module on random images, and returns the path and the structure of its Vision Transformer.
+    """Runs the module on random images, and returns the path and structure of the Vision Transformer in it.
 
     Returns None if the calls do not reveal a structure.
     """
@@ -544,10 +551,10 @@ def _observed(
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
-    # While this mode is active, PyTorch's transformers do not use their fast path, which calls no parts.
+    # The function mode makes PyTorch's transformers call their parts, which their fast path would skip.
     with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
         called(model, images)
-    # In the order in which the calls end.
+    # The calls are sorted by when they end.
     paths = [named[call.module] for call in found]
     calls = dict(zip(paths, found, strict=True))
     layers = [f"{block}.{attention}" for block in blocks]
@@ -572,7 +579,7 @@ def _observed(
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
-    # If the module takes other inputs than images, only the module itself gets them, not one of its parts.
+    # A module that takes other inputs than images must be called as a whole, so its path is "".
     path = next(containing([*blocks, patches[-1]])) if inputs is None else ""
     parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
@@ -588,10 +595,10 @@ def _observed(
 
 
 def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int, int | None] | None:
-    """Returns how tokens are pooled, the number of tokens before the patches, and the feature axis of a grid.
+    """Returns the pooling, the number of tokens before the patches, and the feature axis of a grid (or None).
 
-    Returns None if the blocks do not attend to sequences of one length. For three images, `given` are the inputs of the
-    blocks, and `sequences` the inputs of their attention.
+    For three images, `given` are the inputs of the blocks, and `sequences` are the inputs of their attention. Returns
+    None if the blocks do not attend to sequences of one length.
     """
     for some in (given, sequences):
         if any(not isinstance(each, Tensor) or each.shape != some[0].shape for each in some):
@@ -602,9 +609,9 @@ def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int
     if before.shape == tokens.shape:
         is_same = (before == before[:1]).flatten(2).all(2).all(0)
         prefix = int(is_same.sum())
-        # If this fails, tokens that belong to no patch follow the patches.
+        # Tokens that are equal in all images are not patches. If they follow the patches, the layout is unknown.
         return ("class" if prefix else "mean", prefix, None) if bool(is_same[:prefix].all()) else None
-    # The blocks make sequences of their inputs, which are windows of a grid, or the channels of a series.
+    # The blocks divide their inputs into sequences, such as windows of a grid or channels of a series.
     axes = [axis for axis in (3, 1) if before.ndim == 4 and before.shape[axis] == tokens.shape[-1]]
     pooling = "parts that make sequences of them"
     return (pooling, 0, axes[0] if axes else None) if axes or before.ndim == 3 else None
@@ -616,7 +623,7 @@ def _packed_origin(model: nn.Module, inputs: ModuleInputs) -> Origin:
 
 
 def _makes(call: ModuleCall, count: int) -> bool:
-    """Whether a part is a convolution or a linear map that computes `count` patches in total."""
+    """Returns whether a call of a convolution or linear map computed `count` patches in total."""
     convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
     if not isinstance(call.module, convolutions | nn.Linear) or not isinstance(call.output, Tensor):
         return False
@@ -624,7 +631,7 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns a block's linear maps outside its attention, and the module with just two of them ("" for none)."""
+    """Returns a block's linear maps outside its attention, and the module that contains only two maps ("" for none)."""
     maps = tuple(
         path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
     )

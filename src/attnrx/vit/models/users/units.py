@@ -1,11 +1,12 @@
-"""Models without a reader, in which attnrx finds only the hidden units of the MLPs.
+"""Compresses models whose attention attnrx cannot read: it finds and removes only the hidden units of their MLPs.
 
-Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, and units can
-be removed from all of them. attnrx finds the maps by the order of calls, and tests them with random images.
+Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, so units can be
+removed from all of them. attnrx finds the MLPs' maps by the order of calls, and tests them with random images.
 
-A pair is two linear maps, or two convolutions of which the second is 1 x 1. Between them, no unit is computed from
-another one. In a gated MLP (SwiGLU), a unit is the product of two outputs, from two maps or from the halves of one map.
-The map that is called first is the first of the pair. The other one is a part between them, with weights per unit.
+A pair consists of two linear maps, or of two convolutions, the second with a 1 x 1 kernel. No unit between them is
+computed from another unit. In a gated MLP (SwiGLU), a unit is the product of two outputs, from two maps or from the
+halves of one map. Of these two maps, the first to be called is the first map of the pair. The other map is the gate, a
+part with weights per unit between the pair's maps.
 """
 
 import copy
@@ -43,25 +44,25 @@ from attnrx.vit.models.working.adopted import Adopted, Origin
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
-# The image sizes to try for a model that does not state its own size.
+# Image sizes to try for a model that states no size.
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
-# Pairs with a smaller share of the largest pair's MACs are ignored, e.g. heads of pooled features and the small MLPs
-# that compute position biases.
+# A pair is ignored if it has less than this share of the largest pair's MACs. Such pairs are, for example, heads of
+# pooled features and the small MLPs that compute position biases.
 LEAST_SHARE = 0.01
 
 
 class Convolution(nn.Module):
-    """A convolution over inputs [batch, channels, height, width], computed as one linear map of all patches."""
+    """A convolution of inputs [batch, channels, height, width], computed as one linear map of all patches."""
 
     def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
-        """Stores the linear map, the kernel's size and its `geometry`: stride, padding and dilation."""
+        """Stores the linear map, the kernel size, and the `geometry` (stride, padding and dilation)."""
         super().__init__()
         self.linear, self.kernel, self.geometry = linear, kernel, geometry
 
     def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs rows columns"]:
         linear: Any = self.linear
-        # Hooks and replacements of the linear map expect the features of a position last, as everywhere else. Without
-        # them, a convolution avoids the copy into this order.
+        # Hooks and replacements of the linear map expect features on the last axis, as in all other linear maps.
+        # Without hooks, F.conv2d is called directly, which saves the copy into this order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
         if not is_watched and type(linear) is NativeLinear and linear.weight.numel():
             weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))
@@ -73,12 +74,12 @@ class Convolution(nn.Module):
         return linear(F.unfold(maps, self.kernel, **self.geometry).mT).mT.unflatten(2, (rows, -1))
 
 
-# The content of a module's record: its pairs, the MACs of everything else, and the map that computes the output.
+# The facts in a module's record: its pairs, the MACs of everything else, and the map that computes the output.
 FACTS = ("pairs", "outer_macs", "head")
 
 
 class UnitsModel(Adopted):
-    """A module of any class, `source`, in which attnrx reads only the hidden units of MLPs."""
+    """A working copy of a module of any class, in which attnrx reads only the hidden units of MLPs."""
 
     outer_macs = 0
     head = ""
@@ -89,9 +90,10 @@ class UnitsModel(Adopted):
 
 
 class UnitsFamily(AdoptedFamily):
-    """Modules of any class with MLPs that have separate units, always as users' modules (`Surroundings`).
+    """The family for modules of any class that have MLPs with separate units.
 
-    A layer is one MLP. Its attention has no heads here, even if the module has attention around the MLP.
+    The family always treats modules as users' modules (`Surroundings`). Each MLP counts as a layer. Its attention has
+    no heads here, even if the module has attention around the MLP.
     """
 
     name = "units"
@@ -110,7 +112,7 @@ class UnitsFamily(AdoptedFamily):
         Sizes that the module states are tried before common sizes.
 
         Raises:
-            NotSupported: The module runs at none of these sizes.
+            NotSupported: The module runs at none of the tried sizes.
         """
         failures = []
         for shape in _shapes(model):
@@ -131,7 +133,7 @@ class UnitsFamily(AdoptedFamily):
         )
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing, because the module has no position embeddings that attnrx reads."""
+        """Changes nothing, because attnrx reads no position embeddings of the module."""
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
@@ -143,7 +145,7 @@ class UnitsFamily(AdoptedFamily):
         return self.working(model, record)  # its maps are not the module's own maps
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Turns the maps of all pairs into linear maps, after finding the pairs if they are not known."""
+        """Finds the pairs unless they are known, and turns the maps of all pairs into linear maps."""
         found = self._own(adopted)
         if not found.pairs:
             pairs, head = separate_pairs(found.trunk, found.origin.input_shape)
@@ -178,7 +180,7 @@ class UnitsFamily(AdoptedFamily):
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
-        """Measures, in a forward pass, the number of positions of every MLP, and the MACs of everything else."""
+        """Counts, in a forward pass, the positions of every MLP and the MACs of everything else."""
         found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
@@ -196,7 +198,7 @@ class UnitsFamily(AdoptedFamily):
             return tuple(map(Attention, self.specs(model)))
 
     def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
-        """Returns shapes for the attention. It is not read, so the shapes have no heads and cost nothing."""
+        """Returns shapes for the attention, which is not read. The shapes have no heads and cost nothing."""
         return tuple(
             AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())  # type: ignore[arg-type]
             for _, second in self.mlp(model)
@@ -261,7 +263,7 @@ class UnitsFamily(AdoptedFamily):
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields the image shapes that a module may take, beginning with the shapes that it states."""
+    """Yields image shapes that a module may take. The shapes that the module states come first."""
     if inputs := inputs_of(model):
         yield inputs.shape
         return
@@ -274,7 +276,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
-    # The first convolution may not read the image itself, e.g. after a cosine transform.
+    # The first convolution may not read the image itself, e.g. after a cosine transform. So stated channels come first.
     first = 3 if convolution is None else convolution.in_channels
     stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
@@ -285,11 +287,11 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
-    """Returns the sides of square images to which position embeddings [1, tokens, width] may belong."""
+    """Returns the sides of square images that would fit the module's position embeddings [1, tokens, width]."""
     linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
     if convolution is not None:
         patch = convolution.stride[0]
-    else:  # pixels of three channels in a row
+    else:  # a linear patch embedding, whose inputs are a patch's pixels in three channels
         patch = math.isqrt(linear.in_features // 3) if linear is not None else 0
     counts = {
         tensor.shape[1] - prefix
@@ -305,33 +307,33 @@ def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None)
 
 
 def _is_map(part: nn.Module) -> bool:
-    """Whether a part is a linear map of the features at each position, or of the patch around it."""
+    """Returns whether a part maps the features at each position, or in the patch around it, linearly."""
     if type(part) in CONVOLUTIONS:
         return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
     return type(part) in (nn.Linear, NativeLinear)
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Whether a map reads only the features at each position, so it has one column for each of them."""
+    """Returns whether a map reads only the features at its own position, so each unit has one column of weights."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
 def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
-    """Returns the inputs or outputs of a map, with the units on the last axis."""
+    """Moves the units to the last axis, in the inputs or outputs of a map."""
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
 def _is_per_unit(part: nn.Module, units: int) -> bool:
-    """Whether a part has separate weights for each of `units` units, and computes each unit from itself."""
+    """Returns whether a part has separate weights for each of `units` units, and computes each unit from itself."""
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
 
 
 def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
-    """Returns a writable view of the weight of a map, with its inputs first: [units, outputs, *kernel]."""
+    """Returns a writable view of a map's weight with the inputs on the first axis: [units, outputs, *kernel]."""
     return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
 
 
@@ -340,11 +342,11 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Trace(NamedTuple):
-    """The observations of one forward pass.
+    """The module calls that one forward pass made.
 
-    `order` are the parts without children (and batch norms), in the order of their calls. `maps` contains, for every
-    map that is called once, the shapes of the input and of the output, and the output. `once` are the parts that are
-    called once with a tensor. `output` is the output of the model.
+    `order` lists the parts without children (and the batch norms) in call order. `maps` holds the input shape, the
+    output shape and the output of every map that is called once. `once` contains the parts that are called once with a
+    tensor. `output` is the model's output.
     """
 
     order: list[str]
@@ -374,8 +376,8 @@ def _traced(model: nn.Module, images: Tensor) -> _Trace:
 def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
     """Yields pairs of maps that may have separate units between them.
 
-    The second map has as many inputs as the first has outputs. Only parts with weights per unit may have weights
-    between the two. With `around`, the second may be a convolution with any kernel, and each may be transposed.
+    The second map has as many inputs as the first has outputs. All weights between the two maps must be weights per
+    unit. With `around`, the second map may be a convolution with any kernel, and both maps may be transposed.
     """
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
@@ -416,11 +418,11 @@ def separate_pairs(
 ) -> tuple[tuple[Pair, ...], str]:
     """Returns the pairs of maps with separate units, and the path of the map that computes the output ("" for none).
 
-    It runs three forward passes on random images. The second pass changes half of the entries in the output of every
-    pair's first map, for the second image. Only the same entries of the second map's input may change. In the third
-    pass, the first map and the parts between have only half of their units. The second map must receive these units
-    unchanged, and the model must return the same outputs. With `around`, only pairs outside the part at this path are
-    returned, and their units may be channels of any convolutions.
+    The test runs three forward passes on random images. The second pass changes half of the entries in the output of
+    each pair's first map, for the second image. Only the same entries of the second map's input may change. In the
+    third pass, the first map and the parts between the maps have only half of their units. The second map must receive
+    these units unchanged, and the model must return the same outputs. With `around`, only pairs outside the part at
+    this path are returned, and their units may be channels of any convolution.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -435,7 +437,7 @@ def separate_pairs(
 
 
 def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
-    """Returns the pairs with the MACs of both maps, and the path of the map that computes the output."""
+    """Returns each pair with the MACs of its two maps, and the path of the map that computes the output."""
     trace, named, head = _traced(model, images), dict(model.named_modules()), ""
     outputs = tensors_of(trace.output)
     if len(outputs) == 1:
@@ -443,7 +445,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
         made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
     pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
-    # Maps with shared weights are excluded, because changing them would change the other part, too.
+    # Maps with shared weights are excluded, because changing them would also change the part that shares them.
     shared = shared_weights(model)
     pairs = [
         pair
@@ -458,15 +460,15 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
     del trace, outputs
     with evaluating((model,)):
         pairs = unmixed(model, pairs, images)
-        # Around a Vision Transformer, a map may be the second of one pair and the first of another.
+    # Around a Vision Transformer, a map may be the second of one pair and the first of the next pair.
         tried = [pairs] if around is None else [[pair] for pair in pairs]
         return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
 
 
 def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
-    """Replaces linear maps with twice as many outputs as the next map has inputs by their halves, in place.
+    """Finds linear maps with twice as many outputs as the next map has inputs, and replaces them by halves, in place.
 
-    Maps in `others` are left unchanged. Returns the replaced maps by their paths.
+    Maps in `others` stay unchanged. Returns the replaced maps by their paths.
     """
     trace, named = _traced(model, images), dict(model.named_modules())
     maps = [path for path in trace.order if path in trace.maps]
@@ -481,9 +483,11 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs in which each entry depends only on the same entry, or with convolutions on the same unit.
+    """Returns the pairs that do not mix units between their maps.
 
-    `images` is one random image, [1, channels, height, width].
+    In the second map's input, each entry must depend only on the same entry of the first map's output. If convolutions
+    lie between the maps, it may depend on the same unit at all positions. `images` is one random image, [1, channels,
+    height, width].
     """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
@@ -519,42 +523,43 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
             hooks.enter_context(first.register_forward_hook(partial(change, index)))
             hooks.enter_context(second.register_forward_pre_hook(partial(compare, index), with_kwargs=True))
             for part in map(model.get_submodule, pair.between):
-                if _is_map(part):  # a gate, whose inputs contain earlier changes
+                if _is_map(part):  # a gate, whose inputs may contain changes of earlier pairs
                     hooks.enter_context(part.register_forward_hook(repeat))
         called(model, images.expand(2, *images.shape[1:]))
     return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
 
 
 def _half(units: int, device: torch.device) -> Tensor:
-    """Returns the sorted indices of about half of the units, drawn with a fixed seed."""
+    """Returns the sorted indices of half of the units (rounded up), drawn with a fixed seed."""
     drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
     return drawn[: (units + 1) // 2].sort().values.to(device)
 
 
 def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs that compute the kept units unchanged when half of their units are removed."""
+    """Returns the pairs whose kept units stay the same when the other half of their units is removed."""
 
     def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         inputs = units_last(call.module, call.tokens)
         return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
 
-    # For every second map: the kept half of its inputs, and its outputs.
+    # For every second map: the half of its inputs that is kept, and its outputs.
     with recording_calls((model.get_submodule(pair.second) for pair in pairs), keep) as calls:
         expected = tensors_of(called(model, images))
     cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
-    # Every round tries pairs without a common map. If one fails, other pairs with its maps are tried.
+    # Each round tries pairs that share no map. If a pair fails, later rounds try other pairs with its maps.
     while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
         good = cut(together)
-        # One pair that raises an error, or that another part reads, hides the others. Then each pair is tried alone.
+        # A pair that raises an error, or whose units another part reads, makes the whole round fail. Then each pair is
+        # tried separately.
         accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
         left = [pair for pair in left if pair not in together]
     return [pair for pair in pairs if pair in accepted]
 
 
 def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
-    """Returns the first pairs that share no map with each other or with the maps in `taken`."""
+    """Returns pairs, in order, that share no map with an earlier chosen pair or with the maps in `taken`."""
     chosen = []
     for pair in pairs:
         if not taken & {pair.first, pair.second}:
@@ -570,9 +575,9 @@ def _cut(
     recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
-    """Runs the model with half of the units of these pairs. Returns the pairs that pass, or None if the model fails.
+    """Runs the model with half of these pairs' units. Returns the pairs that pass, or None if the model fails.
 
-    The second map of every pair returns its earlier output, so all other parts get the same inputs as before.
+    The second map of every pair returns the output that it had before. So all other parts get the same inputs.
     """
     passed = []
 
@@ -609,6 +614,6 @@ def _cut(
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:
-    # Products of other shapes round differently, but mixed units would change the entries by their own size.
+    # Products of other shapes round differently. Mixed units would cause errors as large as the entries themselves.
     largest = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
     return expected.shape == found.shape and bool((expected - found).abs().max() <= 1e-3 * largest)

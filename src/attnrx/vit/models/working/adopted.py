@@ -1,4 +1,4 @@
-"""A model of another library whose attention is replaced by attnrx attention, and its forward pass in chunks."""
+"""Working copies: models whose attention is replaced by attnrx attention, and which run batches in chunks."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ from attnrx.vit.models.parts.token_reduction import CallState, reduction_of
 from attnrx.vit.models.working.token_hooks import NO_CHECKPOINTS, forward_pass, is_checkpointed
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
-# The projections in attnrx attention, in the order of BIASES.
+# The paths of the four projections inside attnrx attention, in the order of BIASES.
 PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
-# With fewer tokens than this, counted over all images, the last layer is not shortened on devices other than a CPU.
+# Except on a CPU, the last layer is not shortened for batches with fewer tokens than this, counted over all images.
 FEW_ON_A_GPU = 2048
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How the model was created by its own library, and its input format.
+    """How a model's library created the model, and the model's input format.
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
-    `preprocessing` contains the settings of the library's transform from a picture to pixels, under the library's own
-    names, or {} if they are unknown. `replaced` describes the parts that were replaced later, by their paths
-    (`replaced_parts`). For example, `model.head = nn.Linear(192, 10)` replaces the head.
+    `preprocessing` holds the settings of the library's transform from a picture to pixels, under the library's own
+    names, or {} if they are unknown. `replaced` describes, by path, parts that were replaced after creation
+    (`replaced_parts`). An example is the head after `model.head = nn.Linear(192, 10)`.
     """
 
     architecture: str
@@ -59,65 +59,66 @@ class Origin:
 
 
 def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
-    """Returns channels, height and width as integers."""
+    """Returns three values as integers: channels, height and width."""
     channels, height, width = (int(value) for value in values)
     return channels, height, width
 
 
 class _AdapterCall(CallState):
-    """The state of an adapter's call.
+    """The state of an adapter during a forward pass.
 
-    `shortens` is true if `LastLayer` is active in this forward pass. Then `entered` contains all tokens before the
-    block, and the norm before the attention.
+    `shortens` is true if `LastLayer` is active in this pass. `entered` then holds all tokens before the block, and the
+    norm before the attention.
     """
 
-    # Set in every thread, because a compiler refuses an attribute that is read from the class but set on the instance.
+    # Attributes are set in every thread. torch.compile refuses attributes that are read from the class but set on an
+    # instance.
     def __init__(self):
         self.shortens = False
         self.entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:
-    """A hook before the last block. Only the tokens before the patches pass through it, but they attend to all tokens.
+    """A hook that shortens the last block: only the tokens before the patches pass it, but they attend to all tokens.
 
-    The logits do not change. The shortcut is active only in a `forward_pass` of the model that requests it. A model's
-    MACs (`attnrx.vit.costs`) count all tokens, as in papers.
+    The logits do not change, because a class-token head needs no other tokens. The hook is active only in a
+    `forward_pass` that requests it. A model's MACs (`attnrx.vit.costs`) still count all tokens, as in papers.
     """
 
-    # It is a hook because the block's code belongs to the library and differs by class. If the block gets fewer tokens,
-    # each of its operations except the attention computes fewer. `by_image` means that the hook does not need whole
-    # batches (`chunked_forward`).
+    # A hook is used because the block's code belongs to the library and differs by class. If the block gets fewer
+    # tokens, each of its operations except the attention computes fewer. `by_image` tells `chunked_forward` that the
+    # hook does not need whole batches.
     by_image = True
 
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
-        """Registers the hook.
+        """Registers the hook on the block.
 
-        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it. `after` is the
-        norm after the block. `prefix` is the number of tokens before the patches.
+        `attention` is the path of the adapter in the block, and `norm` the path of the norm before it (or None).
+        `after` is the norm after the block. `prefix` is the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
         block.register_forward_pre_hook(self, with_kwargs=True)
 
     @contextmanager
     def forward_pass(self, shortens: bool) -> Iterator[None]:
-        """Runs one forward pass in the context, with or without the shortcut, and removes its state at the end."""
+        """Turns the shortcut on or off for one forward pass in this context, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         with adapter.call.setting(shortens=shortens, entered=None):
             yield
 
     @property
     def watched(self) -> bool:
-        """Whether training or a hook needs the patch tokens of the last block."""
+        """Whether training or a hook may need the patch tokens of the last block."""
         return any(map(is_watched, (*self.block.modules(), self.after)))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
-        # The adapter of the called block, because a replica of `DataParallel` does not call `self.block`.
+        """Passes only the tokens before the patches to the block. The attention gets all tokens as keys and values."""
+        # The adapter belongs to the called block. A replica that `DataParallel` made does not call `self.block`.
         tokens = tokens_in(args, kwargs)
         adapter: Any = block.get_submodule(self.attention)
         if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
-        # The shortcut has three more operations than the block, and on a GPU a few tokens take as long as one.
+        # The shortcut adds three operations to the block. On a GPU, it costs time if tokens are few.
         if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
@@ -126,19 +127,19 @@ class LastLayer:
 
 
 class Adopted(nn.Module):
-    """A working copy of a model, `source`, with attnrx attention in every layer of the Vision Transformer in it.
+    """A working copy of a model (`source`), with attnrx attention in every layer of its Vision Transformer.
 
-    `trunk` is the Vision Transformer. It is `source` itself, or a part of it if a user's module has other parts around
-    it (`around`). For images, a library's model returns its logits, and a user's module its own outputs. Verbs compute
-    with working copies, and return models of the library's own classes (`working_copy.py`).
+    `trunk` is the Vision Transformer. In a user's module with other parts (`around`), `trunk` is a part of `source`.
+    Otherwise both are the same module. For images, a library's model returns its logits, and a user's module its own
+    outputs. Verbs compute with working copies, and return models of the library's own classes (`working_copy.py`).
     """
 
     pairs: tuple[Pair, ...] = ()
-    """The maps of the MLPs, by their paths in `trunk`, or () if a block has an MLP of another kind."""
+    """The paths in `trunk` of every MLP's maps, or () if a block has an MLP of another kind."""
     plain: "PlainShape | None" = None
-    """The model from which this working copy was made, without its weights."""
+    """The model from which this working copy was made, without weights."""
     own: "OwnModel | None" = None
-    """The same model with its weights, as long as the working copy has the same weights."""
+    """The model from which this working copy was made, until the weights of the two differ."""
 
     def __init__(
         self,
@@ -148,10 +149,10 @@ class Adopted(nn.Module):
         facts: Mapping[str, Any] | None = None,
         places: Mapping[str, str] | None = None,
     ):
-        """Stores the model and the known facts about it.
+        """Stores a model and the known facts about it.
 
-        `facts` come from its `Record`. `places` maps paths in `source` to paths in the user's module, for the parts
-        with different paths.
+        `facts` come from the model's `Record`. `places` maps paths in `source` to paths in the user's module, for parts
+        whose paths differ.
         """
         super().__init__()
         self.source = source
@@ -162,39 +163,39 @@ class Adopted(nn.Module):
 
     @property
     def path(self) -> str:
-        """The path of the Vision Transformer in `source`."""
+        """The Vision Transformer's path in `source`."""
         return "" if self.around is None else self.around.path
 
     @property
     def trunk(self) -> nn.Module:
-        """The Vision Transformer."""
+        """The Vision Transformer in `source`."""
         return self.source if self.around is None else self.source.get_submodule(self.around.path)
 
     @property
     def name(self) -> str:
-        """The name of the model in messages."""
+        """The model's name in messages."""
         return self.origin.architecture if self.around is None else self.around.name
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """The inputs of a user's module if they are not images, else None."""
+        """The inputs of a user's module if it takes other inputs than images, or None."""
         has_inputs = self.around is not None and self.around.call == "forward"
         return inputs_of(self.source) if has_inputs else None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of one input. If the model takes images, it is their channels, height and width."""
+        """The shape of one input. For images, these are the channels, height and width."""
         inputs, (channels, *size) = self.attnrx_inputs, self.origin.input_shape
         height, width = size if self.around is None else self.around.image_size or size
         return (channels, height, width) if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The count of numbers per image in every tensor that a user's module returns, by the tensor's place."""
+        """The number of values per image in each tensor that a user's module returns, by the tensor's place."""
         return {} if self.around is None else self.around.sizes
 
     def forward(self, images: ImageBatch) -> Any:
-        """Returns the logits, the pooled features of a model without a classifier, or a user's module's own output."""
+        """Returns logits, the pooled features of a model without a classifier, or a user's module's own output."""
         images = self.entering(images)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
 
@@ -209,29 +210,29 @@ class Adopted(nn.Module):
         return images
 
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
-        """Returns the function that computes the answer of `source`, or of a copy of it, for images.
+        """Returns a function that computes the answer of `source`, or of a copy of it, for images.
 
-        The answer is one row per image. A user's module returns its own output.
+        The answer has one row per image. A user's module returns its own output instead.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
     @property
     def takes_any_size(self) -> bool:
-        """Whether the library interpolates the position embeddings in every forward pass, to the size of the images.
+        """Whether the library resizes the position embeddings in every forward pass to the size of the images.
 
-        Costs, plans and files are then made for the size in `origin.input_shape`.
+        Costs, plans and files of such a model still use the size in `origin.input_shape`.
         """
         return False
 
     @property
     def patching(self) -> tuple[int, int, int] | None:
-        """The model's width, and the height and width of a patch. None if no convolution computes the patches."""
+        """The model's width, and a patch's height and width, or None if no convolution computes the patches."""
         # The first convolution computes the patches and has the width of the model.
         convolution = next((part for part in self.trunk.modules() if isinstance(part, nn.Conv2d)), None)
         return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
 
     def _require_images(self, images: ImageBatch) -> None:
-        """Raises InvalidInput for images of a size that the model does not take."""
+        """Raises InvalidInput for images of sizes that the model does not take."""
         expected, patching = self.input_shape, self.patching
         is_other = images.ndim == 4 and images.shape[1] == expected[0] and images.shape[1:] != expected
         if is_other and patching is not None and self.takes_any_size:
@@ -241,14 +242,14 @@ class Adopted(nn.Module):
         require_images(images, expected, self.name)
 
     def _max_elements(self, images: ImageBatch) -> int:
-        """Returns the elements per image of the largest activation, assumed to be an MLP's hidden layer of ratio 4."""
+        """Estimates the elements per image in the largest activation, assuming hidden layers four times as wide."""
         if self.patching is None:
             return 0
         width, down, right = self.patching
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def answer(self, images: Tensor) -> Any:
-        """Returns the answer of `source` itself for images [batch, channels, height, width]."""
+        """Returns what `source` itself answers for images [batch, channels, height, width]."""
         return self.answering()(self.source, images)
 
     def _forward_chunk(self, images: Tensor) -> Any:
@@ -266,11 +267,11 @@ class Adopted(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Collection[int] | None = None) -> Iterator[None]:
-        """Runs one forward pass in the context, and removes the state of the pass at its end.
+        """Prepares the model for one forward pass in the context, and removes the state of the pass at the end.
 
         If tokens are pruned or merged, all patches are restored only after `restored_blocks`. By default, these are the
-        blocks that parts around the Vision Transformer read. Outside of the context, all patches are restored after
-        every block. If no block is restored, the last block computes only the class token if the head needs no other.
+        blocks that parts around the Vision Transformer read. Outside of such a context, all patches are restored after
+        every block. If no block is restored and the head needs only the class token, the last block computes no other.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -286,7 +287,7 @@ class Adopted(nn.Module):
             yield
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
-        """Returns the library's last features of the tokens before the patches and of all patches."""
+        """Returns the library's last features for the tokens before the patches and for all patches."""
         self._require_images(images)
         return chunked_forward(self, self._last_tokens, images, self._max_elements(images))
 
@@ -295,10 +296,10 @@ class Adopted(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Replaces the attention module of a layer and calls attnrx attention.
+    """A module that takes the place of a layer's attention module and calls attnrx attention.
 
-    `prefix` is the number of tokens before the patches. `pair_bias` returns this layer's bias of token pairs, if it has
-    one. `returns_weights` is true if the block expects a pair, whose second element is None here.
+    `prefix` is the number of tokens before the patches. `pair_bias` computes this layer's bias of token pairs, if the
+    layer has one. `returns_weights` is true if the block expects a pair. The adapter returns None in second place.
     """
 
     returns_weights = False
@@ -315,17 +316,17 @@ class Adapter(nn.Module):
         )
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
-        """Returns the attention output for tokens [batch, tokens, width], or a grid [batch, rows, columns, width]."""
+        """Returns attention outputs for tokens [batch, tokens, width] or a grid [batch, rows, columns, width]."""
         if tokens.ndim == 4:
             return self.mixed(tokens.flatten(1, 2), positions).view_as(tokens)
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
-        (entered, norm), self.call.entered = self.call.entered, None  # used once, because the next images are others
-        # The block has already normalized the queries. Keys and values need the norm of all tokens.
+        (entered, norm), self.call.entered = self.call.entered, None  # used once: the next call has other images
+        # The block has normalized only the queries. Keys and values need the norm of all tokens.
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Returns a call's positions: cosines and sines [images, patches, heads, pairs], and the sum of all biases."""
+        """Combines cosines and sines [images, patches, heads, pairs] and all biases into the positions of a call."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:
@@ -337,9 +338,9 @@ class Adapter(nn.Module):
 
 
 def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a call of an adapter one node in a graph of `torch.fx`, like a call of `nn.MultiheadAttention`.
+    """Makes an adapter's call one node in a `torch.fx` graph, like a call of `nn.MultiheadAttention`.
 
-    The computation of attnrx attention depends on the shapes of its inputs, and a trace has no shapes.
+    Tracing the adapter itself would fail: attnrx attention depends on the shapes of its inputs, which a trace lacks.
     """
 
     @wraps(forward)
@@ -354,23 +355,24 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlainAttention(Adapter):
-    """attnrx attention in place of an attention module that is called with tokens, or like nn.MultiheadAttention."""
+    """attnrx attention for blocks that call their attention with tokens, or like an nn.MultiheadAttention."""
 
-    batch_first = False  # so nn.TransformerEncoderLayer calls its parts, not a kernel that reads their weights
+    batch_first = False  # makes nn.TransformerEncoderLayer call its parts, not a kernel that reads their weights
 
     @one_node
     def forward(
         self, tokens: TokenBatch | None = None, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:
-        """Returns the attention output. If not None, `key` and `value` must be `tokens` [batch, tokens, width].
+        """Returns the attention output. `key` and `value` must be None or the same tensor as `tokens`.
 
-        If tokens are passed by name, they are the first tensor in the call whose name has no other meaning.
+        Tokens are [batch, tokens, width]. If a block passes them by name, they are the argument `hidden_states` or
+        `query`, or else the first argument.
 
         Raises:
             NotSupported: A mask is passed, or keys or values of other tokens.
         """
         entering: Tensor = options.pop(name_of_tokens(options)) if tokens is None else tokens
-        # Blocks around nn.MultiheadAttention call it with (x, x, x).
+        # Blocks call nn.MultiheadAttention with (x, x, x).
         if any(side is not None and side is not entering for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
         masks = [
@@ -383,20 +385,20 @@ class PlainAttention(Adapter):
 
 
 class PairBias(nn.Module):
-    """The bias of token pairs that a library's module computes."""
+    """A bias of token pairs, computed by a library's module."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
-        """`compute` is a bound method or partial function of the module, so a copy of the module computes its own."""
+        """Stores `compute`, a bound method or partial function of the module, so that copies compute their own bias."""
         super().__init__()
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all tokens. The library's arguments, e.g. the window, are known to the module."""
+        """Returns the bias of all token pairs. Arguments such as the window are not needed."""
         return of_weights(self, None, self.compute)
 
 
 INTERLEAVED, HALVES = "interleaved", "halves"
-"""The layouts of rotary pairs in the rows of a head: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
+"""The layouts of rotary pairs in a head's rows: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
 
 
 def attention_from_projections(
@@ -410,19 +412,19 @@ def attention_from_projections(
     inner_norms: Mapping[str, nn.Module] | None = None,
     distances: tuple[Tensor, Tensor] | None = None,
 ) -> Attention:
-    """Returns attnrx attention with copies of four projections: query, key, value, output.
+    """Returns attnrx attention with copies of a layer's four projections: query, key, value and output.
 
-    The rows of query, key and value, and the columns of output, are sorted by head.
+    The rows of query, key and value, and the columns of the output, must be sorted by head.
 
     Args:
         weights: The weights of the four projections: [rows, width], and [width, rows] for the output.
-        biases: The biases of the four projections, [rows] or [width]. None for a projection without one.
+        biases: The biases of the four projections, [rows] or [width]. None for a projection without a bias.
         heads: The number of heads.
         scale: The factor of the scores.
-        rotary: The layout of the rotated pairs, INTERLEAVED or HALVES, or None without rotation.
-        pair_bias: Whether a bias per pair of tokens is added to the scores.
+        rotary: The layout of the rotated pairs, INTERLEAVED or HALVES. None means no rotation.
+        pair_bias: Whether the scores get a bias per pair of tokens.
         inner_norms: The library's modules that normalize queries, keys or outputs, by name (INNER_NORMS).
-        distances: The vectors for distances in rows and in columns, [distances, head_dim], shared by all heads.
+        distances: Vectors for distances in rows and in columns, [distances, head_dim], which all heads share.
 
     Raises:
         NotSupported: The shapes do not fit heads of equal size.
@@ -442,12 +444,12 @@ def attention_from_projections(
         inner_norms=tuple(name for name in INNER_NORMS if name in norms),
         window=None if distances is None else ((len(distances[0]) + 1) // 2, (len(distances[1]) + 1) // 2),
     )  # fmt: skip
-    # On the meta device, because random weights would be replaced at once (assign=True).
+    # The attention is built on the meta device, because load_state_dict(assign=True) replaces the weights anyway.
     with torch.device("meta"):
         attention = Attention(spec)
     weights, biases = list(weights), list(biases)
-    # Permuting query and key rows together changes no score, so the forms need only one layout of pairs, HALVES. Values
-    # are not rotated and keep their order.
+    # No score changes if query and key rows are permuted together. So the rows are brought into the layout HALVES, the
+    # only one that the attention forms support. Values are not rotated and keep their order.
     if rotary == INTERLEAVED:
         order, by_head = interleaved_rows(1, ranks[0]), interleaved_rows(heads, ranks[0])
         for side in (0, 1):
@@ -463,27 +465,27 @@ def attention_from_projections(
     if distances is not None:
         names = ("scores.down", "scores.right")
         tensors |= {name: table.mT.repeat(heads, 1) for name, table in zip(names, distances, strict=True)}
-    # Cloned, because the slices of a fused projection share one storage.
+    # The tensors are cloned, because slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():  # frozen weights stay frozen
         parameter.requires_grad_(tensors[name].requires_grad)
-    # After the weights are loaded, because the norms are the library's modules and already have their weights.
+    # Inner norms are the library's own modules with their weights, so they are added after the weights are loaded.
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     attention.pack_()
     return attention
 
 
 def interleaved_rows(heads: int, rank: int) -> Int[Tensor, "rows"]:
-    """Returns, for every row of the layout HALVES, its row in the layout INTERLEAVED."""
+    """Returns the row indices that reorder the layout INTERLEAVED into the layout HALVES."""
     order = torch.cat([torch.arange(0, rank, 2), torch.arange(1, rank, 2)])
     return torch.cat([head * rank + order for head in range(heads)])
 
 
 WARM = 16 * 2**20
-"""The most bytes that the largest activation of one CPU thread should have.
+"""The most bytes per CPU thread that the largest activation should have.
 
-Larger activations do not fit into the cache, and the operating system allocates them again, page by page, in every
-operation. This takes longer than launching the operations several times. Smaller chunks cost time, too, because every
+Larger activations do not fit into the cache. The operating system also allocates them again, page by page, in every
+operation, which takes longer than launching the operations several times. Smaller chunks cost time, too, because every
 product packs its weight again. With 8 MiB, a ViT-S/14 with a decoder took 4 % longer at batch 8
 (docs/results/dense.md).
 """
@@ -492,11 +494,11 @@ product packs its weight again. With 8 MiB, a ViT-S/14 with a decoder took 4 % l
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
     """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks if possible.
 
-    Chunks are possible on a CPU if no gradients are recorded and no hook needs the whole batch. Every call of `run` is
-    a separate forward pass, in its own context. `largest` is the number of elements per image in the largest
-    activation. The model must treat the images of a batch independently, as all models do in evaluation mode.
+    Chunks are possible on a CPU if no gradients are recorded and no hook needs the whole batch. Each call of `run` is a
+    separate forward pass. `largest` is the number of elements per image in the largest activation. The model must treat
+    the images of a batch independently, as all models do in evaluation mode.
     """
-    # Token reducers and some backends need an image. For an empty batch, a black image is run and its row removed.
+    # Token reducers and some backends fail on empty batches. So a black image runs, and its output row is removed.
     if not (is_traced() or model.training or len(images)):
         return mapped(lambda output: output[:0], run(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
@@ -506,17 +508,17 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     reduction = reduction_of(model)
     if (
         len(images) <= chunk_size
-        or (reduction is not None and reduction.call.runs is not None)  # the tokens of a whole batch are recorded
+        or (reduction is not None and reduction.call.runs is not None)  # token statistics are recorded per batch
         or any(is_watched(part) or (isinstance(part, Attention) and part.backend.watches) for part in model.modules())
     ):
         return run(images)
-    # Chunks of equal sizes, because a small last chunk would pack the weights for only a few images.
+    # All chunks have equal sizes, because a small last chunk would pack the weights for only a few images.
     num_chunks = -(-len(images) // chunk_size)
     return joined([run(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
 
 
 class PlainShape:
-    """A model without its weights that can be copied. Copies of its owner share it."""
+    """A model without weights, from which copies can be made. Copies of its owner share it."""
 
     def __init__(self, model: nn.Module):
         self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
@@ -526,18 +528,18 @@ class PlainShape:
         return self
 
     def copied(self) -> nn.Module:
-        """Returns a copy of the model, whose weights are on the meta device."""
+        """Returns a copy of the model with its weights on the meta device."""
         return copy.deepcopy(self.model)
 
     def fresh(self) -> nn.Module:
-        """Returns the model with small random weights from seed 0, in evaluation mode."""
+        """Returns a copy of the model with small random weights from seed 0, in evaluation mode."""
         generator = torch.Generator("cpu").manual_seed(0)
         drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
         return with_weights(self.model, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
 
 
 class OwnModel:
-    """The model from which a working copy was made, with its own code. Copies of the working copy do not keep it."""
+    """Holds the model from which a working copy was made. Copies of the working copy get an empty holder."""
 
     def __init__(self, model: nn.Module | None):
         self.model = model
@@ -550,23 +552,23 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module with each weight replaced by the result of `make`.
+    """Returns a copy of a module in which `make` computed each weight from the original weight.
 
-    The buffers keep their values, because only the module's code could compute unsaved buffers.
+    Buffers keep their values, because unsaved buffers can only be computed by the module's own code.
     """
     weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
     return copy_module(module, weights)
 
 
 def aliased(model: nn.Module) -> nn.Module:
-    """Returns a copy of a module with separate parameters in the same memory, for reading."""
+    """Returns a copy of a module whose parameters share the original's memory. Do not change their values."""
     return with_weights(model, lambda weight: weight.detach())
 
 
 def remove_capturing_(model: nn.Module) -> None:
-    """Removes the hooks that transformers installs for hidden states. It installs them again when they are requested.
+    """Removes the hooks with which transformers captures hidden states. transformers installs them again if needed.
 
-    transformers never removes these hooks, and they cannot be pickled.
+    The hooks would otherwise stay, and they cannot be pickled.
     """
     for part in model.modules():
         vars(part).pop("_output_capturing_hooks_installed", None)
@@ -575,12 +577,12 @@ def remove_capturing_(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Returns whether a hook is transformers' hook for hidden states. It does nothing unless these are requested."""
+    """Returns whether a hook is transformers' hook for hidden states, which is idle unless these are requested."""
     return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
-    """Raises InvalidInput if images do not have the expected shape: channels, height and width."""
+    """Raises InvalidInput if images do not have the expected channels, height and width."""
     if images.shape[1:] != expected:
         channels, height, width = expected
         size = height if height == width else (height, width)
@@ -593,7 +595,7 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
 def is_watched(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks that may need all images and tokens.
 
-    Hooks with the attribute `by_image` do not count, because they treat images independently and take any number of
+    Hooks with the attribute `by_image` do not count. They treat images independently, and work with any number of
     tokens.
     """
     if module.training or not (module._forward_hooks or module._forward_pre_hooks):

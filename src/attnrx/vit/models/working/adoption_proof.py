@@ -1,7 +1,7 @@
-"""The proof of an adoption: the copy has equal outputs, and it contains everything that affects them.
+"""Proves adoptions: a working copy has the same outputs as the model, and contains everything that affects them.
 
-No code that was added to the model changes the outputs. The library creates the same parts, except those that a user
-replaced.
+Code that was added to the model must not change the outputs. The library must create the same parts again, except for
+parts that a user replaced.
 """
 
 import inspect
@@ -25,23 +25,23 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.working.adopted import Adopted
 
-# Functions from these packages do not count as a user's changes.
+# Functions from these packages are not a user's changes.
 PLAIN_PACKAGES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
-# Hooks that compute a weight from other tensors before every call.
+# Classes of hooks that compute a weight from other tensors before every call.
 COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
 def require_plain_code(model: nn.Module) -> None:
-    """Raises NotSupported for a model with code that a copy or a file would lose, or would share with the model.
+    """Raises NotSupported if a model has code that a copy or a file would lose, or would share with the model.
 
-    Such code is PEFT's adapters, weights that are computed from other tensors, compiled parts, and a `forward` that a
-    function replaced. Parts compiled in place (`nn.Module.compile`) are allowed. Bound methods and partial functions
-    are copied, so they are allowed, too.
+    Code of this kind includes PEFT's adapters, weights that are computed from other tensors, compiled parts, and a
+    `forward` that was replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. A `forward`
+    that is a bound method or partial function is allowed, too, because it is copied with the model.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
         problem = None
-        # Compared by name, because importing PEFT or torch._dynamo takes seconds.
+        # Classes are compared by name, because importing PEFT or torch._dynamo takes seconds.
         if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
             problem = (
                 f"{name} has adapters of PEFT: give the model with the adapters in its weights, "
@@ -69,8 +69,8 @@ def require_plain_code(model: nn.Module) -> None:
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
     """Raises NotSupported if users' hooks or replaced `forward` methods change the outputs of a model.
 
-    `run` runs the model on images of this shape. Hooks that only observe are allowed. A saved model would not contain
-    such changes, and a verb that replaces parts would lose them.
+    `run` runs the model on images of this shape. Hooks that only observe are allowed. Other hooks are refused, because
+    a saved model would not contain them, and verbs that replace parts would lose them.
     """
     added, parameter = list(_added_code(model)), next(model.parameters(), None)
     if not added or parameter is None or parameter.is_meta:
@@ -97,7 +97,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields users' hooks and replaced `forward` methods: the part's path, the dictionary that contains it, its key."""
+    """Yields users' hooks and replaced `forward` methods as (path of the part, dictionary that contains it, key)."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -106,16 +106,16 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
                 function: Any = hook
                 while isinstance(function, partial):
                     function = function.func
-                # The module of a function, or of the class of a callable object.
+                # The name of the module that defines the function, or the class of the callable object.
                 module = getattr(function, "__module__", None) or type(function).__module__
                 if module.split(".")[0] not in PLAIN_PACKAGES:
                     yield path, hooks, key
 
 
 def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Returns a description of the first tensor that differs by more than rounding, or "" if none differs.
+    """Returns a description of the first tensor that differs by more than rounding error, or "" if none differs.
 
-    Every column of the outputs has its own limit (`support.modules.rounding_limits`).
+    Each column of the outputs has a separate limit (`support.modules.rounding_limits`).
     """
     if expected.keys() != actual.keys():
         return f"they return {list(expected)} and {list(actual)}"
@@ -138,7 +138,7 @@ def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) 
 
 
 def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
-    """Returns which outputs are NaN or infinite, or "" if none are."""
+    """Describes which outputs are NaN or infinite. Returns "" if all outputs are finite."""
     for name, is_so in (("NaN", torch.isnan), ("-inf", torch.isneginf), ("inf", torch.isposinf)):
         found = is_so(outputs)
         if bool(found.any()):
@@ -151,7 +151,7 @@ def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
 
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
-    """Returns how the first part of a model differs from the rebuilt part, in its text or a tensor's shape, or ""."""
+    """Describes how the first differing part of a model differs from its rebuilt form. Returns "" if none differs."""
     path = next(_differing(model, rebuilt), None)
     if path is None:
         return ""
@@ -170,12 +170,12 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
     Args:
         runs: Both models, each with a function that runs it on the same images.
-        layers: For each of the two models, the attention and the block of every layer in turn, or () if unknown.
-        because: The reason to return if the outputs of the attention differ, too.
+        layers: The attention and the block of every layer in turn, for each of the two models, or () if unknown.
+        because: The explanation to return if outputs of the attention differ, too.
     """
     outputs: list[list[Tensor]] = []
     for (model, run), parts in zip(runs, layers, strict=False):
-        # Recording also switches off the last layer's class-token shortcut, so both models process all tokens.
+        # Recording turns off the last layer's class-token shortcut, so both models compute all tokens.
         with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
             run()
         if len(calls) != len(parts):
@@ -200,7 +200,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
 
 def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
-    """Returns a sentence about the first block whose outputs are not finite numbers.
+    """Returns a sentence that names the first block whose outputs are NaN or infinite.
 
     `layers` contains the attention and the block of every layer in turn.
     """
@@ -217,9 +217,9 @@ def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
 
 
 def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
-    """Raises NotSupported unless both models return the same for the same random images, up to rounding.
+    """Raises NotSupported if two models return different outputs for the same random images, beyond rounding error.
 
-    The message names the first block with a different output. `layers` and `because` are as in `differing_block`.
+    The message names the first block with different outputs. `layers` and `because` are used as in `differing_block`.
     """
     first, second = models
     images = random_images(first, first.input_shape)
@@ -235,11 +235,11 @@ def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequ
 def require_equal_attention(
     adopted: nn.Module, run: Callable[[], object], originals: Sequence[nn.Module], adapters: Sequence[nn.Module]
 ) -> None:
-    """Raises NotSupported unless every attention returns the same as the module that it replaces.
+    """Raises NotSupported unless every attention returns the same outputs as the module that it replaces.
 
-    Both get the inputs that the attention has in a run of the model. A replaced module that changes itself when it is
-    called is refused, too. Comparing only the model's outputs may hide a difference, e.g. beside a large constant, or
-    after a sigmoid.
+    The two modules get the inputs that the attention receives in a run of the model. A replaced module that changes its
+    own state when it is called is refused, too. Comparing only the model's outputs could hide a difference, for example
+    beside a large constant or after a sigmoid.
     """
     with evaluating((adopted,)), recording_calls(adapters, lambda call: call) as calls:
         run()
@@ -249,7 +249,7 @@ def require_equal_attention(
         before = _state(original)
         precision, actual = next(original.parameters()).dtype, call.output_tokens
         given = (call.tokens, call.args, call.kwargs)
-        if actual.dtype != precision:  # under autocast. Its rounding would hide a difference, so both run without it
+        if actual.dtype != precision:  # the model uses autocast, whose rounding would hide differences, so turn it off
             given = _in_precision(given, precision)
         with evaluating((original, adopted)):
             expected = original(given[0], *given[1], **given[2])
@@ -272,7 +272,7 @@ def require_equal_attention(
 
 
 def _in_precision(given: Any, precision: torch.dtype) -> Any:
-    """Returns the arguments with all floating-point tensors in this precision."""
+    """Converts all floating-point tensors among the arguments to this precision."""
 
     def converted(each: Any) -> Any:
         return each.to(precision) if isinstance(each, Tensor) and each.is_floating_point() else each
@@ -281,7 +281,7 @@ def _in_precision(given: Any, precision: torch.dtype) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Returns the buffers of a module and its parts, and the attributes that are numbers or tensors."""
+    """Returns a module's buffers, including those of its parts, and all attributes that are numbers or tensors."""
     state: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -297,9 +297,9 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor]:
-    """Returns the outputs for images [batch, channels, height, width].
+    """Returns a working copy's outputs for images [batch, channels, height, width].
 
-    If the forward pass fails, it raises NotSupported with the reason `because`.
+    A failing forward pass raises NotSupported with the reason `because`.
     """
     try:
         return tensors_of(model._forward_chunk(images))
@@ -315,8 +315,8 @@ def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor
         ) from error
 
 
-# The layers that can be described, because their arguments are attributes with the same names. Layers that end in
-# probabilities (Softmax, Sigmoid) are excluded, because outputs are compared as logits.
+# Layers that attnrx can describe in a file, because each argument is an attribute of the same name. Softmax and Sigmoid
+# are excluded, because outputs are compared as logits, and these layers return probabilities.
 LAYERS = {
     layer.__name__: layer
     for layer in (
@@ -327,12 +327,12 @@ LAYERS = {
 
 
 def describe_part(module: nn.Module) -> dict[str, Any] | None:
-    """Returns the class and arguments of one of LAYERS, or of an nn.Sequential of them, or None for other modules."""
+    """Describes one of LAYERS, or an nn.Sequential of them, by class and arguments. Other modules return None."""
     if type(module) is nn.Sequential:
         parts = {name: describe_part(part) for name, part in module.named_children()}
         return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
     layer = LAYERS.get(type(module).__name__)
-    if type(module) is not layer:  # this excludes classes with the same name from elsewhere
+    if type(module) is not layer:  # excludes classes of the same name from elsewhere
         return None
     arguments = {}
     for name in inspect.signature(layer.__init__).parameters:
@@ -342,15 +342,15 @@ def describe_part(module: nn.Module) -> dict[str, Any] | None:
         # The argument `bias` says whether there is a bias.
         arguments[name] = value is not None if name == "bias" else list(value) if isinstance(value, tuple) else value
     described = {"layer": type(module).__name__, "arguments": arguments}
-    # An option that is not an attribute of its layer would be lost.
+    # A layer option without an attribute would be lost, so such layers return None.
     return described if repr(build_part(described)) == repr(module) else None
 
 
 def build_part(described: Mapping[str, Any]) -> nn.Module:
-    """Returns a new module from a description, which may come from a file.
+    """Creates a module from a description, which may come from a file.
 
     Raises:
-        InvalidInput: `describe_part` does not return such a description.
+        InvalidInput: The description does not have the form that `describe_part` returns.
     """
     try:
         if described["layer"] == "Sequential":
@@ -363,21 +363,21 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
 
 
 def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
-    """Returns, by path, a description of every part of the model that differs from the same part when rebuilt.
+    """Describes, by path, every part of a model that differs from the same part of the rebuilt model.
 
-    The path "" is the model itself. The description is None for a part that cannot be described.
+    The path "" stands for the model itself. Parts that cannot be described have the value None.
     """
     return {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt)}
 
 
 def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns `differing_parts`, or {} if a different part cannot be described or is the model itself."""
+    """Returns `differing_parts`, or {} if a differing part is the model itself or cannot be described."""
     parts = {path: part for path, part in differing_parts(model, rebuilt).items() if path}
     return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
 
 
 def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator[str]:
-    """Yields the paths of the outermost parts that differ."""
+    """Yields the paths of parts that differ. If a part differs, the parts inside it are not listed."""
     if type(model) is not type(rebuilt) or _own(model) != _own(rebuilt):
         yield path
         return
@@ -386,12 +386,12 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Describes a module without its children: its class and text (""), the shapes of saved tensors, and its parts."""
+    """Describes a module without its children: its class and text (""), its saved tensors' shapes, and its parts."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
     is_leaf = not module._modules  # a leaf may have its own text
     return {
-        # The text of a module shows settings that weights do not show: activations, epsilons, dropout rates.
+        # The text of a module shows settings that its weights do not show: activations, epsilons and dropout rates.
         "": str(module) if is_leaf else f"{type(module).__name__}({module.extra_repr()})",
         **{name: f"of shape {tuple(each.shape)}" for name, each in saved.items() if each is not None},
         **{name: "a part" for name, _ in module.named_children()},

@@ -1,7 +1,7 @@
-"""A pre-norm block that runs without calling its parts if nothing observes them.
+"""Runs a pre-norm block without calling its parts, if nothing observes the parts.
 
-It runs as one call of the C++ kernel, or only as operations of PyTorch. `fuse_` changes the class of timm's and
-transformers' blocks to a class that tries this first.
+The block then runs as one call of the C++ kernel, or only as PyTorch operations. `fuse_` changes the class of timm's
+and transformers' blocks to a class that tries this first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBl
 from attnrx.vit.models.parts.mlp import FusedMLP, is_exact_gelu, linears_of
 from attnrx.vit.models.working.adopted import Adapter
 
-# Backends with attention that consists only of products, for devices other than a CPU.
+# Backends whose attention consists only of matrix products. They are used on devices other than a CPU.
 OPERATIONS = (Auto, Fused, AttentionCapture)
 
 Factor = Float[Tensor, " width"] | None
@@ -46,8 +46,8 @@ Factor = Float[Tensor, " width"] | None
 class BlockModules(NamedTuple):
     """The modules of a pre-norm block.
 
-    `norms` are the norms before the attention and before the MLP. `factors` scale the two branches, if not None.
-    `others` are modules that the block calls although they change nothing in evaluation mode.
+    `norms` are the norms before the attention and before the MLP. `factors` scale the two branches, unless they are
+    None. `others` are modules that the block calls although they change nothing in evaluation mode.
     """
 
     norms: tuple[nn.Module, nn.Module]
@@ -60,21 +60,22 @@ class BlockModules(NamedTuple):
 def fused_block(
     tokens: TokenBatch, modules: BlockModules, outputs: int | None = None
 ) -> Float[Tensor, "batch outputs width"] | None:
-    """Returns x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
+    """Computes a block: x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
 
     Returns None if the parts have to be called one by one. Blocks are fused only for inference. Their attention must
-    consist of products, their MLP must have an exact GELU, and no part may have a hook or its own `forward`. In float32
-    on a CPU, the kernel computes the block. On other devices the operations of the parts run directly, because calling
-    modules takes longer than a GPU takes to run them. No weight is copied. Its address is stored outside the modules
-    and compared in every call.
+    consist of matrix products, their MLP must have an exact GELU, and no part may have a hook or its own `forward`.
+
+    In float32 on a CPU, the kernel computes the block. On other devices, the operations of the parts run directly,
+    because calling modules takes longer than a GPU needs to run them. No weight is copied. Only the addresses of the
+    weights are stored, outside the modules, and compared in every call.
 
     Args:
         tokens: The input of the block.
         modules: The modules of the block.
-        outputs: The number of tokens to compute, counted from the first. The default is all.
+        outputs: How many tokens to compute, counted from the first. The default is all.
     """
     attention = modules.attention
-    # Global hooks belong, for example, to a counter of operations, which counts by module.
+    # If global hooks exist, parts are called one by one. An operation counter, for example, counts by module.
     if (
         not may_be_fused(tokens)
         or type(tokens) is not Tensor
@@ -106,17 +107,17 @@ def fused_block(
 
 
 class _Known:
-    """A block that the kernel computes as long as its parts and their settings stay the same objects.
+    """A block that the kernel can compute as long as its parts and their settings are still the same objects.
 
-    This check takes 20 us. Comparing the parts themselves would take 100 us, and a ViT-Tiny block takes 1,400 us. The
-    attention is not referenced, so it can be freed.
+    The check takes 20 us. Comparing the parts themselves would take 100 us, and a ViT-Tiny block takes 1,400 us.
+    The attention is not referenced, so it can be freed.
     """
 
     def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
         self.block, self._plan = block, plan
         self._given = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         attention: Any = modules.attention
-        # Each entry: a module's dictionary, a key, and the value that was found there.
+        # Each entry holds a module's dictionary, a key, and the value under this key.
         self._found: list[tuple[dict[str, Any], str, Any]] = [(vars(attention), "spec", attention.spec)]
         for part in parts:
             own = vars(part)
@@ -128,7 +129,7 @@ class _Known:
         self._classes = list(map(type, self._parts))
 
     def is_current(self, plan: LayerPlan, modules: BlockModules) -> bool:
-        """Whether this is the block of these modules in their present state."""
+        """Returns whether this block was made of these modules in their present state."""
         now = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         if plan is not self._plan or len(now) != len(self._given) or any(map(is_not, now, self._given)):
             return False
@@ -141,14 +142,14 @@ class _Known:
         return not any(map(is_not, map(type, self._parts), self._classes)) and self.block.is_current()
 
 
-# Keyed by attention, so neither a block nor its copies store anything from a call.
+# Keys are attention modules, so neither a block nor its copies store anything from a call.
 _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
 def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
-    """Returns the kernel's block made of these parts, or None if they have to be called one by one."""
+    """Returns the kernel's block for these parts, or None if they have to be called one by one."""
     norms, spec, known = modules.norms, attention.spec, _known_parts(modules, attention)
-    # `joint` means that the scores are products of the projected rows.
+    # `joint` means that all scores are products of the projected rows.
     if known is None or not plan.joint or type(plan.backend) not in (Native, NativeCapture):
         return None
     projections, first, second, has_gelu, parts = known
@@ -169,13 +170,13 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 
 
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
-    """Returns the parts of a block that the kernel reads, or None if one of them is of another class.
+    """Returns the parts of a block that the kernel reads, or None if a part is of another class.
 
-    They are the maps of queries, keys, values and outputs, and the linear maps that form each of the MLP's two maps.
-    Then follow whether a GELU is between these two, and all parts.
+    The result contains the maps of queries, keys, values and outputs, the linear maps that form the MLP's first map,
+    the linear maps that form the second map, whether a GELU is between these two, and all parts.
     """
-    # Read from the dictionaries of the modules, which is faster than attributes. Only exact classes are accepted, so
-    # the weights are there.
+    # Parts are read from the modules' dictionaries, which is faster than reading attributes. Only exact classes are
+    # accepted, so all weights exist.
     inside, (fc1, act, fc2) = children(attention), children(modules.mlp).values()
     scores, first, second, has_gelu = inside["scores"], linears_of(fc1), linears_of(fc2), is_exact_gelu(act)
     if type(scores) is not DenseForm or not (first and second and (has_gelu or type(act) is nn.Identity)):
@@ -194,9 +195,9 @@ def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...]
 def _by_operations(
     tokens: TokenBatch, modules: BlockModules, attention: Attention, outputs: int | None
 ) -> TokenBatch | None:
-    """Returns the output of a block, computed by the operations of its parts, or None for parts of other classes.
+    """Computes a block by the operations of its parts. Returns None if parts are of other classes.
 
-    With few tokens, these checks take a noticeable part of the time, so nothing is checked twice.
+    The checks take a noticeable share of the time if tokens are few, so nothing is checked twice.
     """
     norms, factors, backend = modules.norms, modules.factors, attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
@@ -245,8 +246,8 @@ def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
 
 
 def may_be_fused(tokens: TokenBatch) -> bool:
-    """Whether a block may compute these tokens without calling its parts."""
-    # `is_recorded` comes first, because a compiler guards every attribute that it reads, in every call.
+    """Returns whether a block may compute these tokens without calling its parts."""
+    # `is_recorded` comes first, because torch.compile would check every other attribute again in every call.
     return not is_recorded() and (tokens.dtype == torch.float32 or tokens.device.type != "cpu")
 
 
@@ -259,13 +260,13 @@ def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
 
 
 def is_idle(part: nn.Module) -> bool:
-    """Whether a part has neither hooks nor its own `forward`, so its class determines what it computes."""
+    """Returns whether a part has neither hooks nor its own `forward`, so it computes what its class says."""
     return not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
 
 
 @lru_cache
 def is_layer_norm(kind: type) -> bool:
-    """Whether modules of a class compute the same as nn.LayerNorm."""
+    """Returns whether modules of a class compute the same as nn.LayerNorm."""
     return kind is nn.LayerNorm or (kind.__name__ == "LayerNorm" and kind.__module__ == "timm.layers.norm")
 
 
@@ -280,10 +281,10 @@ def _is_vector(tensor: Any, width: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of the parts of a pre-norm block besides `mlp`.
+    """The names of a pre-norm block's parts besides `mlp`.
 
-    `attention` is an `Adapter`. `norms` are the norms before attention and MLP, and `scales` the modules that scale
-    both branches. `others` change nothing in evaluation mode.
+    `attention` names an `Adapter`. `norms` are the norms before attention and MLP, and `scales` the modules that scale
+    both branches. `others` are parts that change nothing in evaluation mode.
     """
 
     attention: str
@@ -293,7 +294,7 @@ class BlockParts:
 
 
 DINOV2 = BlockParts("attention", ("norm1", "norm2"), ("layer_scale1", "layer_scale2"), ("drop_path",))
-# Keyed by the names of the classes, so no library is imported.
+# Classes are named by texts, so no library has to be imported.
 BLOCKS: Mapping[str, BlockParts] = {
     "timm.models.vision_transformer.Block": BlockParts(
         "attn", ("norm1", "norm2"), ("ls1", "ls2"), ("drop_path1", "drop_path2")
@@ -307,13 +308,13 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """The first base of the classes that `fuse_` sets for blocks. The library's class is the second base."""
+    """The first base class of the classes that `fuse_` gives to blocks. Their second base is the library's class."""
 
     names: BlockParts
 
     def forward(self, *args: Any, **options: Any) -> Any:
         tokens: Any = args[0] if args else options["hidden_states"]
-        # Models pass their own options, e.g. is_causal=False, but the kernel takes no mask.
+        # Models also pass options, e.g. is_causal=False. The kernel takes no mask, so only None and False are allowed.
         others = (*args, *options.values())
         is_plain = all(each is None or each is False or each is tokens for each in others)
         fused = self._fused(tokens) if is_plain and may_be_fused(tokens) else None
@@ -321,7 +322,7 @@ class FusedBlock(nn.Module):
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
         """Returns the output of `fused_block`, or None if the parts have to be called one by one."""
-        # From the dictionary, because `nn.Module.__getattr__` takes longer than all comparisons here.
+        # Parts are read from the dictionary, because `nn.Module.__getattr__` takes longer than all comparisons here.
         parts, names = children(self), self.names
         adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
         if not (isinstance(adapter, Adapter) and is_idle(adapter) and all(_is_scale(type(scale)) for scale in scales)):
@@ -330,7 +331,7 @@ class FusedBlock(nn.Module):
         others = (*scales, *[parts[name] for name in names.others])
         norms = parts[names.norms[0]], parts[names.norms[1]]
         modules = BlockModules(norms, children(adapter)["attention"], parts["mlp"], (first, second), others)
-        # In the last block, `tokens` may be only the first tokens of an image. Then `entered` contains all tokens.
+        # In the last block, `tokens` may be only an image's first tokens. `entered` then holds all tokens.
         entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
         fused = fused_block(entered, modules, tokens.shape[1])
         if fused is not None:
@@ -343,13 +344,13 @@ class FusedBlock(nn.Module):
 
 @lru_cache
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    # The same name, because transformers finds its blocks by name.
+    # The class keeps its name, because transformers finds its blocks by name.
     names = {"names": BLOCKS[_name(kind)], "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (FusedBlock, kind), names)
 
 
 def _empty_block(kind: type[nn.Module]) -> nn.Module:
-    """Returns a block without contents, for pickle to fill in."""
+    """Returns a block without contents. Pickle then fills in its state."""
     fused = _fused_class(kind)
     return fused.__new__(fused)
 
@@ -359,13 +360,13 @@ def _name(kind: type) -> str:
 
 
 def fuse_(block: nn.Module) -> None:
-    """Changes the class of a block in place if it is one of BLOCKS. Its parts, parameters and hooks stay."""
+    """Changes the class of a block in place if BLOCKS lists it. Parts, parameters and hooks stay the same."""
     if _name(type(block)) in BLOCKS and not isinstance(block, FusedBlock):
         block.__class__ = _fused_class(type(block))
 
 
 @lru_cache
 def _is_scale(kind: type) -> bool:
-    """Whether modules of a class multiply by their only parameter, or change nothing."""
+    """Returns whether modules of a class multiply by their only parameter, or change nothing."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))

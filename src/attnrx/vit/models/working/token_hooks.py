@@ -1,4 +1,4 @@
-"""Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
+"""Attaches token policies to models, by hooks on their blocks and by attention backends that capture statistics."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,18 +23,18 @@ from attnrx.vit.tokens import TokenPolicy
 def attach_tokens_(
     model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
 ) -> TokenReduction:
-    """Attaches a policy to the model, in place, and returns the reduction, with fresh predictors if it needs any.
+    """Attaches a token policy to a model, in place. Returns the reduction, with new predictors if the policy has any.
 
     Args:
-        model: The model.
-        family: Its family.
+        model: The model to change.
+        family: The model's family.
         policy: The reducer, the layers of its stages and the numbers of tokens.
-        by: "compress" removes tokens, and "mask" keeps every shape.
-        heads: The number of heads of the original model, if some may have been removed from every layer.
+        by: "compress" removes tokens. "mask" keeps every shape and excludes pruned tokens by masks.
+        heads: The original model's number of heads, if some heads may have been removed from every layer.
 
     Raises:
         InvalidInput: The model has a policy already, or the policy does not fit its layers.
-        NotSupported: The policy needs a class token or a kind of pooling that the model does not have.
+        NotSupported: The policy needs a class token or a kind of pooling that the model lacks.
     """
     specs, record = family.specs(model), record_of(model)
     if reduction_of(model) is not None:
@@ -47,16 +47,16 @@ def attach_tokens_(
     setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned, so the model stays bit-identical
-    # Hooks, not subclasses, because the policy is attached to the blocks of any library. Their own forward methods then
-    # run on the remaining tokens.
+    # Hooks are used because the blocks may come from any library. Their own forward methods then run on the remaining
+    # tokens, without subclasses.
     stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
     for index, block in enumerate(blocks_of(model, family)):
-        # The input of a block is the output of the previous one.
+        # The input of a block is the output of the block before it.
         adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
         _first_(block, partial(reduction.enter, stages.get(index), adds))
         _first_(block, partial(reduction.leave, index), returned=True)
-    # A library method called on the inner model returns all patches. A forward pass of the model disables this
-    # restoration (`Adopted.forward_pass`, `PassHook`).
+    # If a user calls a library method on the inner model, all patches are restored after every block. A forward pass of
+    # the model itself restores them only where they are needed (`Adopted.forward_pass`, `PassHook`).
     restored_blocks = family.restored_blocks(model)
     if restored_blocks is not None:
         reduction.restored_blocks = range(len(specs))
@@ -66,15 +66,15 @@ def attach_tokens_(
         model.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
     _first_(family.patch_embedding(model), reduction.begin)
     for index, spec in enumerate(specs, 1):
-        # A stage runs on the input of a layer, so it needs captures from the previous layer.
+        # A stage runs before a layer, so it needs captures from the layer before.
         decides = index + 1 in policy.layers
         quantities = set(policy.reducer.needs) if decides else set()
         if index < policy.layers[-1] and policy.reducer.every_layer in ("attention", "class_attention"):
             quantities.add(policy.reducer.every_layer)
-        # Before the first stage all sizes are 1, and any backend computes the layer.
+        # All sizes are 1 before the first stage, so any backend can compute these layers.
         uses_sizes = reduction.counts_sizes or policy.reducer.learned
         captures = bool(quantities) or (uses_sizes and index >= policy.layers[0])
-        # The library's own attention cannot capture or select positions. It stays if a layer needs neither.
+        # A library's own attention can neither capture nor select positions. It stays in layers that need neither.
         has_positions = spec.traits.rotates or spec.pair_bias
         if not captures and not has_positions and record is not None:
             continue
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks that pool the remaining tokens as all patches would be pooled."""
+    """Attaches hooks that pool the remaining tokens so that the result stands for all patches."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -111,9 +111,9 @@ NO_CHECKPOINTS = (
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Returns whether a forward pass now would compute blocks again in the backward pass."""
-    # timm and open_clip checkpoint in both modes, transformers only in training. The flag is read from the instance's
-    # dictionary, where the libraries set it, because looking up a missing attribute is slow.
+    """Returns whether a forward pass in the present state would use gradient checkpointing."""
+    # timm and open_clip use checkpoints in both modes, transformers only in training. The flag is read from the
+    # instance's dictionary, where the libraries set it, because looking up a missing attribute is slow.
     return torch.is_grad_enabled() and any(
         vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
         for part in model.modules()
@@ -121,7 +121,7 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def detach_tokens_(model: nn.Module) -> nn.Module:
-    """Removes the token policy of a model with a record, in place, and returns the model. attnrx's attention stays."""
+    """Removes the token policy from a model with a record, in place, and returns it. attnrx's attention stays."""
     model._modules.pop(TOKENS, None)
     for part in model.modules():
         if isinstance(part, Attention):
@@ -140,13 +140,13 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Runs at the beginning and end of a forward pass, if some blocks under the token policy restore all patches."""
+    """Hooks at the start and end of a forward pass, for models with a token policy that may have to restore patches."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
 
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins a pass.
+        """Starts a forward pass.
 
         Raises:
             NotSupported: Gradient checkpointing is on, or TorchScript's ONNX exporter traces the pass.
@@ -155,7 +155,7 @@ class PassHook:
             raise NotSupported(NO_CHECKPOINTS)
         require_no_old_tracer()
         blocks = range(self.reduction.shape.depth) if _wants_states(model, kwargs) else self.restored_blocks
-        # A replica of `DataParallel` has its own predictors.
+        # A replica that `DataParallel` made has its own predictors.
         self.reduction.enter_pass(blocks, (reduction_of(model) or self.reduction).stages)
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -165,7 +165,7 @@ class PassHook:
         is_mean = self.reduction.shape.layout.pooled in ("mean", "max") and not self.restored_blocks
         if not (is_mean and isinstance(output, Mapping) and _wants_states(model, kwargs)):
             return None
-        # The classifier does not use the mean over restored patches, so it runs again without the states.
+        # The classifier must not take the mean over restored patches. So the model runs again without hidden states.
         answer = model(*args, **{**kwargs, "output_hidden_states": False, "return_dict": True})
         changed: Any = output
         for name in {"loss", "logits"} & answer.keys():
@@ -174,15 +174,15 @@ class PassHook:
 
 
 def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether a call of a transformers model returns the states after all blocks."""
+    """Returns whether a call of a transformers model requests the states after all blocks."""
     default = getattr(getattr(model, "config", None), "output_hidden_states", False)
     return bool(options.get("output_hidden_states", default))
 
 
 class TokenHook:
-    """Replaces the tokens that enter or leave a module by `run(tokens)`, unless the result is None.
+    """A hook that replaces the tokens that enter or leave a module by `run(tokens)`, unless `run` returns None.
 
-    The hook treats the images of a batch independently, so a batch may be split into chunks.
+    `by_image` promises that the hook treats the images of a batch independently. So a batch may be split into chunks.
     """
 
     by_image = True
@@ -208,20 +208,20 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """Passes the norm before a pooling by attention to `run`, which applies it to the remaining tokens."""
+    """A hook on the norm before a pooling by attention. It passes the norm to `run`, for the remaining tokens."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
 
 
 class PoolerHook(TokenHook):
-    """Replaces the tokens that an attention pools by the first result of `run(tokens)`.
+    """A hook that replaces the tokens to which a pooling attention attends, by the first result of `run(tokens)`.
 
-    The second result, if not None, is added to the scores.
+    The second result is added to the attention scores, unless it is None.
     """
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
-        is_latent = not isinstance(module, nn.MultiheadAttention)  # timm's pooler, whose query is not an argument
+        is_latent = not isinstance(module, nn.MultiheadAttention)  # timm's AttentionPoolLatent stores its own query
         entering = args[0] if is_latent else args[1]
         tokens, scores = self.run(entering)
         options = dict(kwargs)
@@ -231,8 +231,8 @@ class PoolerHook(TokenHook):
 
 
 def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned: bool = False) -> None:
-    """Registers a hook on a module's input or (`returned`) output that runs before the existing hooks."""
-    # Not prepend=True, because torch 2.11 compiles hooks in the order of insertion, not in the OrderedDict's order.
+    """Registers a hook on a module's input (or on its output if `returned`) that runs before all existing hooks."""
+    # prepend=True would not work, because torch 2.11 compiles hooks in the order in which they were registered.
     hooks = module._forward_hooks if returned else module._forward_pre_hooks
     later = dict(hooks)
     hooks.clear()
@@ -241,7 +241,7 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the token policy of a model as JSON-ready values, or None if it has none."""
+    """Returns a model's token policy as JSON-ready values, or None if it has none."""
     reduction = reduction_of(model)
     if reduction is None:
         return None
@@ -249,7 +249,7 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
-    """Returns a context for one forward pass, which removes the statistics of the model's tokens at its end.
+    """Returns a context for one forward pass. The pass's token statistics are removed when the context ends.
 
     Raises:
         NotSupported: TorchScript's ONNX exporter traces the pass.
@@ -262,9 +262,9 @@ def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None
 
 
 def require_no_old_tracer() -> None:
-    """Raises NotSupported if TorchScript's ONNX exporter traces the pass."""
+    """Raises NotSupported if TorchScript's ONNX exporter traces the present pass."""
     if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
-        # That exporter has no stable sort, and its files sometimes give other outputs.
+        # The old exporter has no stable sort, so its files sometimes give other outputs.
         raise NotSupported(
             "torch.onnx.export(dynamo=False) cannot write a model that prunes or merges tokens: use dynamo=True, or "
             "attnrx.export(model, path), which compares the file with the model."
@@ -273,11 +273,11 @@ def require_no_old_tracer() -> None:
 
 @contextmanager
 def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[TokenRun]]:
-    """Collects the statistics of the model's tokens in the context, one run per forward pass of this thread.
+    """Collects the model's token statistics inside the context, one `TokenRun` per forward pass of this thread.
 
-    The list stays empty if the model has no token policy, or a policy that keeps every patch. Batches are not split
-    into chunks. In nested contexts, the innermost one collects. With `tracked`, runs record which token represents each
-    patch.
+    The list stays empty if the model has no token policy, or one that keeps every patch. Batches are not split into
+    chunks. If such contexts are nested, only the innermost context collects. If `tracked` is true, each run also
+    records which token represents each patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
     with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
