@@ -53,7 +53,7 @@ class UnitGates(nn.Module):
             self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
     def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the scores minus their thresholds. A unit with a larger margin is kept longer."""
+        """Returns the scores minus their thresholds. Pruning keeps the units with the largest margins."""
         places = {key: key.partition("-") for key in self.scores}
         return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 
@@ -174,7 +174,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the smallest share of the MACs that gates can reach, which only the units without a threshold cost."""
+    """Returns the smallest share of the MACs that gates can reach, when only units that no threshold removes remain."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 

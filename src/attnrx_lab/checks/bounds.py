@@ -51,7 +51,7 @@ class Bounds(Check):
     on heads whose weakest directions were pruned, with the smallest kept strength as threshold. Proposition 2 is Eq. 25
     and needs no images. Proposition 3 needs a matrix decomposition, so it uses only one image in every BATCH.
     Proposition 4 adds Gaussian noise with the standard deviation NOISE to the images. Proposition 5 is tested on heads
-    with exactly equal weights. Training does not produce such heads, so most models skip it.
+    with exactly equal weights. Training does not produce such heads, so the check usually skips it.
     """
 
     images: int = 256

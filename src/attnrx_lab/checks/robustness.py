@@ -19,7 +19,7 @@ from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # After the normalization is inverted, rounding may put pixels this far outside [0, 1].
 ROUNDING = 1e-3
-# The default corruptions, one each of noise, blur, digital processing and weather.
+# The default corruptions, which need less time than all nineteen.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
 LABELS = "labels of the images"  # a key of `Classes`, in addition to the roles of the models

@@ -29,11 +29,11 @@ def over_kinds(key: str, title: str, quantity: str, unit: str = "", kinds: tuple
     )
 
 
-# The paper does not have this column, which is the distance of each model from the original.
+# A column that the paper does not have: the distance of each model from the original.
 TO_ORIGINAL = ("{}_to_original", "{} vs original, Rel. L2", "discrepancy_to_original")
 
-# The paper states losses, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked model
-# with the compressed one (`renormalized` in this package).
+# The paper prints losses, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked model
+# with the compressed model (`renormalized` in this package).
 PAPER_COLUMNS = (
     Column("removed", "Dir. pruned", "renormalized", "removed", "%"),
     Column("accuracy_lost", "Acc. change (lost)", "renormalized", "accuracy_change", "pp", factor=-1.0),
