@@ -82,8 +82,8 @@ BETWEEN = 0.02  # standard deviation of log(latency ratio) between processes
 def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Simulates one run, and returns the seconds of two models in every round. The first takes 1.5 times as long.
 
-    Both models share a drift. Each model has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The time
-    of the first model also differs between processes.
+    Both models drift together. Each model's times have correlated noise of 5 %, and 5 % of its rounds are disturbed.
+    The times of the first model also differ between processes.
     """
     warm = 50  # rounds until the noise is stationary
     noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5

@@ -102,7 +102,7 @@ def speeds(
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2)
-    # The process is new, because the speed of memory allocation depends on what a process has done before.
+    # Models are timed in a new process, because memory allocation is slower or faster after other work.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)
     # The speed-up by compression is relative to the unchanged model in the same kernels. Without attnrx attention, a

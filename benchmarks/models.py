@@ -9,10 +9,11 @@ others get its result. `attnrx.load` also compares outputs on random images, but
 is not installed is omitted. Results are stored in the file OUTCOMES, one line of JSON per kind, and another call
 resumes from it.
 
-With --measure the smallest architecture of every row is created with random weights, and the page gets four more
-columns. The first is the difference between the copy and the library's model. The second is whether the closed form of
-the MACs equals a count. The third is whether a smaller model is the same after saving and loading, and the fourth is
-whether it has an ONNX file. Each row takes minutes. With OUTCOMES, --measure resumes after an interruption.
+With --measure the script also creates the smallest architecture of every row with random weights, and adds four columns
+to the page. The first shows how much the outputs of attnrx's copy and the library's model differ. The second compares
+the closed form of the MACs with a count. The third shows whether a smaller model is the same after saving and loading,
+and the fourth whether attnrx can export it to ONNX. Each row takes minutes. With OUTCOMES, --measure resumes after an
+interruption.
 """
 
 import argparse
@@ -183,8 +184,8 @@ class Architecture:
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     """Returns the axes of a model on the meta device, or the reason why its family refuses it.
 
-    A model may contain a Vision Transformer that has a reader. Then the result has the axes of this Vision Transformer,
-    because `attnrx.load` also uses it.
+    If the family refuses the whole model, the result has the axes of a Vision Transformer inside it that can be read,
+    because `attnrx.load` adopts such a part in the same way.
     """
     outcome = outcome_of_trunk(family, model)
     if outcome.reason:
@@ -382,9 +383,9 @@ def of_timm() -> Iterator[Architecture]:
 
 
 def of_transformers() -> Iterator[Architecture]:
-    """Yields the classes with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
+    """Yields transformers classes: those with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
 
-    Each class has its default configuration.
+    Models are created with the default configuration of their class.
     """
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS

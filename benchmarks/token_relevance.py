@@ -127,7 +127,7 @@ def rank_correlation(
     ranks = (_ranks(first), _ranks(second))
     one, other = (each - each.mean(-1, keepdim=True) for each in ranks)
     size = one.norm(dim=-1) * other.norm(dim=-1)
-    # It is zero if one side is constant, because a constant side orders no patch before another.
+    # The correlation is zero if one side is constant, because a constant side orders no patch before another.
     return torch.where(size > 0, (one * other).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
@@ -204,7 +204,7 @@ def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -
     """Compares the patches that a stage keeps with the patches that the mean over all later layers would keep."""
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
-        # These are the layers after the stage, because a reducer at this stage has to predict their relevance.
+        # Only layers after the stage count, because a reducer at this stage has to predict their relevance.
         later = kept(maps[:, layer - 1 :].mean(1), count)
         for name, state in {"one layer": maps, "mean over layers": mean}.items():
             shared = overlap(kept(state[:, layer - 2], count), later)

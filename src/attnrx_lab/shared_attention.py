@@ -134,8 +134,8 @@ class BlockMixture(Mixture):
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
         maps = self.blocks.maps()
-        # This is one product, [heads, blocks] @ [batch, blocks, queries * keys]. The scale multiplies the small matrix
-        # instead of the maps.
+        # One product [heads, blocks] @ [batch, blocks, queries * keys] mixes all maps. The scale multiplies the small
+        # matrix instead of the maps.
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 

@@ -99,8 +99,8 @@ def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*b
 
 
 class _UnitRows(torch.autograd.Function):
-    # Written by hand, because autograd's graph for x / |x| needs about twice as many passes over memory. In eager mode
-    # these passes make an SVDA layer slower than fused dense attention.
+    # The backward pass is written by hand, because autograd's graph for x / |x| passes over memory about twice as
+    # often. In eager mode these passes make an SVDA layer slower than fused dense attention.
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         inverse = inverse_norms(rows)

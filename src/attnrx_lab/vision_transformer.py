@@ -403,8 +403,8 @@ class ViTConfig(Displayed, TransformerConfig):
     ) -> "ViTConfig":
         """Returns the uncompressed model of `depth` equal layers.
 
-        Depth, heads, width and patch size default to the SVDA paper's (Table 4). The paper does not state the MLP
-        width, but four times the model width reproduces its printed savings.
+        Depth, heads, width and patch size default to the values in the SVDA paper (Table 4). The paper does not state
+        the MLP width, but four times the model width reproduces its printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
         return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})

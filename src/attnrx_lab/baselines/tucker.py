@@ -112,7 +112,7 @@ class TuckerBaseline(ModelCompressor):
         """Returns the number of terms of a layer, and the number of columns of each term's first two factors."""
         terms = 1 if self.kind == TUCKER else len(spec.heads)
         columns = rank_among(share, sum(spec.ranks))
-        # A term has at most as many columns as the smaller one of the first two modes, which is the mode of the keys.
+        # The size of a mode limits the columns of its factor. Of the first two modes, the mode of the keys is smaller.
         return terms, min(max(1, columns // terms), spec.width)
 
     def _spec(self, spec: AttentionSpec, share: float) -> AttentionSpec:

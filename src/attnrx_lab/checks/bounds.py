@@ -41,10 +41,10 @@ BATCH = 16  # images per batch, because the scores of all heads are stored in fl
 class Bounds(Check):
     """SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference, layer by layer.
 
-    Each theorem compares two sets of strengths for one layer and one input. So the check evaluates each layer on the
-    reference's activations, and changes only the strengths of this layer. (In a masked model the inputs change from the
-    second layer on.) The value of a finding is the largest ratio of measurement to bound over images, layers and heads.
-    The ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
+    Each theorem holds for one layer with a fixed input. So the check evaluates each layer on the reference's
+    activations, and changes only the strengths of this layer. (In a masked model the inputs change from the second
+    layer on.) The value of a finding is the largest ratio of measurement to bound over images, layers and heads. The
+    ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
 
     The check reads the pruned directions from the comparison's prescription. Without a prescription, and in layers
     without strengths, it skips Theorem 1 and Propositions 1 and 3. Unchanged heads do not count. Eq. 13 is tested only
@@ -93,7 +93,7 @@ class Bounds(Check):
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        # Both limits become ratios of at most 1: rank / directions, and 1 / rank.
+        # The two limits of Eq. 25 become ratios that must be at most 1: rank / directions, and 1 / rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Proposition 2, Eq. 25)"
         return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))

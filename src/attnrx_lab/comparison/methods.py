@@ -227,7 +227,7 @@ def diagnosed(
     model: nn.Module, methods: Sequence[Method], calibration: ImageSet, batch_size: int, seed: int, log: Log
 ) -> Diagnosis:
     """Returns a diagnosis with all measurements that the methods need."""
-    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
+    # The diagnosis includes moments for every kind of model, because rules for values, heads and MLP need them.
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
     diagnostics = suited_diagnostics(spectra, moments=True)
     if any("joint=centered" in method.rules for method in methods):

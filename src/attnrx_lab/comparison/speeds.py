@@ -135,7 +135,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     If a method chooses ranks by an energy or a divergence, its ranks depend on the images, and so does its latency.
     """
     noise = noise_images(model, seed, images)
-    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
+    # The diagnosis includes moments for every kind of model, because rules for values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images)
 

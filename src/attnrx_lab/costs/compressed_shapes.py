@@ -75,7 +75,7 @@ def _is_full(spec: AttentionSpec) -> bool:
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     heads, directions = len(spec.heads), sum(spec.ranks)
-    # Shared directions can number as many as the directions of all heads together. More would be useless.
+    # For shared directions, the largest useful rank is the number of directions of all heads together.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)
     # A rank that keeps all of the heads' own directions changes nothing.
     if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):

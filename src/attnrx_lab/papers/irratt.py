@@ -123,7 +123,7 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Returns the compression ratios in the paper's convention, in percent of the original, from shapes only."""
+    """Computes the paper's compression ratios from shapes only. They are percentages of the original's costs."""
     after = method_costs(outline, method)
     norms = outer_norm_features(outline, after)  # the same for both, because they have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))

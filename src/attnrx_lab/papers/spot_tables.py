@@ -155,7 +155,7 @@ OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
     for line in ("random", "DynamicViT")
 )
-# Table 3 of SPOT prints how much a soft method changes if it uses SPOT's scores instead of its own.
+# SPOT's Table 3 prints how much a soft method changes if SPOT's scores replace the method's scores.
 OVER_SOFT = tuple(
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", decimals=1, against=line)
     for line in ("SPViT", "dTPS")

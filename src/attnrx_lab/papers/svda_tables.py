@@ -15,7 +15,7 @@ PROTOCOL: dict[str, SvdaExperiment] = {
 }
 ALL, CIFAR10 = tuple(PROTOCOL.values()), (PROTOCOL["cifar10"],)
 
-# SVDA, Tables 1 and 6 have every dataset at rho = 0.90. Tables 2 and 8 have CIFAR-10 over rho.
+# SVDA's Tables 1 and 6 show every dataset at rho = 0.90. Tables 2 and 8 show CIFAR-10 at several rho.
 TITLES = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "food101": "Food-101"}
 DATASET_ROWS = tuple(Row(title, dataset, "rho-0.90") for dataset, title in TITLES.items())
 RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85", "0.90", "0.95"))

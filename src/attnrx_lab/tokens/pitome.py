@@ -52,7 +52,7 @@ class PiToMe(Merging):
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
         order = stable_order(energy)[:, : 2 * min(most, keys.shape[1] // 2)]
-        # Neighbours in this order are in different sets. The first set has as many patches as the round merges.
+        # Neighbours in this order are in different sets. The first set has one patch for every merge of the round.
         return order[:, 0::2], order[:, 1::2]
 
 

@@ -89,9 +89,9 @@ class ATS(Reducer):
     The significance of a patch is its class attention times the norm of its value. Significance is scaled to a sum of 1
     in every head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
     (k = 1..K) selects the patches. Several points can hit the same patch if its significance is large. The paper keeps
-    a patch only once, so the number of patches differs between images. This class always keeps K patches: the
-    patches with the highest significance replace repeated hits. The paper removes patches inside the attention of a
-    layer, but this class removes them before the next layer.
+    a patch only once, so the number of patches differs between images. This class always keeps K patches. If points hit
+    a patch repeatedly, the most significant patches that were not hit fill the remaining places. The paper removes
+    patches inside the attention of a layer, but this class removes them before the next layer.
     """
 
     needs = ("class_attention", "value_norms")

@@ -51,7 +51,7 @@ class MapMoments(LayerStatistic):
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
-        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
+        """Returns the moments with the sums of these tokens set to zero. Use it after new tokens overwrote them."""
         # The sums are copied, because they may be in an autograd graph or share memory with the first layer's map.
         mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
         pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]

@@ -52,7 +52,7 @@ class ZeroTPrune(Reducer):
         prefix: int,
     ) -> PerPatch:
         """Returns the importance of the patches, for the tokens in `present_mask` (1 if present, otherwise 0)."""
-        # PageRank includes the tokens before the patches, but the statistics of a head do not.
+        # PageRank includes the class token and other prefix tokens, but the statistics of a head use only patches.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
