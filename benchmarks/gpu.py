@@ -53,8 +53,8 @@ TESTS = ("tests/laws/test_cuda.py", "tests/laws/test_compiled.py")
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 MODELS = {"T": "vit_tiny_patch16_224", "S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 TINY = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
-# Rules that keep about 0.6 of the MACs, like `attnrx shrink --macs 0.6`. They prune hidden units, choose irregular ranks
-# and merge tokens in three stages.
+# Rules that keep about 0.6 of the MACs, like `attnrx shrink --macs 0.6`. They prune hidden units, choose irregular
+# ranks and merge tokens in three stages.
 PLAN = (
     "qk=total_rank:0.7,metric=weights{more} vo=total_rank:0.8,metric=weights{more} "
     "hidden=uniform_rank:0.85,metric=weights{more} tokens=ward:0.8@4,7,10"

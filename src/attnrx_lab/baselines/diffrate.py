@@ -65,11 +65,11 @@ class RatedByAttention(Predicting):
 class DiffRateBaseline(SearchedBaseline):
     """DiffRate (Chen et al., ICCV 2023) learns how many patches each layer keeps, with frozen weights.
 
-    Adam learns one share per layer on unlabelled calibration images. It starts from the uniform schedule that meets the
+    Adam learns one share per layer on unlabelled calibration images, starting from the uniform schedule that meets the
     target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared difference between the
     MACs and the target. All shares are then raised to one common power that meets the target. The result is an ordinary
-    token policy. It fuses the patches with the lowest class attention into the most similar others (`dtps` with class
-    attention).
+    token policy that fuses the patches with the lowest class attention into the most similar other patches (`dtps` with
+    class attention).
 
     The following choices are ours:
 

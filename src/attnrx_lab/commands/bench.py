@@ -126,7 +126,7 @@ def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
             "--device cuda where there is one."
         )
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
-    # In another runtime the models run as files, whose precision these conditions determine.
+    # Outside PyTorch, models run as exported files. These conditions set the precision of the files.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     protocols = tuple(

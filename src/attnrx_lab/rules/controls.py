@@ -110,7 +110,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
 
 
 def _same(one: Prescription, other: Prescription) -> bool:
-    """Returns whether two prescriptions keep the same directions of every map."""
+    """Returns whether two prescriptions keep the same directions in every map."""
 
     def kept(prescription: Prescription) -> Iterator[Tensor]:
         for layer in prescription.layers:
