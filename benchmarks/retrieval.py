@@ -7,12 +7,12 @@
 
 The tower is a timm model without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
 without the prefix `backbone.`), or anything that `attnrx.load` accepts. `shrink` runs with and without
-`keep_index=True`, and sees only --data. The original embeds --index test images of --index-data. The queries are
---queries training images of --index-data, so no image has two roles. A neighbour counts if it is among the k nearest
-that the original finds for the same query, by exact search with cosine similarity. Intervals are over queries. The
-speed is relative to the unchanged tower. Both towers run in attnrx's kernels and are timed in turns. The folder --out
-stores models, vectors and a JSON file per cell, so an interrupted run resumes. --targets recall=0.98 plans for a
-recall, which implies `keep_index`.
+`keep_index=True`, and sees only --data. The index contains the original's vectors of test images from --index-data, and
+the queries are training images from --index-data. (--index and --queries set their numbers.) A neighbour counts if it
+is among the k nearest that the original finds for the same query, by exact search with cosine similarity. Intervals are
+over queries. The speed is relative to the unchanged tower. Both towers run in attnrx's kernels and are timed in turns.
+The folder --out stores models, vectors and a JSON file per cell, so an interrupted run resumes. --targets recall=0.98
+plans for a recall, which implies `keep_index`.
 """
 
 import argparse
