@@ -9,11 +9,12 @@ from attnrx.show.reports.numbers import NOTHING, Number, fixed, number, short
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 
-# Sizes are in units of a picture, which the page scales.
+# Sizes are in SVG user units. The HTML page scales each picture.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of the chart's axes
 
-# Markers by position in the legend, so that curves also differ without colour. They are drawn around the origin.
+# SVG paths of the markers, one per position in the legend, so curves also differ without colour. All paths are centred
+# on the origin.
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "M-3.5 -3.5h7v7h-7z",
@@ -38,7 +39,7 @@ class Drawing:
 
     def add(self, shape: str, style: str, tip: str = "", **attributes: Number | str) -> None:
         """Adds one shape with the CSS classes `style` and the tooltip `tip`."""
-        # Attribute names have hyphens, but keyword arguments cannot have them.
+        # Keyword arguments cannot contain the hyphens of SVG attribute names, so underscores stand for them.
         written = {name.replace("_", "-"): _coordinate(value) for name, value in attributes.items()}
         element = ElementTree.SubElement(self._root, shape, {"class": style, **written})
         if tip:
@@ -83,7 +84,7 @@ class AxisScale:
 
     @property
     def power(self) -> int:
-        """The power of ten that is the unit of the labels. It is 0 unless the labels would be too long."""
+        """The power of ten by which the labels are divided. It is 0 unless plain labels would be too long."""
         largest = max(abs(self.low), abs(self.high))
         if 1e-3 <= largest < 1e5 or largest == 0:
             return 0
@@ -101,7 +102,7 @@ class AxisScale:
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Returns a range that contains all values with a margin of `room`. If all values are equal, it surrounds them."""
+    """Returns a range around all values. The margin on each side is `room` times their spread, and never zero."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # equal up to rounding
@@ -124,7 +125,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in order of x, with the colour and the marker of position `index` in the legend."""
+    """A named series of points, ordered by x. Its position `index` in the legend selects its colour and marker."""
 
     name: str
     points: tuple[CurvePoint, ...]
@@ -143,7 +144,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes, with their intervals as areas. `level` draws a horizontal line."""
+    """A chart of curves on common axes, with their intervals as shaded areas. `level` adds a horizontal line."""
 
     title: str
     x_label: str

@@ -1,11 +1,11 @@
 """Measures how often the 95 % intervals cover the truth, in seeded simulations with a known answer.
 
-There are three simulations. The first covers means over images. The Kullback-Leibler divergences of images have heavy
-tails. So the script draws them from lognormal distributions or mixtures of gamma distributions, or resamples a real
-model's divergences. The second covers latency. The rounds of a run are correlated (AR(1) with the coefficient `phi`)
-and drift, some rounds are disturbed, and the ratio differs between processes. One process is compared with four
-processes that each run a quarter of the rounds. The third measures how often a promise holds if the divergence is as
-promised, and if it is twice as large.
+The first of three simulations tests intervals of means over images. The Kullback-Leibler divergences of images have
+heavy tails. So the script draws them from lognormal distributions or mixtures of gamma distributions, or resamples a
+real model's divergences. The second simulation tests intervals of latency ratios. It simulates rounds that are
+correlated (AR(1) with the coefficient `phi`), drift and are sometimes disturbed. The ratio also differs between
+processes. The script compares one process with four processes that each run a quarter of the rounds. The third
+simulation measures how often a promised divergence holds if the true divergence equals it, and if it is twice as large.
 
 python benchmarks/coverage.py
 python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # also a real ViT-Tiny
@@ -29,7 +29,7 @@ from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.outputs import KINDS
 
 LOGITS = KINDS["logits"]
-Draw = Callable[[int, torch.Generator], Tensor]  # draws the divergences of a number of images, with mean 1
+Draw = Callable[[int, torch.Generator], Tensor]  # draws n divergences, one per image, with mean 1
 
 
 def lognormal(spread: float) -> Draw:
@@ -37,7 +37,10 @@ def lognormal(spread: float) -> Draw:
 
 
 def gammas(share: float, size: float) -> Draw:
-    """Draws from a gamma distribution of shape 1/2, and a `share` from an exponential one with the mean `size`."""
+    """Returns a sampler of a gamma (shape 1/2, mean 1) mixed with an exponential distribution of mean `size`.
+
+    `share` is the probability of the exponential distribution. The samples are then scaled to mean 1.
+    """
 
     def draw(n: int, generator: torch.Generator) -> Tensor:
         small = torch.randn(n, generator=generator).double().square()  # a gamma distribution of shape 1/2 and mean 1
@@ -73,14 +76,14 @@ def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
     return studentized, plain
 
 
-BETWEEN = 0.02  # the standard deviation of the logarithm of the ratio, between processes
+BETWEEN = 0.02  # standard deviation of log(latency ratio) between processes
 
 
 def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns the seconds of two models in the rounds of a run. The first model takes 1.5 times as long.
+    """Simulates one run, and returns the seconds of two models in every round. The first takes 1.5 times as long.
 
-    Both models share a drift. Each model has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The time
-    of the first model also differs between processes.
+    Both models drift together. Each model's times have correlated noise of 5 %, and 5 % of its rounds are disturbed.
+    The times of the first model also differ between processes.
     """
     warm = 50  # rounds until the noise is stationary
     noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5
@@ -98,9 +101,9 @@ def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) 
 def covers_ratio(
     rounds: int, phi: float, processes: int, repetitions: int, between: float = BETWEEN
 ) -> tuple[float, float]:
-    """Returns the coverage of the interval of a latency ratio, and its mean width relative to the ratio.
+    """Returns how often the interval covers a latency ratio, and the interval's mean width relative to the ratio.
 
-    The rounds are divided among the processes.
+    The `rounds` are divided among the `processes`.
     """
     generator, covered, width = torch.Generator().manual_seed(0), 0, 0.0
     for _ in range(repetitions):

@@ -1,9 +1,9 @@
-"""Shrinks a whole model that predicts maps, exports it, and compares it with the vendor's own file.
+"""Shrinks a model that predicts maps, exports it, and compares it with the file from the vendor's own converter.
 
 The model is a Vision Transformer with a decoder. It is created by a class that can be imported, e.g.
-`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. On images that `shrink`
-has not seen, the script correlates the maps of the exported file with the original's, image by image. The speeds come
-from the evidence, for which the files were timed in turns, in one run.
+`saliency:Saliency`, with weights from a safetensors file. The images come from a parquet file. For every image that
+`shrink` has not seen, the script correlates the exported file's map with the original's map. The speeds come from the
+evidence of `shrink`, which times the files in turns, in one run.
 
     PYTHONPATH=FOLDER python benchmarks/dense_model.py saliency:Saliency --weights FILE --data PARQUET \\
         --to 'openvino(precision=int8)' --faster 1.4 --out runs/dense
@@ -47,7 +47,7 @@ class Pictures(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def created(name: str, weights: Path) -> nn.Module:
-    """Returns the module of MODULE:CLASS with the weights from a file."""
+    """Creates the class MODULE:CLASS and loads its weights from a file."""
     module, _, class_name = name.partition(":")
     model = getattr(importlib.import_module(module), class_name)().eval()
     model.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=False)

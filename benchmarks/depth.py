@@ -1,11 +1,11 @@
-"""Compares removed blocks with narrower MLPs: the distance from the original at the same MACs, and both speeds.
+"""Compares removing blocks with narrowing MLPs at the same MACs, by divergence from the original and by speed.
 
     python benchmarks/depth.py MODEL --data DATA [--counts 1 2] [--distill 2] --out runs/depth
 
 For every count, `least_needed_blocks` removes the blocks that the model needs least. The result is compared with a
 portable plan, which has one width for all MLPs at the same share of the MACs. Both models are repaired and, with
---distill, distilled in the same way. The divergence is measured on test images that no model was fitted to. Speeds are
-for the library's own code at batch 1 and 32, by CPU time on one thread, with all models in turns.
+--distill, distilled in the same way. The divergence is measured on test images that no model was fitted to. All models
+run in the library's own code and are timed in turns, at batch 1 and 32, by CPU time on one thread.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from attnrx.support.tables import markdown_table
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
 
-FITTED, CHOSEN = 256, 64  # images to fit to, and the part of them to diagnose on and to choose blocks with
+FITTED, CHOSEN = 256, 64  # how many images to fit to, and how many of these to diagnose on and choose blocks with
 
 
 def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:

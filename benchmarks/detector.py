@@ -1,10 +1,10 @@
 """Trains a detector with a real DINOv2 on scenes of photographs, and measures how much AP a smaller detector loses.
 
-A scene is a blurred photograph with one to four other photographs on it. Each of these is an object of its class. The
-detector is a DINOv2 with a head of convolutions. Like CenterNet (Zhou et al., 2019), the head predicts the centre and
-the size of every object in the grid of patches. It is trained on features that are computed only once. Then `shrink`
-makes the whole detector faster, with the detector's own divergence. The evidence contains the average precision (AP) at
-an overlap of one half (`metric_of_set`), on scenes of photographs that no other step has seen.
+A scene is a blurred photograph with one to four smaller photographs on it. Each smaller photograph is an object of its
+class. The detector is a DINOv2 with a convolutional head. Like CenterNet (Zhou et al., 2019), the head predicts the
+centre and the size of every object in the grid of patches. The head is trained on features that are computed only
+once. Then `shrink` makes the whole detector faster, with a divergence for detectors. The evidence contains the average
+precision (AP) at an overlap of one half (`metric_of_set`), on scenes of photographs that no other step has seen.
 
     python benchmarks/detector.py --weights dinov2_vits14_saliency.safetensors --data imagenette224.parquet
 """
@@ -35,7 +35,7 @@ OBJECTS, PEAKS = 4, 20  # the largest number of objects in a scene, and of centr
 
 
 class Detector(nn.Module):
-    """Predicts for every patch the scores of centres by class, and the offset and logarithmic size of a box."""
+    """Predicts, for every patch, a centre score per class, and the offset and logarithmic size of a box."""
 
     def __init__(self, backbone: nn.Module, width: int, classes: int):
         super().__init__()
@@ -54,12 +54,12 @@ class Detector(nn.Module):
         return self.backbone(images).last_hidden_state[:, 1:].mT.unflatten(2, (GRID, GRID))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the answers, [batch, classes + 4, GRID, GRID]."""
+        """Returns the head's predictions, [batch, classes + 4, GRID, GRID]."""
         return self.head(self.features(images))
 
 
 def backbone_of(weights: Path | None) -> nn.Module:
-    """Returns a DINOv2 ViT-S/14 with a file's weights under `backbone.`, or a small DINOv2 with random weights."""
+    """Returns a DINOv2 ViT-S/14 with a file's weights named `backbone.*`, or a small DINOv2 with random weights."""
     from transformers import Dinov2Config, Dinov2Model
 
     if weights is None:
@@ -79,8 +79,8 @@ def backbone_of(weights: Path | None) -> nn.Module:
 def scenes(pictures: Sequence[tuple[np.ndarray, int]], count: int, seed: int) -> TensorDataset:
     """Returns scenes [count, 3, SIDE, SIDE] and their objects [count, OBJECTS, 5].
 
-    An object consists of a class, the centre and the size, as shares of the side. The class is -1 if there is no
-    object.
+    The five numbers of an object are its class, its centre (x, y), its width and its height. Lengths are shares of
+    SIDE. An unused row has the class -1.
     """
     random, images, objects = np.random.default_rng(seed), [], torch.full((count, OBJECTS, 5), -1.0)
     for scene in range(count):
@@ -169,7 +169,7 @@ def average_precision(answers: Tensor, objects: Tensor) -> Tensor:
     area = (box[..., 2:] - box[..., :2]).prod(-1)[:, :, None] + (high - low).prod(-1)[:, None] - shared
     fits = (shared / area > 0.5) & (label[:, :, None] == kind[:, None])  # [scenes, peaks, objects]
     free, hit = torch.ones_like(kind, dtype=torch.bool), torch.zeros_like(label, dtype=torch.bool)
-    for peak in range(label.shape[1]):  # the strongest comes first, because an object can be found only once
+    for peak in range(label.shape[1]):  # starts with the strongest, because an object can be found only once
         mine = fits[:, peak] & free
         hit[:, peak] = mine.any(1)
         first = F.one_hot(mine.int().argmax(1), kind.shape[1]).bool() & mine

@@ -4,8 +4,8 @@
     python benchmarks/frontier.py ... --chart docs/assets/frontier.svg      # with the chart for the README
 
 Our methods are `plan` (`attnrx shrink`) and Ward's merging in every layer. They are compared with ToMe at the same
-numbers of merged patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. Every model
-takes turns with the model as its library ships it, in one run per batch size and number of threads. The folder stores
+numbers of merged patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. All models
+are timed in turns with the unchanged library model, in one run per batch size and number of threads. The folder stores
 the results, so an interrupted run resumes.
 """
 
@@ -45,12 +45,12 @@ FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and thre
 CHART_BATCH, CHART_THREADS = 32, 1
 BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
 CALIBRATION, DIAGNOSED = 192, 64  # how many training images to calibrate on, and how many of these to diagnose on
-LOWEST = -12.0  # points of accuracy, below which a result appears only in the table
+LOWEST = -12.0  # change of accuracy in points. Worse results appear only in the table.
 COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
 
 
 def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yields method, point and model."""
+    """Yields the name of a method, a point on its curve, and the smaller model."""
     for method, texts in POLICIES.items():
         for text in texts:
             merging = copy.deepcopy(model)
@@ -71,7 +71,7 @@ def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[t
 
 
 def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Path) -> nn.Module:
-    """Returns the model of a plan, which is stored in the folder."""
+    """Returns the model that a plan makes. The plan is loaded from the folder, or made and saved there."""
     if not (folder / "plan.json").exists():
         settings = rx.planning.PlanSettings.preset(
             "quick", batch=CHART_BATCH, conditions=Conditions(threads=CHART_THREADS), log=log
@@ -79,7 +79,7 @@ def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Pat
         images = splits.train.take(CALIBRATION)
         diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)
-        # A plan's predictions must be measured on images that it was not made from.
+        # The plan's predictions are measured on validation images, because the plan was not made from them.
         plan: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
         plan.save(folder)
     return rx.realize(model, rx.Prescription.load(folder / "prescription.json"))
@@ -102,11 +102,11 @@ def speeds(
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2)
-    # The process is new, because the speed of memory allocation depends on what a process has done before.
+    # Models are timed in a new process, because memory allocation is slower or faster after other work.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)
-    # The speed by compression is relative to the unchanged model in the same kernels. These are the library's if the
-    # model has no attnrx attention.
+    # The speed-up by compression is relative to the unchanged model in the same kernels. Without attnrx attention, a
+    # model runs in the library's kernels, so its reference is the library's model.
     attnrx = {name for name, each in candidates.items() if any(isinstance(part, Attention) for part in each.modules())}
     compression = {name: each.by_compression if name in attnrx else each.faster for name, each in comparisons.items()}
     return {
@@ -126,10 +126,10 @@ def log(line: str) -> None:
 
 def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str, Any]:
     """Measures the results that are not in the folder yet, and returns all results."""
-    # After an interruption, models are made again from saved plans, and numbers are loaded.
+    # After an interruption, saved plans are realized again, and measured numbers are loaded.
     path = folder / "frontier.json"
     record: dict[str, Any] = read_json(path) if path.exists() else {"quality": {}, "speed": {}}
-    # The unchanged model in attnrx's kernels is measured, because the kernels are a part of every speed-up.
+    # Also measures the unchanged model in attnrx's kernels, because these kernels contribute to every speed-up.
     candidates: dict[str, nn.Module] = {"unchanged, attnrx": model}
     for method, point, candidate in models(model, splits, folder):
         name = f"{method}, {point}"
@@ -150,9 +150,10 @@ def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str,
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Returns one row per model: accuracy, divergence, and its speed relative to the library's model in every cell.
+    """Returns one row per model with accuracy, divergence, and the speed relative to the library's model.
 
-    The chart's cell also has the speed relative to the unchanged model in the same kernels.
+    There is one speed per batch size and number of threads. The combination in the chart also has the speed relative to
+    the unchanged model in the same kernels.
     """
     cells, charted = list(record["speed"]), record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
     rows = []

@@ -7,7 +7,7 @@
 The script writes gpu.json after every section. At the end it writes gpu.md, which is the page docs/results/gpu.md. If a
 section fails, its traceback is recorded. If a section has used up its share of --budget, it ends with the results so
 far. Weights are random, because latency does not depend on them. Only the section of the real model has real weights.
-Models that are compared take turns.
+Compared models are timed in turns.
 """
 
 import argparse
@@ -53,7 +53,8 @@ TESTS = ("tests/laws/test_cuda.py", "tests/laws/test_compiled.py")
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 MODELS = {"T": "vit_tiny_patch16_224", "S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 TINY = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
-# About 0.6 of the MACs, like a plan of `attnrx shrink --macs 0.6`: hidden units, irregular ranks, three merging stages.
+# Rules that keep about 0.6 of the MACs, like `attnrx shrink --macs 0.6`. They prune hidden units, choose irregular
+# ranks and merge tokens in three stages.
 PLAN = (
     "qk=total_rank:0.7,metric=weights{more} vo=total_rank:0.8,metric=weights{more} "
     "hidden=uniform_rank:0.85,metric=weights{more} tokens=ward:0.8@4,7,10"
@@ -65,7 +66,7 @@ VARIANTS = {
     "plan": PLAN.format(more=""),
     # In half precision, the device's fast kernels need products whose sizes are multiples of 8.
     "plan, multiples of 8": PLAN.format(more=",multiple=8"),
-    # The operations are the same as in the original, but the products are smaller.
+    # These variants run the same operations as the original, but with smaller matrix products.
     "half of hidden": "hidden=uniform_rank:0.5,metric=weights,multiple=64",
     "half of hidden, two stages": "hidden=uniform_rank:0.5,metric=weights,multiple=64 tokens=ward:0.7@3,6",
 }
@@ -91,8 +92,8 @@ class Cell:
     batch: int
 
 
-# The most important cells come first: a small model with one image, a large model with many images, and one in between.
-# Compiling takes long, so only the variants in FEW are compiled.
+# Cells are measured in order of importance: a small model with one image, a large model with many images, and a case in
+# between. Compiling takes long, so only the variants in FEW are compiled.
 FIRST = (Cell("T", 1), Cell("S", 64), Cell("B", 256))
 OTHERS = tuple(cell for cell in itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))) if cell not in FIRST)
 EAGER = (*FIRST, *OTHERS)
@@ -116,7 +117,7 @@ class Models:
 
 @dataclass
 class Run:
-    """The settings of one call, and its record, which is saved after every section."""
+    """The settings of one run of this script, and its record, which is saved after every section."""
 
     device: str
     tiny: bool
@@ -237,7 +238,7 @@ def test_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def timm_model(run: Run, size: str) -> nn.Module:
-    """Returns timm's model with random weights. As in trained models, heads differ in the size of their weights."""
+    """Returns timm's model with random weights. The size of the weights differs between heads, as in trained models."""
     import timm
 
     torch.manual_seed(0)
@@ -253,7 +254,7 @@ def timm_model(run: Run, size: str) -> nn.Module:
 
 
 def models_of(run: Run, size: str) -> Models:
-    """Returns the models of one size in float32. They are made only once."""
+    """Returns timm's model of one size and its variants, in float32. The models are cached in the run."""
     if size in run.built:
         return run.built[size]
     reference = timm_model(run, size)
@@ -261,7 +262,7 @@ def models_of(run: Run, size: str) -> Models:
     made: dict[str, nn.Module] = {}
     failures: dict[str, str] = {}
     side = 32 if run.tiny else 224
-    # Ranks in the metric of the weights need no images, but a diagnosis does.
+    # A diagnosis needs images. Noise images are enough, because the variants choose their ranks from the weights.
     images = torch.rand(2, 3, side, side, device=run.device) * 2 - 1
     diagnosis = rx.diagnose(model, images, diagnostics=(SpectralShape(),))
     for name, text in VARIANTS.items():
@@ -509,10 +510,10 @@ def backend_section(run: Run, result: dict[str, Any]) -> None:
 
 
 def content_section(run: Run, result: dict[str, Any]) -> None:
-    """Changes weights in place, in every way that PyTorch has, and compares the model with a copy that has not run.
+    """Changes weights in place in every way that PyTorch offers, and compares the outputs with a model that never ran.
 
-    The first row changes nothing, so it shows how much two passes differ. They differ because CUDA sums merged tokens
-    in any order. In half precision the order changes which tokens are merged next.
+    The first row changes nothing, so it shows how much two passes of one model differ. The passes differ because CUDA
+    sums merged tokens in any order. In half precision the order changes which tokens are merged next.
     """
     small = models_of(run, "T").variants["plan"]
     changes: dict[str, Callable[[nn.Parameter], object]] = {
@@ -657,7 +658,7 @@ def shrink_part(run: Run, part: dict[str, Any], model: nn.Module, splits: Mappin
 
     reference = timm_model(run, "T") if run.tiny else timm.create_model("vit_tiny_patch16_224").eval()
     part["speeds"] = []
-    # The plan was timed in the model's precision, so measure in this precision, too.
+    # The plan was timed in the model's precision, so its result is timed in this precision, too.
     for precision in dict.fromkeys((run.precision, "float32")):
         conditions = replace(run.conditions, precision=precision)
         with conditions.held():
@@ -887,7 +888,7 @@ def facts(run: Run, command: str) -> dict[str, Any]:
 
 
 def stop_late(run: Run) -> threading.Timer:
-    """Ends the process if a call into C++ exceeds the budget. The record contains everything that was measured."""
+    """Starts a timer that saves the record and ends the process if a call into C++ exceeds the budget."""
 
     def end() -> None:
         run.record["stopped"] = "the budget was used up inside a call"

@@ -1,10 +1,10 @@
-"""Times a compressed SVDA model against the original, and shows how much of the saved arithmetic saves time.
+"""Times a compressed SVDA model against the original, and shows how much time the saved MACs really save.
 
     python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
 
-Both models take turns in one run. A speed is the original's time divided by the candidate's time. It is the median over
-rounds, with a 95 % interval. Weights are random, because latency does not depend on them. `uniform` ranks are the same
-in every head. `ragged` ranks spread around the same mean, like the ranks of an energy rule.
+Both models are timed in turns, in one run. A speed is the original's time divided by the candidate's time, as the
+median over rounds with a 95 % interval. Weights are random, because latency does not depend on them. `uniform` ranks
+are the same in every head. `ragged` ranks spread around the same mean, like the ranks that an energy rule chooses.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, str, int, Lat
 
 
 def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: LatencyProtocol) -> Result:
-    """Compares the smaller model with the original."""
+    """Compares the smaller model's MACs, time and memory with the original's."""
     smaller = compressed(config, rank, pattern)
     # Both models are built from scratch, because only shapes matter, and the configuration determines the shapes.
     original, candidate = (initialize_(VisionTransformer(shape), seed=0) for shape in (config, smaller))

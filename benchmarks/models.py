@@ -2,16 +2,18 @@
 
 python benchmarks/models.py [PAGE [OUTCOMES]] [--measure]
 
-Every architecture is created on the meta device, without weights, and read by its family. If no family reads it, its
-MLPs are found by their structure. The search uses only the smallest architecture of each kind, which is a class and the
-first letters of a name. The other architectures of this kind get the same result. The script skips the proof on random
-images, which `attnrx.load` makes for every model. A library that is not installed is omitted. Results are stored in the
-file OUTCOMES, one line of JSON per kind, and another call resumes from it.
+The script creates every architecture on the meta device, without weights, and reads its structure as `attnrx.load`
+does. If attnrx has no reader for an architecture, the script finds the MLPs by their structure. A kind is a class
+together with the first letters of a name. Only the smallest architecture of each kind is searched for MLPs, and the
+others get its result. `attnrx.load` also compares outputs on random images, but this script does not. A library that
+is not installed is omitted. Results are stored in the file OUTCOMES, one line of JSON per kind, and another call
+resumes from it.
 
-With --measure the smallest architecture of every row is created with random weights, and the page gets four more
-columns. The first is the difference between the copy and the library's model. The second is whether the closed form of
-the MACs equals a count. The third is whether a smaller model is the same after saving and loading, and the fourth is
-whether it has an ONNX file. Each row takes minutes. With OUTCOMES, --measure resumes after an interruption.
+With --measure the script also creates the smallest architecture of every row with random weights, and adds four columns
+to the page. The first shows how much the outputs of attnrx's copy and the library's model differ. The second compares
+the closed form of the MACs with a count. The third shows whether a smaller model is the same after saving and loading,
+and the fourth whether attnrx can export it to ONNX. Each row takes minutes. With OUTCOMES, --measure resumes after an
+interruption.
 """
 
 import argparse
@@ -155,7 +157,7 @@ You cannot export a smaller SigLIP 2, because transformers reads the grid of eve
 
 @dataclass(frozen=True)
 class Outcome:
-    """The class of one architecture, and the axes that work, or the reason for its refusal."""
+    """The class of one architecture, with the axes that attnrx can prune, or the reason why it refuses the model."""
 
     kind: str
     axes: tuple[str, ...]
@@ -180,10 +182,10 @@ class Architecture:
 
 
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a model on the meta device, or the refusal of its family.
+    """Returns the axes of a model on the meta device, or the reason why its family refuses it.
 
-    If the model contains a Vision Transformer with a reader, the result has the axes of this Vision Transformer,
-    because `attnrx.load` adopts it in the same way.
+    If the family refuses the whole model, the result has the axes of a Vision Transformer inside it that can be read,
+    because `attnrx.load` adopts such a part in the same way.
     """
     outcome = outcome_of_trunk(family, model)
     if outcome.reason:
@@ -195,7 +197,7 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
 
 
 def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a family's model, or the refusal of the family."""
+    """Returns the axes of a family's model, or the reason why the family refuses it."""
     kind = type(model).__name__
     try:
         family.require_supported(model)
@@ -214,7 +216,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
 
 
 def reason_of(error: AttnrxError) -> str:
-    """Returns only the reason of a refusal, because the page has a column for the class and no column for remedies."""
+    """Returns the reason in an error message, without the class and the remedy, which the page's column omits."""
     message = str(error).partition(" is not supported: ")[2] or str(error)
     return message.partition(". ")[0].removesuffix(".")
 
@@ -251,7 +253,7 @@ def outcomes_of(architectures: Iterable[Architecture], state: "State") -> list[t
 
 
 class State:
-    """Results by name, stored as lines of a file from which another call resumes. Without a path there is no file."""
+    """A cache of results by name. With a path, each result is a line of this file, and another call resumes from it."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -270,7 +272,7 @@ class State:
 
 
 class Answering(nn.Module):
-    """A library's model as a function from images to its answers, for any inputs that the model takes."""
+    """Wraps a library's model so that you can call it with images, whatever its own forward takes and returns."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -290,7 +292,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Returns the largest difference between two answers, relative to the standard deviation of the first."""
+    """Returns the largest difference between two outputs, relative to the standard deviation of the expected output."""
     pairs = zip(tensors_of(expected).values(), tensors_of(found).values(), strict=True)
     return max(float((a - b).abs().max() / a.double().std().clamp_min(1e-30)) for a, b in pairs)
 
@@ -301,7 +303,7 @@ def copied(model: nn.Module, images: ImageBatch) -> str:
 
 
 def counted(model: nn.Module, images: ImageBatch) -> float:
-    """Returns the MACs in closed form, divided by a count of the MACs."""
+    """Returns the closed-form MACs, divided by the MACs that a forward pass counts."""
     with counted_by_spec(model, family_of(model)):
         return family_of(model).costs(model).product_macs / count_product_macs(Answering(model).eval(), images[:1])
 
@@ -381,9 +383,9 @@ def of_timm() -> Iterator[Architecture]:
 
 
 def of_transformers() -> Iterator[Architecture]:
-    """Yields the classes with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
+    """Yields transformers classes: those with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
 
-    Each class has its default configuration.
+    Models are created with the default configuration of their class.
     """
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS

@@ -31,12 +31,12 @@ from attnrx.support.shapes import Float, Int, Tensor
 class PatchProbe(Check):
     """The change of accuracy of a linear segmentation probe on patch features, in points.
 
-    The images of the probe are mosaics of 2 x 2 images at half the size. The label of a patch is the class of its
-    quadrant. Patches across two quadrants have no label. One half of every class is for training, and the other half
-    for the result. The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean
-    eigenvalue. One probe is trained on the features of the reference, and another on the features of the candidate. For
-    each probe, the check claims that the candidate loses at most `most_drop` points. Changes are paired, and intervals
-    are over mosaics.
+    Each image of the probe is a mosaic of 2 x 2 images at half the size. The label of a patch is the class of its
+    quadrant. Patches across two quadrants have no label. Half of the images of every class train the probe, and the
+    other half test it. The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean
+    eigenvalue. One probe is trained on the reference's features, and another on the candidate's features. For each
+    probe, the check claims that the candidate loses at most `most_drop` points. Changes are paired by mosaic, and
+    intervals are over mosaics.
     """
 
     name: ClassVar[str] = "patch_probe"
@@ -46,8 +46,8 @@ class PatchProbe(Check):
     most_drop: float | None = 1.0
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        # Mosaics turn image labels into patch labels, so no segmentation dataset is needed. The probe is linear, so
-        # that the result depends on the features, and not on a decoder that compensates for their errors.
+        # Mosaics turn image labels into patch labels, so no segmentation dataset is needed. The probe is linear,
+        # because a larger decoder could compensate for errors of the features.
         train, test = mosaics_of(comparison)
         models = {"reference": comparison.reference, "candidate": comparison.candidate}
         with evaluating(models.values()):
@@ -66,7 +66,8 @@ class PatchProbe(Check):
         classes = 1 + int(max(patch_labels.max() for patch_labels in labels))
         probes = {role: ridge_probe(table[0], labels[0], classes, self.ridge) for role, table in tables.items()}
         base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
-        # The reference's probe shows whether features moved. The candidate's probe shows whether they lost information.
+        # A loss with the reference's probe shows that features moved. A loss with the candidate's own probe shows that
+        # the features lost information.
         retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
@@ -86,10 +87,10 @@ Mosaics = tuple[Float[Tensor, "_ channels height width"], Int[Tensor, "_ 4"]]
 
 
 def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
-    """Returns mosaics with the classes of their quadrants, for training and for the result.
+    """Returns the training mosaics and the test mosaics, with the classes of their quadrants.
 
-    The images of every class go alternately to the training mosaics and to the mosaics for the result. Every image is
-    in four mosaics, once in each quadrant.
+    The images of every class go alternately to the training and to the test mosaics. Every image is in four mosaics,
+    once in each quadrant.
 
     Raises:
         DataError: The images have one class, or are too few for a mosaic.
@@ -102,7 +103,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"patch_probe separates classes, and all {len(labels)} images have the label {int(labels[0])}: give images "
             "of at least two classes."
         )
-    # Every class is split, because data are often sorted by class, and a probe knows only the classes of its training.
+    # Every class is split separately. Data are often sorted by class, so a plain split would test on untrained classes.
     second = rank_within_class(labels.cpu(), torch.arange(len(labels))) % 2 == 1
     if (tested := int(second.sum())) < 4:
         raise DataError(
@@ -110,10 +111,10 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             f"{len(images)} images, and a mosaic takes four: give at least 8 images, two or more of a class."
         )
     generator = torch.Generator().manual_seed(comparison.seed)
-    # Area averages do not alias. A mosaic has the size of one image, so it is a valid input of the model.
+    # Images are shrunk by area averages, which do not alias. A mosaic has the size of one image, as the model requires.
     small = interpolate(images, scale_factor=0.5, mode="area")
     halves = []
-    # The images are split, not the mosaics, so no image is in both halves.
+    # Images were split before mosaics are made, so no image is in both halves.
     for part in ((~second).nonzero().flatten(), second.nonzero().flatten()):
         # Each quadrant has another permutation, so an image has different neighbours in each mosaic.
         orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]

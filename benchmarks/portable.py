@@ -1,4 +1,4 @@
-"""Portable models: what one width for all layers costs, how fast it is, and how many models reload without attnrx.
+"""Measures portable models: the price of one MLP width for all layers, its speed, and reloading without attnrx.
 
     python benchmarks/portable.py price MODEL --data DATA [--params 0.6] [--weights W] [--label-column L] ...
     python benchmarks/portable.py speed [--model timm:vit_tiny_patch16_224] [--threads 1]
@@ -57,7 +57,7 @@ def log(line: str) -> None:
 
 
 def portable_model(model: nn.Module, splits: rx.data.Splits, options: argparse.Namespace) -> nn.Module:
-    """Returns the portable model, which is stored in the folder."""
+    """Returns the portable model. It is loaded from the folder, or made and saved there."""
     folder = options.out / "portable"
     if not folder.is_dir():
         about = {"effort": options.effort, "seed": options.seed, "log": log}
@@ -66,7 +66,7 @@ def portable_model(model: nn.Module, splits: rx.data.Splits, options: argparse.N
 
 
 def free_model(model: nn.Module, splits: rx.data.Splits, params: float, options: argparse.Namespace) -> nn.Module:
-    """Returns the model with a separate MLP width per layer, which is stored in the folder. `params` is a share."""
+    """Returns the model with one MLP width per layer and a share `params` of the parameters. The folder caches it."""
     folder = options.out / "free"
     if not folder.is_dir():
         settings = rx.planning.PlanSettings.preset(options.effort, axes=("mlp",), seed=options.seed, log=log)
@@ -77,7 +77,7 @@ def free_model(model: nn.Module, splits: rx.data.Splits, params: float, options:
 
 
 def price(options: argparse.Namespace) -> None:
-    """Prints the costs of both models on the test images."""
+    """Prints the parameters of both models, and how much their outputs on the test images change."""
     options.out.mkdir(parents=True, exist_ok=True)
     model = model_argument(options.model, "cpu", options.weights, options.trust).eval()
     splits = splits_argument(model, options)
@@ -242,7 +242,7 @@ def small_timm(name: str) -> nn.Module:
         LIBRARIES["timm"].require_supported(timm.create_model(name))
     try:
         return shaken(timm.create_model(name, **SMALL))
-    except AssertionError:  # a model with grouped heads states their numbers for every layer
+    except AssertionError:  # models with grouped heads need the number of heads for every layer
         return shaken(timm.create_model(name, **SMALL, num_kv_heads=1))
 
 
@@ -277,7 +277,7 @@ def half_of(name: str, out: Path) -> tuple[nn.Module, nn.Module]:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Prints how many times as fast the portable model is."""
+    """Prints the portable model's speed relative to the original, eager and compiled."""
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     original, half = half_of(options.model.removeprefix("timm:"), options.out)
@@ -294,7 +294,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def faster(models: Mapping[str, nn.Module], mode: str, batch: int, options: argparse.Namespace) -> list[float]:
-    """Times both models in turns, and returns how many times as fast the second model is, with its interval."""
+    """Times two models in turns. Returns the second model's speed relative to the first, with its interval."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
 

@@ -2,9 +2,9 @@
 
     python benchmarks/predicted_speed.py MODEL --data DATA [--weights W] [--to eager onnx openvino] [--batch 1]
 
-The cost table was not fitted to these plans. The plans change hidden units, ranks or merging stages in some layers, or
-combine these changes. Predicted and measured speeds are relative to the unchanged model in the same runtime. Cost
-tables are measured as for `--effort quick`, or come from the cache if an earlier plan measured them.
+The plans change hidden units, ranks or merging stages in some layers, or combine these changes. No cost table was
+fitted to them. Predicted and measured speeds are relative to the unchanged model in the same runtime. Cost tables are
+measured as for `--effort quick`, or come from the cache if an earlier plan measured them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ IMAGES, DIAGNOSED = 64, 64
 
 
 def plans(space: Space) -> dict[str, Choices]:
-    """Returns plans by name. A level is the number of removed eighths: level 4 keeps half, level 2 three quarters."""
+    """Returns plans by name. A level counts removed eighths, so level 4 keeps half and level 2 three quarters."""
     depth, patches = space.depth, space.patches
     nothing = Choices.nothing(depth)
 

@@ -1,11 +1,11 @@
-"""Checks whether timm's own transform, attnrx's data, and the script next to the ONNX file find the same classes.
+"""Checks whether timm's transform, attnrx's data, and the script next to an ONNX file lead to the same classes.
 
-The three ways are compared on pictures as stored, and on the same pictures with odd shapes, modes or orientations.
+The three preprocessings run on stored pictures, and on the same pictures with odd shapes, modes or orientations.
 
 python benchmarks/preprocessing.py MODEL --weights FILE --data DATA.parquet [--images 250]
 
-The script needs the extra onnx. DATA is a parquet file with images of ImageNet classes, e.g. ImageNette's validation
-images.
+The benchmark needs the extra onnx. DATA is a parquet file with images of ImageNet classes, e.g. ImageNette's
+validation images.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from PIL import Image, ImageOps
 import attnrx as rx
 from attnrx.data.model_data import preprocessing_of
 
-ODD = 6  # the number of kinds of changes, which alternate over the pictures
-COMMANDS = 6  # pictures on which the script runs as a command. For other pictures its functions are called.
+ODD = 6  # the number of kinds of odd pictures, which alternate
+COMMANDS = 6  # how many pictures run the script as a command. The other pictures only call its functions.
 
 
 def odd(content: bytes, number: int) -> bytes:
-    """Returns the picture with another shape, mode or orientation."""
+    """Returns the picture with another shape, mode or orientation, selected by `number`."""
     picture, file, options = Image.open(io.BytesIO(content)).convert("RGB"), io.BytesIO(), {}
     width, height = picture.size
     kind = number % ODD

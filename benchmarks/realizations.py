@@ -1,13 +1,14 @@
-"""Measures the distance of every realization from the original model, depending on the spread of the strengths.
+"""Measures how far every realization is from the original model, and how this depends on the spread of strengths.
 
     python benchmarks/realizations.py --out runs/realizations
 
-Small SVDA models are trained on scikit-learn's digits from different first strengths (--starts START:FACTOR). FACTOR
+Small SVDA models are trained on scikit-learn's digits from different initial strengths (--starts START:FACTOR). FACTOR
 multiplies the learning rate of the strengths. The models are pruned by energy retention at every value of --rhos, and
-realized as the mask and by each compression. refit uses the training images. Distances are measured on the test images.
-Each cell has the relative L2 distance of the logits, with its 95 % t interval, and the KL divergence in nats, as means
-over the seeds. The folder --out stores trained models and measurements, which are not made again. --tiny only shows
-that the command runs, with one short training and few images. A full run takes about 3 minutes on one core.
+realized as the mask and by each compression. The compression `refit` fits on the training images. Distances are
+measured on the test images. Each cell has two means over the seeds: the relative L2 distance of the logits, with its
+95 % t interval, and the KL divergence in nats. The folder --out stores trained models and measurements, so another run
+loads them. --tiny only shows that the command runs, with one short training and few images. A full run takes about 3
+minutes on one core.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PATCH = 4  # 16 tokens
 
 @dataclass(frozen=True)
 class Start:
-    """The first value of the strengths, and the factor on their learning rate."""
+    """The initial value of the strengths, and the factor on their learning rate."""
 
     strength: float
     factor: float
@@ -110,7 +111,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
     for rho in arguments.rhos:
         try:
             prescription = rx.prescribe(diagnosis, EnergyRetention(rho))
-        except NoOpPrescription:  # this share of the energy needs every direction
+        except NoOpPrescription:  # retaining this share of the energy needs every direction
             continue
         logits_of = {
             kind: logits(
@@ -131,7 +132,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
 
 
 def divergence(reference: Tensor, candidate: Tensor) -> float:
-    """Returns the mean KL divergence of the candidate's answers from the reference's, in nats."""
+    """Returns the mean KL divergence between the reference's and the candidate's class probabilities, in nats."""
     old, new = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
     return float((old.exp() * (old - new)).sum(-1).mean())
 

@@ -1,4 +1,4 @@
-"""Measures which neighbours a smaller tower finds in an old index, among vectors that the original made.
+"""Measures how many neighbours a smaller image tower finds in an index of vectors that the original tower made.
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py timm:vit_tiny_patch16_224 --data imagenette224.parquet \
         --weights vit_tiny_patch16_224.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-vit
@@ -7,12 +7,12 @@
 
 The tower is a timm model without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
 without the prefix `backbone.`), or anything that `attnrx.load` accepts. `shrink` runs with and without
-`keep_index=True`, and sees only --data. The original embeds --index test images of --index-data. The queries are
---queries training images of --index-data, so no image has two roles. A neighbour counts if it is among the k nearest
-that the original finds for the same query, by exact search with cosine similarity. Intervals are over queries. The
-speed is relative to the unchanged tower, both in attnrx's kernels and in turns. The folder --out stores models, vectors
-and a JSON file per cell, so an interrupted run resumes. --targets recall=0.98 plans for a recall, which implies
-`keep_index`.
+`keep_index=True`, and sees only --data. The index contains the original's vectors of test images from --index-data, and
+the queries are training images from --index-data. (--index and --queries set their numbers.) A neighbour counts if it
+is among the k nearest that the original finds for the same query, by exact search with cosine similarity. Intervals are
+over queries. The speed is relative to the unchanged tower. Both towers run in attnrx's kernels and are timed in turns.
+The folder --out stores models, vectors and a JSON file per cell, so an interrupted run resumes. --targets recall=0.98
+plans for a recall, which implies `keep_index`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def log(line: str) -> None:
 
 
 def tower_of(source: str, weights: Path | None) -> nn.Module:
-    """Returns the original tower, which computes embeddings."""
+    """Returns the original model as a tower that maps images to embeddings."""
     if source.startswith("timm:"):
         import timm
 
@@ -163,7 +163,7 @@ class Retrieval:
         }
 
     def speed(self, cell: Cell, batch: int) -> dict[str, float]:
-        """Returns how many times as fast as the unchanged tower a smaller tower is, both in attnrx's kernels."""
+        """Returns a smaller tower's speed relative to the unchanged tower, both in attnrx's kernels."""
         images = torch.randn(batch, *family_of(self.tower).input_shape(self.tower))
         models = {"original": rx.accelerate(self.tower), "smaller": rx.accelerate(self.smaller(cell))}
 
@@ -177,7 +177,7 @@ class Retrieval:
         return vars(ratio_of(seconds["original"], seconds["smaller"]))
 
     def row(self, cell: Cell, quality: Mapping[str, Any], plain: Mapping[str, Any] | None) -> list[str]:
-        """Returns the row of a cell. `plain` is the quality for the same target without `keep_index`."""
+        """Returns the table row of a cell. `plain` is the quality for the same target without `keep_index`."""
         named = [cell.target, "yes" if cell.keep_index else "no"]
         if "refused" in quality:
             log(f"{cell.name}: {quality['refused']}")

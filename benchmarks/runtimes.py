@@ -7,15 +7,17 @@
     python benchmarks/runtimes.py --only int8 --shapes static --batches 1 32 --data imagenette224.parquet \\
         --weights vit_tiny_patch16_224.safetensors --label-column imagenet1k_label --test-column ilsvrc_val
 
-The anchor is timm's own model, converted by `openvino.convert_model`, or by `torch.onnx.export` with its defaults.
-attnrx exports every other model, with a dynamic batch size. "static" compiles each file for one batch size, and "free"
-for any batch size. All weights are random, including norms and biases, because a runtime removes a scale of 1 and an
-offset of 0. If a cell was measured before, the folder contains its result, so an interrupted run resumes.
+All speeds are relative to an anchor: timm's own model, converted by `openvino.convert_model`, or by `torch.onnx.export`
+with its defaults. attnrx exports every other model, with a dynamic batch size. "static" compiles each file for one
+batch size, and "free" for any batch size. All weights are random, including norms and biases, because a runtime removes
+a scale of 1 and an offset of 0. If a cell was measured before, the folder contains its result, so an interrupted run
+resumes.
 
 With --weights and --data the weights come from a file, and every exported file is compared with timm's model on 500
-test images. 8-bit files need both options. They are quantized on 300 training images, the anchor with the defaults of
-NNCF or ONNX Runtime. For ONNX Runtime there is also "timm, percentiles", the closest file among several settings. It
-quantizes only matrix products, with a scale for every output feature, and its ranges omit the largest 0.001 %.
+test images. 8-bit files need both options and are quantized on 300 training images. The anchor uses the defaults of
+NNCF or ONNX Runtime. For ONNX Runtime there is also "timm, percentiles", the most accurate file among several settings.
+Only its matrix products are quantized, with a scale for every output feature, and its ranges omit the largest 0.001 %
+of the activations.
 """
 
 import argparse
@@ -49,7 +51,7 @@ MODELS = ("hidden=uniform_rank:0.5", "tokens=ward:0.7@4,7,10", "tokens=ward:0.4@
 RUNTIMES = {"openvino-f32": "openvino", "openvino-bf16": "openvino(precision=bf16)", "onnx-f32": "onnx"}
 RUNTIMES |= {"openvino-int8": "openvino(precision=int8)", "onnx-int8": "int8"}
 CALIBRATED_ON, COMPARED_ON = 300, 500
-HISTOGRAMS_ON = 60  # images for percentiles, and not more, because ONNX Runtime keeps their activations in memory
+HISTOGRAMS_ON = 60  # images for percentiles. More would not fit, because ONNX Runtime keeps all activations in memory.
 ROUNDS = {1: 60, 8: 20, 32: 10}
 
 
@@ -130,7 +132,7 @@ def data_of(library_model: torch.nn.Module, options: argparse.Namespace) -> tupl
 
 
 def compared(path: Path, runtime: str, library_model: torch.nn.Module, images: torch.Tensor) -> str:
-    """Returns the KL divergence of a file's answers from timm's answers, and how many answers are unchanged."""
+    """Returns the KL divergence between timm's and a file's predictions, and how many predictions are unchanged."""
     run, size, found = opened(path, runtime, 25, torch.get_num_threads(), True), 25, []
     with torch.no_grad():
         wanted = torch.cat([library_model(batch) for batch in images.split(size)])

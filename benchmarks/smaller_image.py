@@ -1,11 +1,11 @@
-"""Compares the same weights at fewer pixels with prescriptions at the full size.
+"""Compares a model on smaller images with pruned models on full-size images.
 
     python benchmarks/smaller_image.py MODEL --data DATA [--weights W] [--sizes 208 192 176 160] [--rules RULES ...]
 
 The test images are resized from the model's image size (bicubic, antialiased), and the library interpolates the
-position embeddings. Nothing is trained. Answers are compared with the original's answers at full size. For the speed,
-attnrx writes files for ONNX Runtime. They take turns on one thread, with one image or a batch. --data and its columns
-are as in `attnrx`.
+position embeddings. Nothing is trained. Predictions are compared with the original's predictions at full size. For the
+speed, attnrx writes files for ONNX Runtime. The files are timed in turns on one thread, at every size in --batches.
+--data and the options for its columns are the same as in the command `attnrx`.
 """
 
 import argparse

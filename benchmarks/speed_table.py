@@ -4,7 +4,7 @@
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
 The kept share of every method is chosen so that all methods have the same share of the original's MACs. All methods
-take turns with timm's model in one run. If a cell was measured before, the folder contains its result, so an
+are timed in turns with timm's model, in one run. If a cell was measured before, the folder contains its result, so an
 interrupted run resumes. Weights are random, because latency does not depend on them.
 """
 
@@ -52,7 +52,7 @@ class Part:
         return f"{self.model}-{self.runtime}"
 
 
-# Large models and slow compilers are timed in fewer cells. So the whole table takes about twenty minutes.
+# Large models and slow compilers are timed in fewer cells, to limit the whole table to about twenty minutes.
 PARTS = (
     Part("vit_tiny_patch16_224", "eager", (1, 8, 64), (1, 2), 8),
     Part("vit_tiny_patch16_224", "onnx", (1, 8, 64), (1, 2), 8),
@@ -63,11 +63,11 @@ PARTS = (
 
 
 def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[str, Any]:
-    """Loads the speeds of one part, or measures them."""
+    """Returns the speeds of one part. They are loaded from the folder, or measured and saved there."""
     path = folder / f"{part.name}-{macs:g}.json"
     if path.exists():
         return read_json(path)
-    # Any other runtime is a format of `attnrx export`, whose files are timed.
+    # Every runtime except "eager" and "compiled" is a format of `attnrx export`. Then the exported files are timed.
     torch_runs = part.runtime in ("eager", "compiled")
     form = None if torch_runs else rx.exporting.parse_format(part.runtime)
     # The defaults of the conditions are the CPU and float32.
@@ -95,7 +95,7 @@ def table(measured: dict[Part, dict[str, Any]]) -> str:
         cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for speed in record["speeds"]:
             latency = speed["latency"]
-            # A record has one method after another, but a line has all methods of one batch size and thread count.
+            # A record is ordered by method, but a line shows all methods at one batch size and thread count.
             cells.setdefault((latency["threads"], latency["batch"]), {})[speed["method"]] = speed
         for (threads, batch), speeds in cells.items():
             # All methods of a cell were timed against the same runs of the reference.

@@ -1,8 +1,9 @@
-"""Compares every cost that the SPOT paper prints with its closed form, without a model's weights.
+"""Compares every cost that the SPOT paper prints with attnrx's closed form, which needs no weights.
 
     python benchmarks/spot_costs.py
 
-A cell is off if the cost does not round to the printed number. Operations are counted as in `attnrx_lab.costs`.
+A cell is marked "off" if the computed cost does not round to the printed number. Operations are counted as in
+`attnrx_lab.costs`.
 """
 
 import argparse

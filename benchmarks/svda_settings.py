@@ -1,4 +1,4 @@
-"""Varies the training settings that SVDA's paper does not state, and counts the score directions that are removed.
+"""Varies the training settings that SVDA's paper does not state, and counts how many score directions pruning removes.
 
     ATTNRX_DATA=data python benchmarks/svda_settings.py --subjects cifar10 --seeds 42 --jobs 8 --out runs/svda-settings
     python benchmarks/svda_settings.py --settings stated lr-5e-4 no-augmentation ...   # only these settings

@@ -1,12 +1,12 @@
-"""Measures how far to trust the relevance of patches: over layers, over methods, and under noise (SPOT, Section 8).
+"""Measures how reliable the relevance of patches is across layers, across methods and under noise (SPOT, Section 8).
 
     python benchmarks/token_relevance.py timm:vit_tiny_patch16_224 --data imagenette --images 200 --out relevance.json
 
-The script runs a model with all its tokens, and copies of it with several token reducers. It measures how well the
-relevance in two layers agrees, and which share of the patches two reducers both keep. It also measures how Gaussian
-noise on the image changes the relevance in one layer, and the mean relevance over all layers so far. Results are means
-over images with 95 % bootstrap intervals. To include a trained predictor, pass --also NAME=FOLDER, a saved model with
-the same stages.
+The script runs a model with all its tokens, and copies of the model with several token reducers. It measures how well
+the relevance in two layers agrees, and what share of the patches two reducers both keep. It also adds Gaussian noise to
+the image, and measures how the relevance in one layer and the mean relevance over the layers so far change. Results are
+means over images with 95 % bootstrap intervals. To include a trained predictor, pass --also NAME=FOLDER, where FOLDER
+is a saved model with the same stages.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
 
 
 class RelevanceWatch:
-    """Stores the relevance of every patch in every layer, averaged over the heads. Memory grows with the images.
+    """Stores the relevance of every patch in every layer, averaged over the heads, for all images that the model sees.
 
     "class_attention" is the attention from the class token to a patch, if there is a class token. "attention_received"
     is the attention from all tokens. If no token is pruned, these numbers are the scores of the reducers with the same
@@ -88,7 +88,7 @@ def token_relevance(
 ) -> dict[str, Float[Tensor, "images layers patches"]]:
     """Returns the relevance of every patch in each layer, by source (see `RelevanceWatch`).
 
-    The images must be normalized. They run as one batch.
+    The images must be normalized. They run through the model as one batch.
 
     Raises:
         InvalidInput: The model prunes or merges tokens.
@@ -112,7 +112,10 @@ def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, 
 
 
 def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more patches"]) -> Float[Tensor, "*more"]:
-    """Returns the share of the smaller set's patches that are in both sets. By chance it is the larger set's share."""
+    """Returns the share of the smaller set's patches that are in both sets.
+
+    For random sets, the expected overlap is the share of all patches that the larger set contains.
+    """
     smaller = torch.minimum(first.sum(-1), second.sum(-1)).clamp_min(1)
     return (first & second).sum(-1).double() / smaller
 
@@ -124,15 +127,15 @@ def rank_correlation(
     ranks = (_ranks(first), _ranks(second))
     one, other = (each - each.mean(-1, keepdim=True) for each in ranks)
     size = one.norm(dim=-1) * other.norm(dim=-1)
-    # It is zero if one side is constant, because a constant side orders no patch before another.
+    # The correlation is zero if one side is constant, because a constant side orders no patch before another.
     return torch.where(size > 0, (one * other).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
     """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
-    Both variances are unbiased. The noise also contributes to the variance of the mean over the draws, and the function
-    subtracts this part. The result is infinite if no difference between patches remains.
+    Both variances are unbiased. Noise also adds to the variance of the mean over the draws, so the function subtracts
+    this part from the variance over the patches. The result is infinite if no difference between patches remains.
     """
     # The variance of a mean of n draws is the variance of one draw, divided by n.
     noise = noise_variance(draws)
@@ -160,8 +163,9 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
     """Returns the share of layer l's noise variance that remains in the mean over layers 1..l, [images, layers].
 
-    There are three versions. "measured" is the measured share. "independent" assumes that the layers' noise has the
-    measured variances but no correlation. "claimed" is 1 / l, which SPOT's Section 8 derives from equal variances.
+    The returned mapping has three versions of this share. "measured" is the measured share. "independent" assumes that
+    the layers' noise has the measured variances but no correlation. "claimed" is 1 / l, which SPOT's Section 8 derives
+    from equal variances.
     """
     each = noise_variance(draws)
     counts = torch.arange(1, each.shape[-1] + 1, dtype=each.dtype)
@@ -200,7 +204,7 @@ def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -
     """Compares the patches that a stage keeps with the patches that the mean over all later layers would keep."""
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
-        # These are the layers after the stage, because a reducer at this stage has to predict their relevance.
+        # Only layers after the stage count, because a reducer at this stage has to predict their relevance.
         later = kept(maps[:, layer - 1 :].mean(1), count)
         for name, state in {"one layer": maps, "mean over layers": mean}.items():
             shared = overlap(kept(state[:, layer - 2], count), later)
@@ -214,13 +218,14 @@ def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, 
     for first, second in combinations(sets, 2):
         for stage, layer in enumerate(policy.layers):
             shared = overlap(sets[first][:, stage], sets[second][:, stage])
-            # `overlap` divides by the smaller set. By chance, the share that is also in the larger set is its share.
+            # For random sets, the expected `overlap` is the share of all patches that the larger set contains.
             chance = torch.maximum(*(sets[name][:, stage].double().mean() for name in (first, second)))
             yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **summary(shared, seed)}
 
 
 def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares the effect of noise on layer l and on the mean over layers 1..l, for the layer l before each stage."""
+    """Compares how noise changes the relevance in layer l and its mean over layers 1..l, for l just before each stage.
+    """
     for source, draws in noisy.items():
         averaged, shares = running_mean(draws), averaging_shares(draws)
         of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)

@@ -1,4 +1,4 @@
-"""Digits among clutter as a testbed for token reducers, because the patches that matter in an image are known."""
+"""Tests token reducers on digits among clutter, a dataset in which the patches that matter are known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits a
 class Oracle(Random):
     """Keeps the digit's patches first, then random patches. Its result is an upper limit for reducers that prune.
 
-    It recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits' patches. For
-    images from other data, the selection is random.
+    The reducer recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits'
+    patches. For images from other data, the selection is random.
     """
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
@@ -45,13 +45,13 @@ class Oracle(Random):
         return chance + torch.stack(added)
 
 
-# Registered on import, because the text of a policy names its reducer: `oracle:0.5@2,3,4`.
+# The import registers the reducer, because policies name their reducer in a text such as `oracle:0.5@2,3,4`.
 REDUCERS.register(Oracle)
 
 
 @cache
 def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
-    """Returns a mapping from the key of every image of the testbed to the digit's patches in the image."""
+    """Maps the key of every image in the dataset to a mask of the digit's patches in the image."""
     splits, objects_of = load_data(CLUTTERED), {}
     for split in PLACEMENTS:
         objects = object_patches(split)
@@ -66,8 +66,8 @@ def object_finding(
 ) -> Finding:
     """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
 
-    `objects` has a row for every image of the split. A patch that was merged or fused into another patch counts as
-    lost.
+    `objects` is a mask with a row for every image of the split. A patch that was merged or fused into another patch
+    counts as lost.
     """
     images = images.take(min(LOOKED_AT, len(images)))
     shares = []

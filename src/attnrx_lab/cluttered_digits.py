@@ -24,7 +24,7 @@ CLUTTERED = "cluttered-digits"
 PATCH, GRID = 4, 10  # the side of a patch in pixels, and the side of an image in patches
 SPAN = DIGIT_SIDE // PATCH  # the side of a digit in patches
 CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches with a fragment, and the fragment's brightness
-TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1  # of the digits of every class
+TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1  # the shares of every class's digits in the two splits
 # How many images are made from every digit of a split.
 PLACEMENTS: Mapping[str, int] = {"train": 6, "validation": 4, "test": 12}
 NOTE = (
@@ -35,7 +35,10 @@ NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """The images of one split. `digits` are the digits' rows in scikit-learn's data, `objects` mask their patches."""
+    """The images of one split.
+
+    `digits` holds the row of each image's digit in scikit-learn's data. `objects` is a mask of the digit's patches.
+    """
 
     pixels: UInt8[Tensor, "images height width"]
     labels: Int[Tensor, "images"]
@@ -44,7 +47,7 @@ class Canvases:
 
 
 def open_cluttered_digits(seed: int = 0) -> Opened:
-    """Generates the images. Equal seeds give equal images on every machine."""
+    """Generates the images of all splits. Equal seeds give equal images on every machine."""
     made = {split: canvases(split, seed) for split in PLACEMENTS}
     splits = {split: stored_greys(each.pixels, each.labels, "cluttered digit {}") for split, each in made.items()}
     return Opened(splits, tuple("0123456789"), (NOTE,))
@@ -86,7 +89,7 @@ def canvases(split: str, seed: int = 0) -> Canvases:
 
 
 def _rows_by_split(labels: Tensor) -> dict[str, Tensor]:
-    """Returns the rows of the digits by split. Every split gets its share of the digits of every class."""
+    """Returns the rows of each split's digits in scikit-learn's data. All classes are divided in equal proportions."""
     is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
     # VALIDATION_SHARE is a share of all digits, but `rest` contains no test digits.

@@ -1,4 +1,4 @@
-"""The demonstration, which trains a small Vision Transformer on digits among clutter, shrinks and verifies it."""
+"""The demonstration `attnrx demo`: trains a small Vision Transformer on digits among clutter, then shrinks it."""
 
 import time
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 
 # `demo` first measures how much faster attnrx's kernels are than timm's, because the ratio depends on the processor.
-# The target is GAIN times the speed of the unchanged model in attnrx's kernels. There are two claims. Compression makes
-# the model at least LEAST times as fast, and it loses at most MOST_DROP points of accuracy. If no plan is fast enough,
-# the target is SHARE of the MACs instead.
+# The target is GAIN times the speed of the unchanged model in attnrx's kernels. The evidence makes two claims.
+# Compression makes the model at least LEAST times as fast, and the model loses at most MOST_DROP points of accuracy. If
+# no plan is fast enough, the target is SHARE of the MACs instead.
 GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
 MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
 BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency measurements
@@ -41,7 +41,10 @@ PATCHES = 10  # the approximate number of patches along one side of an image
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The folder with model, report and evidence, the original's accuracy in %, and the duration in seconds."""
+    """The result of `demo`. `folder` contains the smaller model, the report and the evidence.
+
+    `accuracy` is the accuracy of the original in %. `seconds` is the time that `demo` took.
+    """
 
     folder: Path
     evidence: Evidence
@@ -62,7 +65,7 @@ def demo(
     seed: int = 0,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small timm ViT on a dataset, makes it GAIN times as fast with `shrink`, and writes the folder.
+    """Trains a small timm ViT on a dataset, makes it GAIN times as fast with `shrink`, and writes a report to `folder`.
 
     If the folder contains a finished training, `demo` uses its result. It resumes an interrupted training.
     """
@@ -77,7 +80,7 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
-    # The speed of the unchanged model relative to timm's is the gain from the kernels without compression.
+    # Measures how much faster attnrx's kernels are without compression.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
     stage(

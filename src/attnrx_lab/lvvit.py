@@ -50,11 +50,11 @@ PARTS = {
 
 @dataclass(frozen=True)
 class LVViTConfig(TransformerConfig):
-    """The shape of the model and its input format.
+    """The shape and the input format of an LV-ViT.
 
     The outputs of attention and MLP are divided by `divisor` before the residual sum. The paper calls this residual
-    scaling, and the authors' code calls it `skip_lam`. With `classifies_patches` (token labelling) a second classifier
-    computes logits for every patch.
+    scaling, and the authors' code calls the divisor `skip_lam`. With `classifies_patches` (token labelling) a second
+    classifier computes logits for every patch.
     """
 
     image_size: int = 224
@@ -117,7 +117,7 @@ class LVViTConfig(TransformerConfig):
         return replace(
             costs,
             classifier=costs.classifier + PartCosts((self.width + 1) * self.classes),
-            # One classifier runs on the class token, the other on every patch. So together they run once per token.
+            # One classifier runs on the class token and the second on every patch. So there is one run per token.
             classifier_macs=costs.layers[-1].tokens * costs.classifier_macs,
         )
 
@@ -125,8 +125,8 @@ class LVViTConfig(TransformerConfig):
 class Stem(nn.Module):
     """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
 
-    The first three have no bias. BatchNorm and ReLU follow each of them. The kernel of the projection is half the patch
-    size, because the first convolution halves the image.
+    The first three convolutions have no bias, and BatchNorm and ReLU follow each of them. The kernel of the projection
+    is half the patch size, because the first convolution halves the image.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -200,7 +200,7 @@ class LVViT(Transformer[LVViTConfig]):
 
 
 class LVViTFamily(AttnrxFamily[LVViTConfig]):
-    """`lvvit:t`, `lvvit:s` and `lvvit:m`."""
+    """The family of the models `lvvit:t`, `lvvit:s` and `lvvit:m`."""
 
     name = "lvvit"
     model_type = LVViT
@@ -216,7 +216,7 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
     def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
         """Creates a model in evaluation mode with the weights of a published file (safetensors or a torch checkpoint).
 
-        It uses the published preprocessing: bicubic resizing and a crop of 0.9. `changes` override fields of the
+        The model uses the published preprocessing: bicubic resizing and a crop of 0.9. `changes` override fields of the
         configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
@@ -280,7 +280,7 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{problem}: {published} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
         split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
-        # Cloned, because the parts of a fused projection would share one storage.
+        # Tensors are cloned, because the parts of a fused projection would otherwise share one storage.
         state |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
     return state
 

@@ -1,4 +1,4 @@
-"""SVDA's perturbation response, the change of attention under small image changes, and the losses of the paper."""
+"""SVDA's perturbation response (how much attention changes if the image changes a little), and two SVDA losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,11 +45,11 @@ def measure_perturbation(
 ) -> Diagnosis:
     """Adds the reading perturbation_response [heads] to a diagnosis.
 
-    The reading is the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33). One pass over the first images and
-    their perturbed copies measures it.
+    The reading is the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33), where A are the attention maps of a
+    head. The function runs the model once on at most `most` images and their perturbed copies.
 
     Args:
-        model: The model.
+        model: The model whose attention is measured. It must keep all tokens.
         diagnosis: The model's diagnosis.
         images: Images, normalized for the model.
         size: The standard deviation of the Gaussian noise delta, in the units of the normalized images.
@@ -58,7 +58,7 @@ def measure_perturbation(
         seed: The seed of the noise.
 
     Returns:
-        The diagnosis with the reading.
+        The diagnosis with the added reading in every layer.
 
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
@@ -145,9 +145,9 @@ class PerturbationRobustness(Loss):
 
     The loss is averaged over images, heads and layers. `layers` restricts the loss to some layers, e.g. to layers that
     a diagnosis singled out. The first layer is 1. `scale` is the standard deviation of the noise in normalized units.
-    The images and their noisy copies need an extra pass through the eager attention. So a step takes about three times
-    as long. With a token policy the layers must lie before its first stage. After the first stage, an image and its
-    noisy copy may have different patches.
+    The images and their noisy copies need an extra pass with eager attention, so a step takes about three times as
+    long. With a token policy, `layers` must lie before its first stage, because later an image and its noisy copy may
+    keep different patches.
     """
 
     scale: float = 0.05
@@ -183,12 +183,13 @@ class PerturbationRobustness(Loss):
 
 
 def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise for the images of a step. The noise is drawn for all processes and then divided.
+    """Returns standard normal noise for the images of a training step on this process.
 
-    So N processes use the same noise as one process with the same global batch. A repeated step repeats its noise.
+    Each process draws the noise of all processes and uses its part. So N processes use the same noise as one process
+    with the same global batch. A repeated step repeats its noise.
     """
     (process, processes), count = context.shard, len(context.images)
-    # On the CPU, because device generators draw other numbers for the same seed.
+    # Noise is drawn on the CPU, because device generators draw other numbers for the same seed.
     generator = torch.Generator().manual_seed(context.seed)
     shape = count * processes, *context.images.shape[1:]
     noise = torch.randn(shape, generator=generator, dtype=context.images.dtype)

@@ -1,8 +1,8 @@
-"""SVDA's indicators, which find heads with similar spectra or outputs and describe single heads by numbers.
+"""SVDA's indicators: similarities between heads, and numbers that describe single heads.
 
-The rule `remove_heads` uses the similarities of heads. No rule uses sparsity, active directions, sensitivity or
-alignment. Two heads with similar spectra need not be equal, because their projections may differ. Their outputs must be
-similar, too (SVDA, Section 3.7).
+The rule `remove_heads` uses the similarities of spectra and outputs. Two heads with similar spectra need not be
+redundant, because their projections may differ, so their outputs must also be similar (SVDA, Section 3.7). No rule uses
+sparsity, active directions, sensitivity or alignment.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ INACTIVE_BELOW = 0.1
 class Redundancy(Diagnostic):
     """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity.
 
-    Both are symmetric matrices [heads, heads] with ones on the diagonal. A head's row is zero, including the diagonal,
-    if the head has no energy or adds the same to every token of every image.
+    Both readings are symmetric matrices [heads, heads] with ones on the diagonal. A head's row is zero, including the
+    diagonal, if the head has no energy or adds the same vector to every token of every image.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -55,7 +55,7 @@ def output_similarity(
     <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the function does not compute the contributions.
     """
     heads, head_dim, _ = readout.shape
-    # Both have the shape [heads, heads, dims, dims]. trace(A^T M B) is the sum of the elements of M * (A B^T).
+    # `blocks` and `readouts` are [heads, heads, dims, dims]. trace(A^T M B) is the sum of the elements of M * (A B^T).
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)
     readouts = torch.einsum("gdw,hew->ghde", readout, readout)
     return _cosines((blocks * readouts).sum((-2, -1)))
@@ -92,8 +92,8 @@ def sparsity(
 ) -> Float[Tensor, "*heads"]:
     """Returns the share of a head's directions whose |strength| is below a threshold (P_epsilon, SVDA, Eq. 29).
 
-    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, so the result does not
-    depend on the scale of the strengths.
+    Eq. 29 has an absolute threshold epsilon. This function uses a tenth of the head's largest |strength|, so the result
+    does not depend on the scale of the strengths.
     """
     there = torch.ones_like(strength, dtype=torch.bool) if used is None else used
     directions = there.sum(-1)
@@ -123,7 +123,7 @@ def alignment(
 ) -> Float[Tensor, "heads"]:
     """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
-    The strengths do not enter. The rows are divided by their norms here, so dense and compressed heads are comparable.
+    The function ignores the strengths and divides every row by its norm, so you can compare dense and compressed heads.
     The cosine of a zero row with any other row is zero.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.

@@ -1,4 +1,4 @@
-"""IrrAtt's two forms of attention, whose heads share their directions, and the native kernel that mixes blocks."""
+"""IrrAtt's two forms of attention, in which heads share directions, and the native kernel that mixes blocks."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from attnrx.vit.spec import AttentionSpec, FormTraits
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (IrrAtt, Eqs. 3-4). Heads share directions, but each has its own strengths (the fusion matrix)."""
+    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share directions, but each has its own strengths (the fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -48,9 +48,9 @@ class SharedForm(ScoreForm):
 
 
 class MixedForm(ScoreForm):
-    """IrrAtt (its Eq. 6). The shared directions are divided into blocks, and every head mixes the blocks' score maps.
+    """IrrAtt's attention (Eq. 6): shared directions are divided into blocks, and every head mixes the score maps.
 
-    This equals the shared form if a head has the same strength, `mix[head, block]`, for all directions of a block.
+    The form equals the shared form if a head has the same strength, `mix[head, block]`, for all directions of a block.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -64,10 +64,10 @@ class MixedForm(ScoreForm):
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, and each head's block weights and strengths, which repeat the block weights."""
+        """Returns the shared rows with each head's block weights, and with strengths that repeat the block weights."""
         rows = self.rows(buckets)
-        # Both describe the same scores. Fused kernels use the strengths per direction, and unfused backends use the
-        # mixture of blocks.
+        # Block weights and strengths describe the same scores. Fused kernels use the strengths per direction. Unfused
+        # backends use the mixture of blocks.
         strength = of_weights(self, rows, lambda: self.mix[:, _block_index(rows, self.mix)])
         blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
         return tuple(
@@ -82,7 +82,7 @@ class MixedForm(ScoreForm):
         return self.mix[:, _block_index(self.spec.rows, self.mix)]
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Raises NotSupported for strengths that differ within a block."""
+        """Sets one weight per head and block. Raises NotSupported for strengths that differ within a block."""
         blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
         for block, strength in enumerate(blocks):
             if bool((strength != strength[:, :1]).any()):
@@ -116,9 +116,7 @@ class BlockFactors:
     _maps: Tensor | None = None
 
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the product of queries and keys of every block. The products are computed once, and are zero for an
-        empty block.
-        """
+        """Returns the product of queries and keys for every block, which is computed only once."""
         if self._maps is None:
             # Blocks have different ranks, so there is one product per block. An empty block's product is zero.
             sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
@@ -136,8 +134,8 @@ class BlockMixture(Mixture):
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
         maps = self.blocks.maps()
-        # This is one product, [heads, blocks] @ [batch, blocks, queries * keys]. The scale multiplies the small matrix
-        # instead of the maps.
+        # One product [heads, blocks] @ [batch, blocks, queries * keys] mixes all maps. The scale multiplies the small
+        # matrix instead of the maps.
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 
@@ -156,10 +154,10 @@ def native_mixed_attention(
     mix: Float[Tensor, "heads blocks"],
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns the outputs of `native_attention` for heads that mix the score maps of blocks.
+    """Computes the same outputs as `native_attention`, for heads that mix the score maps of blocks.
 
-    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. Each
-    block's map is computed only once for all heads.
+    The score map of head h is sum_b mix[h, b] query_b @ key_b^T. The directions are divided into blocks in order, and
+    block b has `ranks[b]` directions. Each block's map is computed only once for all heads.
     """
     require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
@@ -206,7 +204,7 @@ def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -
 def _mixed_operations(
     query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    """Counts the operations for the maps of all blocks, their mixture in every head, and the values."""
+    """Counts the operations for the maps of all blocks, for mixing them in every head, and for the values."""
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
 
 

@@ -13,17 +13,17 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import family_of
 
-# A normal matrix is summed from float32 products. Its eigenvalues below this share of the largest one are rounding.
+# Normal matrices are summed from float32 products, so eigenvalues below this share of the largest one are rounding.
 _NULL = 1e-6
 
 
 class StrengthFit:
-    """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
+    """Fits strengths s by least squares: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
-    T are the scores of a reference, and a_i = softmax(T_i) is its attention. To second order, the sum is twice the KL
-    divergence between the attention and the reference attention. The reason is that softmax ignores a constant per
-    query, and that errors at keys without attention have no effect. Each head needs one matrix [terms, terms], however
-    many samples there are.
+    T are the reference's scores, and a_i = softmax(T_i) is its attention for query i. To second order, the sum is twice
+    the KL divergence between the reference attention and the attention with strengths s. The reason is that softmax
+    ignores a constant per query, and that errors at keys without attention have no effect. The class stores only the
+    normal equations, one matrix [terms, terms] per head, so memory does not grow with the number of samples.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -39,9 +39,12 @@ class StrengthFit:
         target: Float[Tensor, "batch heads queries keys"],
         scale: float,
     ) -> None:
-        """Adds one batch. `left` and `right` are the terms of every token, `target` are the reference's scores."""
+        """Adds one batch to the normal equations.
+
+        `left` and `right` hold the two factors l and r of every term. `target` holds the reference's scores T.
+        """
         for sample in range(left.shape[0]):
-            # One sample at a time to limit memory, because a sample's products have queries x keys x terms entries.
+            # Samples run one at a time to limit memory: a sample's products have queries x keys x terms entries.
             lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)  # [heads, tokens, terms]
             attention = target[sample].softmax(-1)
             root = attention.sqrt()  # multiplies both factors of the normal equations, so their weight is a_ij
@@ -62,7 +65,8 @@ class StrengthFit:
     ) -> Float[Tensor, "heads terms"]:
         """Returns the best strengths of the kept terms, and zero for the other terms.
 
-        If the data does not determine a strength, it stays as in `start`. No head has a larger error than with `start`.
+        If the data does not determine a strength, its value in `start` is kept. No head's error is larger than with
+        `start`.
 
         Raises:
             InvalidInput: No sample was observed.
@@ -82,7 +86,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the error over all samples, relative to zero strengths, or 0 for a constant target."""
+        """Returns the root of the summed squared error, relative to zero strengths, or 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)
@@ -109,7 +113,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
-        # Computes the rows as in the compressed layer, with zero for pruned directions and the norm over the others.
+        # Rows are computed as in the compressed layer: pruned directions are zero, and norms are over the kept ones.
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)

@@ -16,10 +16,11 @@ from attnrx_lab.strength_refit import refit_strengths
 
 
 class SvdaForm(ScoreForm):
-    """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
+    """SVDA's score form (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
-    With `norms="original"` each row is divided by its norm over all original directions. Then only the kept directions,
-    which are stored first, enter the scores. The result is exact, but saves no projection.
+    With `norms="original"` each row is divided by its norm over all original directions. Only the kept directions,
+    which are stored first, are then used for the scores. The scores equal the masked model's scores, but the projection
+    still computes all directions.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -72,8 +73,8 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     float32 or better, so float16 rows cannot overflow.
     """
     padding = 0 if width is None else width - rows.shape[-1]
-    # `out=` below saves a copy, but does not support gradients. A trace must have the same operations with and without
-    # gradients, because torch.jit.trace compares its graph with one that it traces without gradients.
+    # `out=` below saves a copy, but does not support gradients. Tracing never uses `out=`, because torch.jit.trace
+    # compares its graph with a graph that it traces without gradients.
     is_traced = torch.jit.is_tracing()
     if torch.is_grad_enabled() and not is_traced:
         unit = _UnitRows.apply(rows)
@@ -98,8 +99,8 @@ def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*b
 
 
 class _UnitRows(torch.autograd.Function):
-    # Written by hand, because autograd's graph for x / |x| needs about twice as many passes over memory. In eager mode
-    # these passes make an SVDA layer slower than fused dense attention.
+    # The backward pass is written by hand, because autograd's graph for x / |x| passes over memory about twice as
+    # often. In eager mode these passes make an SVDA layer slower than fused dense attention.
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         inverse = inverse_norms(rows)

@@ -1,4 +1,4 @@
-"""Models made of attnrx layers: their configuration and costs, their layers, and SVDA's Vision Transformer."""
+"""attnrx's own models: their configuration, costs and layers, and SVDA's Vision Transformer."""
 
 import math
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
     ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), FORMS[form]
     # The scale follows the original head dimension. The spec stores it, so compression cannot change the temperature.
     spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
-    # There is one block per head. Every head uses only its own block, so the layer equals multi-head attention.
+    # A full layer has one block per head. Every head uses only its own block, so the layer equals multi-head attention.
     if traits.mixes_blocks:
         return spec.with_shared_directions(width, ranks)
     return replace(spec, form=form, norms=traits.norms[0])
@@ -58,7 +58,8 @@ def block_costs(
 ) -> LayerCosts:
     """Returns the costs of a pre-norm block with attention, an MLP with `hidden` features and two LayerNorms.
 
-    If the MLP's two maps are stored as two factors each, `mlp_ranks` are their ranks. The second factor has the bias.
+    `mlp_ranks` are the ranks of the MLP's two maps. None is a full-rank map. A map with a rank is stored as two
+    factors, and the second factor has the bias.
     """
     mlp = PartCosts()
     for inputs, outputs, rank in zip((spec.width, hidden), (hidden, spec.width), mlp_ranks, strict=True):
@@ -76,13 +77,13 @@ def norm_costs(width: int) -> PartCosts:
 
 @dataclass(frozen=True)
 class TransformerConfig(ABC):
-    """The shape of the model and its input format. The defaults are the SVDA paper's for CIFAR-10.
+    """The shape of an attnrx model and its input format. The defaults are the SVDA paper's for CIFAR-10.
 
-    `attention` holds one spec per layer, so it describes a compressed model completely. `mlp_ranks` holds the ranks of
-    every MLP's two maps, with None for a map that is one matrix. It is empty if no map has two factors. `hidden_units`
-    holds the number of hidden units of every MLP if some units were removed. The model was trained on images normalized
-    by `mean` and `std`. `geometry` says how pictures were resized and cropped for the model. It is None if that is not
-    known.
+    `attention` holds one spec per layer, so it describes compressed attention completely. `mlp_ranks` holds the ranks
+    of every MLP's two maps. None is a map that is one matrix, and an empty `mlp_ranks` means that all maps are.
+    `hidden_units` holds the number of hidden units of every MLP if some units were removed. `mean` and `std` normalize
+    the images that the model was trained on. `geometry` describes how pictures were resized and cropped for the model,
+    or is None if this is not known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -168,7 +169,7 @@ class TransformerConfig(ABC):
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
 
-        With other specs, these are the costs of a prescription before it is realized.
+        Pass other specs to compute the costs of a prescription before it is realized.
 
         Raises:
             InvalidInput: `attention` does not have one spec per layer.
@@ -229,18 +230,18 @@ class Transformer(nn.Module, Generic[Config]):
     def __init__(self, config: Config):
         super().__init__()
         self.config: Config = config
-        # A submodule, so that the learned predictors of a token policy are trained and saved with the model.
+        # The token policy is a submodule, so that its learned predictors are trained and saved with the model.
         self.tokens: nn.Module | None = None
 
     @property
     def origin(self) -> Config:
-        """The configuration. Adopted library models use the same name for their input format."""
+        """The configuration. In adopted library models, the attribute `origin` holds the input format."""
         return self.config
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits."""
         require_images(images, self.config.input_shape, "this model")
-        # The hidden layer of an MLP is the largest activation.
+        # The chunk size follows from the largest activation per image, which is the hidden layer of an MLP.
         return chunked_forward(self, self._forward_chunk, images, self.config.patches * self.config.hidden)
 
     def _forward_chunk(self, images: ImageBatch) -> Logits:
@@ -248,16 +249,16 @@ class Transformer(nn.Module, Generic[Config]):
             return self.logits(images)
 
     def logits(self, images: ImageBatch) -> Logits:
-        """Returns the logits of images of the right shape."""
+        """Returns the logits. The shape of the images was already checked."""
         raise NotImplementedError
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
-    """Initializes the weights.
+    """Initializes the weights of an attnrx model in place, and returns the model.
 
-    Weights are drawn from a truncated normal distribution with standard deviation 0.02. Biases are zero, and every
-    strength is `strength`. A score is at most max|strength| / sqrt(head_dim) (SVDA, Theorem 1), so with strength 1
-    attention starts almost uniform.
+    Weights are drawn from a truncated normal distribution with standard deviation 0.02. Biases are zero, norm weights
+    are one, and every strength is `strength`. A score is at most max|strength| / sqrt(head_dim) (SVDA, Theorem 1), so
+    with strength 1 attention starts almost uniform.
 
     Raises:
         InvalidInput: The strength is not positive and finite.
@@ -319,7 +320,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         transformer.config = replace(
             config,
             mlp_ranks=tuple((first, second) for first, second in ranks),
-            # Empty if no unit was removed, so that equal models have equal configurations.
+            # `hidden_units` is empty if no unit was removed, so that equal models have equal configurations.
             hidden_units=() if set(units) == {config.hidden} else tuple(units),
         )
 
@@ -343,16 +344,16 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         return self._transformer(model).config.tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        # Changes the configuration instead of the model, so a prescription need not be realized to count its costs.
+        # Only the configuration is changed, so the costs of a prescription are known before it is realized.
         config = replace(self._transformer(model).config, mlp_ranks=shapes.mlp_ranks, hidden_units=shapes.hidden)
         return config.costs(shapes.attention, shapes.tokens)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        """Returns the output of the last norm."""
+        """Returns the patch features after the last norm."""
         transformer = self._transformer(model)
         require_images(images, transformer.config.input_shape, "this model")
-        # Record the norm's output, because the `logits` of subclasses return no tokens. Do not split the images into
-        # chunks, so that the norm runs once.
+        # The norm's output is recorded, because `logits` returns no tokens. The images are not split into chunks, so
+        # that the norm runs only once.
         with (
             recording_calls((transformer.norm,), lambda call: call.output) as outputs,
             forward_pass(model, (transformer.config.depth - 1,)),
@@ -370,7 +371,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         return self._own(model)
 
 
-# SVDA's input scenarios (Tables 3 and 4), and small scenarios for demonstrations and tests.
+# Input scenarios of the SVDA paper (Tables 3 and 4), and small scenarios for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "fashion_mnist": {"channels": 1, "classes": 10},
     "cifar10": {"classes": 10},
@@ -402,8 +403,8 @@ class ViTConfig(Displayed, TransformerConfig):
     ) -> "ViTConfig":
         """Returns the uncompressed model of `depth` equal layers.
 
-        Depth, heads, width and patch size default to the SVDA paper's (Table 4). The paper does not state the MLP
-        width, but four times the model width reproduces its printed savings.
+        Depth, heads, width and patch size default to the values in the SVDA paper (Table 4). The paper does not state
+        the MLP width, but four times the model width reproduces its printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
         return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})
@@ -413,14 +414,14 @@ class ViTConfig(Displayed, TransformerConfig):
 
 
 class VisionTransformer(Transformer[ViTConfig]):
-    """Patches, fixed sine-cosine position embeddings, layers, mean pooling and a linear classifier; no class token."""
+    """A Vision Transformer with fixed sine-cosine position embeddings and mean pooling, without a class token."""
 
     positions: Tensor
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.patches = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
-        # On the CPU even if the module is built on the meta device, because no file contains the positions.
+        # Positions are computed on the CPU even if the module is built on the meta device, because no file stores them.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
         # A buffer follows the model's device. It is not saved, because the configuration determines it.
         self.register_buffer("positions", positions, persistent=False)
@@ -439,8 +440,8 @@ class VisionTransformer(Transformer[ViTConfig]):
 def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
     """Returns fixed two-dimensional sine-cosine position embeddings.
 
-    The width is divided into four quarters: the sine and the cosine of the row, then the sine and the cosine of the
-    column.
+    Each quarter of the width encodes one function: the sine of the row, the cosine of the row, the sine of the column,
+    and the cosine of the column.
     """
     # Computed in float64 and rounded once at the end. The frequencies fall from 1 to just above 1/10,000.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
@@ -452,7 +453,7 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
 
 
 class ViTFamily(AttnrxFamily[ViTConfig]):
-    """`svda:NAME` and `dense:NAME`, e.g. `svda:cifar10`."""
+    """The family of the models `svda:SCENARIO` and `dense:SCENARIO`, e.g. `svda:cifar10`."""
 
     name = "vit"
     model_type = VisionTransformer
@@ -473,7 +474,9 @@ class ViTFamily(AttnrxFamily[ViTConfig]):
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
-    """Returns the configuration `form:scenario`. `changes` override fields of ViTConfig, width, depth or heads.
+    """Returns the configuration of the model `form:scenario`.
+
+    `changes` override the width, the depth, the number of heads, or fields of ViTConfig.
 
     Raises:
         UnknownName: There is no such scenario.

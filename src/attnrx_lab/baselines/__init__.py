@@ -1,4 +1,4 @@
-"""Baselines, which are published compression methods. Each is implemented as in its paper."""
+"""Published compression methods, implemented from their papers as baselines."""
 
 from collections.abc import Mapping
 

@@ -15,17 +15,18 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import family_of
 
-# Shares are multiples of 1 / GRID, which is smaller than one direction of any layer, and exact in binary.
+# Shares are multiples of 1 / GRID. This step is smaller than one direction of any layer, and exact in binary.
 GRID = 4096
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
-    """Returns the largest share in [`least`, 1] that fits, by bisection, or None if `least` does not fit.
+    """Returns the largest share in [`least`, 1] for which `fits` is true, or None if it is false for `least`.
 
-    `fits` must be true up to some share and false above it. For costs this holds, because they rise with the share.
+    The search is a bisection, so `fits` must be true up to some share and false above it. A limit on costs meets this
+    condition, because costs rise with the share.
     """
-    # The bisection assumes that `high` does not fit, so the full share is tested first. The bisection runs on integers
-    # (multiples of 1 / GRID), so that `low` and `high` become exact neighbours.
+    # The bisection assumes that `fits` is false for its upper end, so the full share is tested first. It runs on
+    # integers (multiples of 1 / GRID), so both ends become exact neighbours.
     if fits(1.0):
         return 1.0
     below = round(least * GRID) - 1  # assumed to fit until a share is found
@@ -37,7 +38,7 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 
 class ModelCompressor(ABC):
-    """A way of compressing one model to any share in (0, 1]. A larger share never costs less."""
+    """Compresses one model to any share in (0, 1]. A larger share never costs less."""
 
     @property
     def least(self) -> float:
@@ -50,15 +51,15 @@ class ModelCompressor(ABC):
 
     @abstractmethod
     def costs(self, share: float) -> ModelCosts:
-        """Parameters and MACs at this share."""
+        """Returns the parameters and MACs at this share."""
 
     @abstractmethod
     def make(self, share: float) -> nn.Module:
-        """The model at this share."""
+        """Returns the model compressed to this share."""
 
 
 class PrescribedBaseline(ModelCompressor):
-    """A method whose smaller model is the realization of a prescription, without any later fit.
+    """A baseline that realizes a prescription, and fits no weights afterwards.
 
     `diagnosis` contains the moments of the hidden units (`Moments`), measured on the `calibration` images.
 
@@ -79,10 +80,10 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns the decisions for every layer. With `fitted=False` they have equal shapes, without compensation."""
+        """Returns the decisions for every layer. `fitted=False` gives the same shapes, but compensates no weights."""
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
-        """Returns the prescription for a share of the units, without rules, because no attnrx rule made it."""
+        """Returns the prescription that keeps this share of the units. It lists no rules, because no rule made it."""
         about = {**self.diagnosis.about, "baseline": self.name}
         return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
 
@@ -95,9 +96,10 @@ class PrescribedBaseline(ModelCompressor):
 
 
 class SearchedBaseline(ModelCompressor):
-    """A method that learns a smaller model for a share of the MACs. Each model is made once and then cached.
+    """A baseline that learns a smaller model for a share of the MACs. Every learned model is cached.
 
-    Other compressors take a share of the units, so they compute the costs before they learn anything.
+    For this class, `share` is a share of the MACs. For other compressors it is a share of the units, so they know the
+    costs before they learn anything.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -106,10 +108,10 @@ class SearchedBaseline(ModelCompressor):
 
     @abstractmethod
     def searched(self, share: float) -> nn.Module:
-        """Learns and returns a model with at most this share of the MACs, where the share is below 1."""
+        """Learns and returns a model with at most this share of the MACs. `share` is below 1."""
 
     def share_within(self, macs: int) -> float | None:
-        share = macs / self._macs  # no bisection, because only a learned model has known costs
+        share = macs / self._macs  # no bisection, because it would learn a model at every step
         return share if share >= self.least else None
 
     def costs(self, share: float) -> ModelCosts:

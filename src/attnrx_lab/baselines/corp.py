@@ -91,8 +91,8 @@ class CorpBaseline(PrescribedBaseline):
 
     @cached_property
     def _grams(self) -> list[tuple[Float[Tensor, "images heads d d"], Float[Tensor, "images heads d d"]]]:
-        """For every layer, the Gram matrices of queries and keys of every image, as means over tokens."""
-        # Separate for every image, because the normal equations sum the product of both matrices over the images.
+        """Returns, for every layer, each image's Gram matrices of queries and keys, averaged over tokens."""
+        # Every image has separate matrices, because the normal equations sum their products over the images.
         sums: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.attention]
 
         def observe(index: int, observation: Observation) -> None:
@@ -116,9 +116,9 @@ def logit_compensation(
 ) -> Float[Tensor, "kept kept"]:
     """Returns the M that minimizes the sum over images of |Q_S M K_S^T - Q_P K_P^T|^2 plus a penalty on |M|^2.
 
-    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image. S are the kept dimensions, and P the others.
-    The normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS. With row-major vec, they are a sum of Kronecker
-    products.
+    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image. S denotes the kept dimensions, and P the
+    removed ones. The normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS. For the row-major vec(M), their matrix
+    is a sum of Kronecker products.
     """
     query, key, size = query.double(), key.double(), int(keep.sum())
     query_kept, key_kept = query[:, keep][:, :, keep], key[:, keep][:, :, keep]
@@ -132,6 +132,6 @@ def logit_compensation(
 
 
 def _strongest(energy: Float[Tensor, "groups units"], share: float) -> Bool[Tensor, "groups units"]:
-    """Returns a mask of the largest `share` of every row. The number is rounded down, but is at least one."""
+    """Returns a mask of the units with the largest energy, a `share` of every row (rounded down, but at least one)."""
     num_kept = max(1, floor(share * energy.shape[1]))
     return torch.zeros_like(energy, dtype=torch.bool).scatter_(1, energy.topk(num_kept, dim=1).indices, True)

@@ -20,7 +20,7 @@ from attnrx_lab.tokens.learned_scores import KeepDrop
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05
-COST_WEIGHT = 100.0  # of the squared difference from the target (a share of the model's MACs), added to KL in nats
+COST_WEIGHT = 100.0  # weight of (share of the MACs - target)^2, which is added to the KL divergence in nats
 SOFTNESS = 4.0  # patches, the width of the boundary between kept and merged patches. Gradients flow through it.
 
 
@@ -37,11 +37,11 @@ class KeptShare(nn.Module):
 
 @dataclass(frozen=True)
 class RatedByAttention(Predicting):
-    """Samples the patches with the highest class attention. Each stage learns their share in its parameter `KeptShare`.
+    """Samples the patches with the highest class attention. The share that a stage keeps is its parameter, `KeptShare`.
 
     The log-odds that a patch is kept are (share * patches - rank - 1/2) / SOFTNESS, where rank 0 is the most attended
-    patch. So a sample has about share * patches patches. The gradient of the loss reaches the share through the patches
-    near this boundary.
+    patch. So a sample contains about share * patches patches. The loss trains the share through the patches near this
+    boundary.
     """
 
     needs = ("class_attention",)
@@ -56,19 +56,20 @@ class RatedByAttention(Predicting):
         # inverts the permutation of the first, which gives the rank of every patch.
         relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(present_mask == 0, -1.0)
         rank = relevance.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        # Detached, because earlier stages decide how many patches there are. So only its own stage trains a share.
+        # Earlier stages decide how many patches are present, so this number is detached. A share then gets gradients
+        # only from its own stage.
         logits = (predictor() * present_mask.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
 
 class DiffRateBaseline(SearchedBaseline):
-    """DiffRate (Chen et al., ICCV 2023): a schedule of patches for all layers, learned with frozen weights.
+    """DiffRate (Chen et al., ICCV 2023) learns how many patches each layer keeps, with frozen weights.
 
-    Adam learns one share per layer on unlabelled calibration images. It starts from the uniform schedule that meets the
+    Adam learns one share per layer on unlabelled calibration images, starting from the uniform schedule that meets the
     target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared difference between the
     MACs and the target. All shares are then raised to one common power that meets the target. The result is an ordinary
-    token policy. It fuses the patches with the lowest class attention into the most similar others (`dtps` with class
-    attention).
+    token policy that fuses the patches with the lowest class attention into the most similar other patches (`dtps` with
+    class attention).
 
     The following choices are ours:
 
@@ -104,12 +105,12 @@ class DiffRateBaseline(SearchedBaseline):
         """Returns the learned schedule that has at most this share of the model's MACs.
 
         Raises:
-        NotSupported: No schedule has so few MACs.
+            NotSupported: No schedule has so few MACs.
         """
         return self._within(self.learned_shares(share), share)
 
     def _policy(self, shares: list[float]) -> TokenPolicy:
-        """Returns the policy in which every stage keeps this share of the image's patches, but at least one patch."""
+        """Returns the policy in which stage i keeps `shares[i]` of the image's patches, but at least one patch."""
         least = 1 / self.layout.patches
         return TokenPolicy(DTPS(ClassAttention()), self._layers, tuple(max(share, least) for share in shares))
 
@@ -121,7 +122,7 @@ class DiffRateBaseline(SearchedBaseline):
         return self.family.costs(self.model, tokens=policy)
 
     def _within(self, shares: list[float], share: float) -> TokenPolicy:
-        """Returns the schedule raised to the smallest power at which it costs at most this share of the MACs."""
+        """Returns the schedule `shares`, raised to the smallest power that costs at most `share` of the MACs."""
         most = share * self._macs
 
         # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1. So costs rise with `part`, as
@@ -135,7 +136,7 @@ class DiffRateBaseline(SearchedBaseline):
         return at(part)
 
     def uniform_ratio(self, share: float) -> float | None:
-        """Returns the share of its patches that every stage keeps in a uniform schedule with these MACs."""
+        """Returns the ratio of patches that every stage of a uniform schedule keeps, or None if no ratio is enough."""
         most = share * self._macs
 
         def policy(ratio: float) -> TokenPolicy:
@@ -144,7 +145,7 @@ class DiffRateBaseline(SearchedBaseline):
         return largest_share(lambda ratio: self._costs(policy(ratio)).macs <= most)
 
     def learned_shares(self, share: float) -> list[float]:
-        """Returns the learned share of the image's patches after every stage.
+        """Learns and returns the share of the image's patches that remains after every stage.
 
         Raises:
             NotSupported: No schedule has these MACs.
@@ -172,8 +173,8 @@ class DiffRateBaseline(SearchedBaseline):
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
                 remaining = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
-                # Expected instead of sampled numbers of tokens, so the cost has no noise. The first layer sees all
-                # tokens.
+                # The cost uses expected instead of sampled numbers of tokens, so it has no noise. The first layer
+                # always has all tokens.
                 patches = self.layout.patches * torch.cat([remaining.new_ones(1), remaining])
                 cost = macs(self.layout.prefix + patches) / self._macs
                 optimizer.zero_grad()

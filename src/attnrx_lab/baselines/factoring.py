@@ -1,4 +1,4 @@
-"""Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM), with their statistics and factored models."""
+"""Baselines that factor linear maps: SVD, ASVD, FWSVD and SVD-LLM."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models import LowRankLinear, family_of
 from attnrx_lab.baselines.compressor import ModelCompressor
 
-# The smallest scale, as a share of the largest. With it, features that are always zero have an invertible scale, too.
+# The smallest scale, as a share of the largest scale. It keeps the scale of features that are always zero invertible.
 SMALLEST_SCALE = 1e-6
 
 Bias = Float[Tensor, "outputs"] | None
@@ -32,10 +32,10 @@ Bias = Float[Tensor, "outputs"] | None
 class LowRank:
     """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias, in float64.
 
-    A map of lower rank has the first directions of a map of higher rank. `strength` is the contribution of each
-    direction in the method's metric, in descending order. It is zero for directions without energy. For every rank,
-    `strength` lists all min(outputs, inputs) values. The squared error in the metric is the sum of their squares beyond
-    the rank. The bias is the original's.
+    Directions are in descending order of `strength`, which is their contribution in the method's metric. A map of lower
+    rank has the first directions of a map of higher rank. `strength` always lists all min(outputs, inputs) values, even
+    if the map is truncated. So the squared error in the metric is the sum of the squared values beyond the rank.
+    Directions without energy have strength 0. The bias is unchanged.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -45,7 +45,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Weight, bias: Bias, found: Directions) -> "LowRank":
-        """Returns the map whose outputs are projected onto all of these directions."""
+        """Returns the map that projects the outputs onto all of these directions."""
         strength, directions = found
         return cls(directions @ weight.detach().double(), directions.mT, strength, bias)
 
@@ -70,9 +70,9 @@ def svd(weight: Weight, bias: Bias = None) -> LowRank:
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
-    This is activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, the result minimizes
-    |(W - W') S| over all maps of that rank. `magnitude` is the mean of |x| per input feature over calibration data.
-    `alpha=0` is the plain SVD.
+    This function implements activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, the result
+    minimizes |(W - W') S| over all maps of that rank. `magnitude` is the mean of |x| per input feature over calibration
+    data. `alpha=0` is the plain SVD.
     """
     weight = weight.detach().double()
     return _scaled_inputs(weight, bias, _scales(magnitude).pow(alpha))
@@ -81,11 +81,11 @@ def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: 
 def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *, side: str = "inputs") -> LowRank:
     """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
 
-    This is Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b. The rows of
-    its matrix [inputs, outputs] belong to the inputs, and it sums the information of each row. The default
-    `side="inputs"` does the same. For a weight [outputs, inputs] it sums over the outputs, and D scales the inputs.
-    "outputs" sums the rows of the weight as stored. Truncated to a rank, the result minimizes |(W - W') D|, or
-    |D (W - W')| for "outputs".
+    This function implements Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as
+    x W + b, so the rows of its matrix [inputs, outputs] belong to the inputs. The paper sums the Fisher information of
+    each row. The default `side="inputs"` does the same: for a weight [outputs, inputs] it sums over the outputs, and D
+    scales the inputs. `side="outputs"` sums the rows of the weight as PyTorch stores it. Truncated to a rank, the
+    result minimizes |(W - W') D|, or |D (W - W')| for "outputs".
     """
     weight = weight.detach().double()
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
@@ -99,10 +99,10 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
     """Factors W with its inputs whitened, i.e. by the SVD of W S, where S is the Cholesky factor of M (S S^T = M).
 
-    The right factor is multiplied by S^-1. This is SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it
-    equals the optimum of `activation_aware`. A ridge of 1e-12 times the trace makes a singular M definite.
-    `activation_aware` does not need this ridge. Raises InvalidInput for a moment that is zero, not finite or not
-    symmetric.
+    This function implements SVD-LLM (Wang et al., 2024, arXiv 2403.07378). It multiplies the right factor by S^-1. For
+    a positive definite M, the result equals the optimum of `activation_aware`. A ridge of 1e-12 times the trace makes a
+    singular M definite. `activation_aware` does not need this ridge. Raises InvalidInput for a moment that is zero, not
+    finite or not symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)
@@ -150,7 +150,7 @@ Ranks = Mapping[MapAddress, int]
 
 
 class FactoredHeads(HeadLinear):
-    """A projection to heads in two maps: from tokens to `rank` shared features, then to the rows of the heads."""
+    """A projection to heads that is factored into two maps, with `rank` features shared by all heads in between."""
 
     def __init__(self, source: HeadLinear, rank: int):
         # The inherited weight, [rows, rank], is the second factor, because padding adds rows to the heads.
@@ -170,7 +170,7 @@ class FactoredHeads(HeadLinear):
 
 
 class FactoredOutputProjection(OutputProjection):
-    """An output projection in two maps: from the head outputs to `rank` features, then to the width."""
+    """An output projection that is factored into two maps, with `rank` features in between."""
 
     def __init__(self, source: OutputProjection, rank: int):
         # The inherited weight, [rank, features], is the first factor, because padding adds columns to the heads.
@@ -183,7 +183,7 @@ class FactoredOutputProjection(OutputProjection):
     def padded(
         self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Applies both maps. The first map takes padded heads."""
+        """Applies both maps. The first map is padded to the heads' padded `value_dims`."""
         return self(features) if value_dims == self.value_dims else self.second(super().padded(features, value_dims))
 
 
@@ -274,7 +274,7 @@ class InputMoments:
 
 
 class MapStatistics:
-    """The statistics of all of a model's maps on calibration images. Each kind is measured when it is first needed."""
+    """The input moments and Fisher information of a model's maps on calibration images, each measured when needed."""
 
     def __init__(self, model: nn.Module, images: ImageSet, batch_size: int = 32):
         self.model, self.images, self.batch_size = model, images, batch_size
@@ -286,8 +286,8 @@ class MapStatistics:
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight, which is its mean squared gradient over images.
 
-        The gradient is of -log p(y | image), where y = argmax p is the model's own answer. So the dataset's labels are
-        not used.
+        The function differentiates -log p(y | image), where y = argmax p is the model's own prediction. So it does not
+        use the dataset's labels.
         """
         return self._fisher[address]
 
@@ -317,7 +317,7 @@ class MapStatistics:
     @cached_property
     def _fisher(self) -> dict[MapAddress, Tensor]:
         def loss(model: nn.Module, image: ImageBatch, _: int) -> Tensor:
-            # The empirical Fisher information is as in FWSVD, but with predicted classes as labels.
+            # FWSVD uses the true labels here. We use the predicted classes, because baselines get no labels.
             logits = model(image)
             return F.cross_entropy(logits, logits.argmax(-1))
 
@@ -330,15 +330,15 @@ def mean_squared_gradients(
     images: ImageSet,
     loss: Callable[[nn.Module, ImageBatch, int], Float[Tensor, ""]],
 ) -> dict[MapAddress, Float[Tensor, "outputs inputs"]]:
-    """Returns the squared gradient of these maps' weights, as a mean over images, in float64 on the CPU.
+    """Returns the squared gradients of the weights at `addresses`, averaged over images, in float64 on the CPU.
 
     `loss` receives a copy of the model, one image [1, channels, height, width] and its position.
     """
-    # In the copy only the weights of these maps have gradients.
+    # Gradients are computed in a copy, and only for the weights at `addresses`.
     model = copy.deepcopy(model).eval().requires_grad_(False)
     weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in addresses]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
-    # One image at a time, because the square of a summed gradient is not the sum of squares.
+    # Images run one at a time, because the square of a batch's summed gradient is not the sum of squares.
     for number, batch in enumerate(images.batches(1, device=weights[0].device)):
         gradients = torch.autograd.grad(loss(model, batch.images.to(weights[0].dtype), number), weights)
         for total, gradient in zip(sums, gradients, strict=True):
@@ -348,9 +348,9 @@ def mean_squared_gradients(
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
-# svd finds the nearest map in the Frobenius norm. asvd scales the inputs by the root of their mean magnitude, without
-# the paper's search for the rank of every layer. fwsvd weights the inputs by the Fisher information of their weights,
-# as the paper prints it for x W. svd_llm whitens the inputs, without the paper's updates of the layers that follow.
+# `svd` finds the nearest map in the Frobenius norm. `asvd` scales the inputs by the root of their mean magnitude, and
+# omits the paper's search for each layer's rank. `fwsvd` weights the inputs by the Fisher information of their weights,
+# as the paper prints it for x W. `svd_llm` whitens the inputs, and omits the paper's updates of the following layers.
 FACTORS: Mapping[str, Factor] = {
     "svd": lambda model, at, data: svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
@@ -363,14 +363,13 @@ class FactoringBaseline(ModelCompressor):
     """Factors all linear maps. Each map keeps the same share of its own MACs.
 
     For a share s the rank is floor(s * outputs * inputs / (outputs + inputs)), but at least 1. The papers define their
-    compression ratio in the same way. The products of the attention do not change, because these methods do not
-    distinguish heads.
+    compression ratio in the same way. The heads keep their sizes, so attention itself costs the same as before.
     """
 
     def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
         self.map_addresses = map_addresses(model)
-        # Factors of full rank. All methods order their directions, so every share truncates the same factors.
+        # A cache of full-rank factors. All methods order their directions, so every share truncates the same factors.
         self._full_rank: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:

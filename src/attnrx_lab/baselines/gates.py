@@ -37,11 +37,11 @@ UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 
 
 class UnitGates(nn.Module):
-    """The scores of all units, with a threshold for each layer and kind (WDPruning: Yu et al., AAAI 2022).
+    """Learned scores of all units, and a learned threshold per layer and kind (WDPruning: Yu et al., AAAI 2022).
 
-    A gate is 1 if the score is above the learned threshold of its layer and kind, otherwise 0. In the backward pass a
-    sigmoid replaces this step. Two choices are ours. The units are the same as in attnrx prescriptions. Each score
-    starts at the unit's rank when the units are sorted by the norms of their weights.
+    A unit's gate is 1 if its score is above the threshold of its layer and kind, otherwise 0. In the backward pass a
+    sigmoid replaces this step. Two choices are ours. First, the units are the same as in attnrx prescriptions. Second,
+    each score starts at the unit's rank when the units are sorted by the norms of their weights.
     """
 
     def __init__(self, model: nn.Module):
@@ -53,7 +53,7 @@ class UnitGates(nn.Module):
             self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
     def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the margins, which are the scores minus their thresholds. Margins decide which units are kept."""
+        """Returns the scores minus their thresholds. Pruning keeps the units with the largest margins."""
         places = {key: key.partition("-") for key in self.scores}
         return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 
@@ -64,7 +64,7 @@ class UnitGates(nn.Module):
 
 
 class GatedModel(nn.Module):
-    """A model whose queries, head outputs and hidden units are multiplied by gates. The gates multiply the weights.
+    """Wraps a model and multiplies its queries, head outputs and hidden units by gates, through the weights.
 
     Raises:
         NotSupported: A layer has scores that are not plain dot products, heads of different sizes, or an MLP that is
@@ -113,12 +113,12 @@ class GatedModel(nn.Module):
         return parameters_of
 
     def budget(self, macs: float) -> Float[Tensor, ""]:
-        """Returns the squared difference between the MACs of the open gates and the target, both as shares."""
+        """Returns the squared difference between the MACs with the current gates and the target, both as shares."""
         return (gated_macs(self.model, self.gates.gates()) - macs).square()
 
 
 def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-    """Returns, by layer and kind, the norm of the weights before each unit times the norm of the weights after it."""
+    """Returns, by layer and kind, the norm of each unit's incoming weights times the norm of its outgoing weights."""
     norms = {}
     pairs = {"qk": ("query", "key"), "vo": ("value", "output"), "hidden": ("fc1", "fc2")}
     for layer in range(len(family_of(model).attention(model))):
@@ -129,7 +129,7 @@ def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]
 
 
 def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
-    """Returns a unit's MACs for one image, by layer and kind."""
+    """Returns the MACs that one unit costs per image, by layer and kind."""
     family = family_of(model)
     costs, unit_costs = family.costs(model), {}
     for layer, attention in enumerate(family.attention(model)):
@@ -152,8 +152,9 @@ def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "
 def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Prescription:
     """Returns the prescription that keeps the most important units within this share of the MACs.
 
-    One threshold applies to all layers and kinds. Every MLP keeps its most important unit. Every head keeps its most
-    important query dimension, but a head without value dimensions is removed. No weights are compensated.
+    The function compares all layers and kinds with one common threshold. Every MLP keeps its most important unit. Every
+    head keeps its most important query dimension, unless it loses all value dimensions and is removed. No weights are
+    compensated.
 
     Raises:
         NotSupported: The units that no threshold removes already cost more.
@@ -173,7 +174,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the smallest share of the MACs, which is the share of the units that no threshold removes."""
+    """Returns the smallest share of the MACs that gates can reach, when only units that no threshold removes remain."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 

@@ -13,14 +13,14 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.outputs import output_kind_of
 from attnrx_lab.baselines.compressor import SearchedBaseline
 
-LEAST = 16  # calibration images, because an eighth of them is held out to predict the results of plans
+LEAST = 16  # the smallest number of calibration images, because an eighth is held out to predict the results of plans
 
 
 class PlanBaseline(SearchedBaseline):
-    """A plan for a share of the MACs, realized and repaired with the effort quick.
+    """Plans for a share of the MACs, then realizes and repairs the plan as `effort="quick"` does.
 
-    The plan is chosen on seven eighths of the calibration images. Then the weights are fitted to all of them. All
-    shares use one search.
+    The plan is chosen on seven eighths of the calibration images. Then the weights are fitted to all calibration
+    images. Plans for several shares reuse one search.
 
     Raises:
         InvalidInput: There are fewer than LEAST calibration images.
@@ -34,7 +34,7 @@ class PlanBaseline(SearchedBaseline):
         self._planners: dict[str, Planner] = {}
 
     def searched(self, share: float) -> nn.Module:
-        """Returns the model that a plan makes. Raises NotSupported if no plan costs so little."""
+        """Returns the planned model for a share of the MACs. Raises NotSupported if no plan costs so little."""
         settings = PlanSettings.preset("quick", seed=self.seed)
         effort = Effort.of("quick", output_kind_of(self.model), self._macs, settings)
         images, others = self.calibration, self.calibration.take(len(self.calibration) // 8)

@@ -22,7 +22,7 @@ TEACHER, STUDENT = 0.04, 0.1  # temperatures (DINO: Caron et al., 2021)
 
 @dataclass(frozen=True)
 class Structure:
-    """A head or a hidden unit of a layer, with its importance per parameter and its number of parameters."""
+    """A head or a hidden unit that can be removed, with its importance per parameter and its number of parameters."""
 
     importance: float
     layer: int
@@ -74,7 +74,8 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures, which together have at most 1 - `share` of all parameters."""
+        """Returns the least important structures. Together they have at most 1 - `share` of all structures' parameters.
+        """
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind
@@ -82,7 +83,7 @@ class SnapVitBaseline(PrescribedBaseline):
             if not structure.is_head and last[structure.layer, False] is structure:
                 continue
             params += structure.params
-            # Stop even if a smaller structure would fit, because every share removes a prefix of the same ranking.
+            # Stop even if a later, smaller structure would fit, because every share removes a prefix of one ranking.
             if params > allowed:
                 break
             structures.append(structure)
@@ -90,7 +91,7 @@ class SnapVitBaseline(PrescribedBaseline):
 
     @cached_property
     def _ranking(self) -> list[Structure]:
-        """All structures, by increasing importance per parameter."""
+        """All removable structures, in order of increasing importance per parameter."""
         structures = []
         for layer, (attention, parts) in enumerate(zip(self.attention, self.importance, strict=True)):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
@@ -109,7 +110,7 @@ class SnapVitBaseline(PrescribedBaseline):
 
     @cached_property
     def importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
-        """The sum of H theta^2 / 2 over the weights of every head, and of every hidden unit, by layer."""
+        """The importance of every head and hidden unit by layer, which is the sum of H theta^2 / 2 over its weights."""
         curvature = self._curvature
         importance = []
         for layer, attention in enumerate(self.attention):
@@ -153,8 +154,9 @@ class SnapVitBaseline(PrescribedBaseline):
 def self_supervised_loss(outputs: Float[Tensor, "2 features"]) -> Float[Tensor, ""]:
     """Returns the cross-entropy between the outputs for an image and for a crop of it, in nats.
 
-    Both outputs are divided by their norms. The first output is the target, so it is sharpened and has no gradient. The
-    loss is DINO's (Caron et al., 2021) without the centre and the moving average, which a fixed teacher does not need.
+    `outputs` holds the image's output and then the crop's output. Both are divided by their norms. The image's output
+    is the target, so it is sharpened and has no gradient. The loss is DINO's (Caron et al., 2021) without the centre
+    and the moving average, which a fixed teacher does not need.
     """
     whole, crop = F.normalize(outputs, dim=-1)
     return -((whole.detach() / TEACHER).softmax(-1) * (crop / STUDENT).log_softmax(-1)).sum()

@@ -1,4 +1,4 @@
-"""Torch-Pruning as a baseline, in which the library makes heads and MLPs narrower."""
+"""The library Torch-Pruning as a baseline, which makes heads and MLPs narrower."""
 
 import copy
 import warnings
@@ -22,11 +22,11 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 class TorchPruningBaseline(ModelCompressor):
     """Removes features inside heads and MLPs with the library torch-pruning. The residual stream keeps its width.
 
-    Importance is the library's first-order Taylor criterion (`GroupTaylorImportance`). Its gradients come from the
-    calibration images, with the model's own predictions as labels (for an embedding, the index of its largest number).
-    Queries, keys and values lose the same share of every head, and the MLP loses the same share of its hidden features.
-    attnrx attention then runs the pruned weights. timm 1.0.31's own attention fails after pruning, because its attn_dim
-    does not change, and its fused path would rescale the scores.
+    The baseline ranks features by the library's first-order Taylor criterion (`GroupTaylorImportance`). The gradients
+    come from the calibration images, with the model's own predictions as labels (for an embedding, the index of its
+    largest number). Every head loses a share of its queries, keys and values, and the MLP loses the same share of its
+    hidden features. attnrx attention then runs the pruned weights. timm 1.0.31's own attention fails after pruning,
+    because its attn_dim does not change, and its fused path would rescale the scores.
 
     Raises:
         NotSupported: The library is not installed, or the model is not an uncompressed timm model.
@@ -40,11 +40,11 @@ class TorchPruningBaseline(ModelCompressor):
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
-        # The widths do not depend on the importance, so this criterion, which needs no calibration images, is enough.
+        # The pruned widths do not depend on the criterion, so this one is enough. It needs no calibration images.
         return self.family.costs(self._pruned(share, self.package.importance.MagnitudeImportance(), ()))
 
     def make(self, share: float) -> nn.Module:
-        """Returns the model at a share of the features inside heads and MLPs."""
+        """Returns the model that keeps this share of the features inside heads and MLPs."""
         device = next(self.model.parameters()).device
         batches = self.calibration.batches(self.batch_size, device=device)
         return self._pruned(share, self.package.importance.GroupTaylorImportance(), batches)
@@ -92,7 +92,7 @@ class TorchPruningBaseline(ModelCompressor):
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
-    """Returns the timm model that was adopted, with its current weights."""
+    """Returns the timm model from which attnrx's model was made, with the current weights."""
     family, refusal = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
     if not (isinstance(model, Adopted) and family.matches(model)):
         raise NotSupported(refusal)

@@ -1,4 +1,4 @@
-"""Baselines that decompose a layer's query-key tensor into Tucker terms, and heads mix the cores of these terms."""
+"""Baselines that decompose a layer's query-key tensor into Tucker terms with factors that all heads share."""
 
 import copy
 from dataclasses import replace
@@ -23,7 +23,7 @@ TUCKER, TUCKER_TERMS = "tucker", "tucker_terms"
 
 
 class CoreQueries(HeadLinear):
-    """Queries from Tucker terms. All heads share features, and a matrix [features, rows] per head and term follows."""
+    """Computes queries from Tucker terms: shared features, then one matrix [features, rows] per head and term."""
 
     def __init__(self, width: int, heads: int, terms: int, rank: int, bias: bool):
         # The inherited weight, [heads * terms * rank, rank], contains the matrices. Each head orders its rows by term.
@@ -69,10 +69,11 @@ def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Te
 class TuckerBaseline(ModelCompressor):
     """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms.
 
-    `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term for every head, which is the general
-    block-term decomposition. At a share, the first two factors of all terms together have as many columns as the rule
-    `shared_rank` keeps directions. The third mode, the heads, keeps its size. The tensor includes the query bias. It
-    omits the key bias, because that bias cancels in the softmax. Values and MLP do not change.
+    The kind `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term per head, which is the general
+    block-term decomposition. For a share, the rule `shared_rank` would keep a number of directions. The first two
+    factors of all terms have the same number of columns in total. The third mode, the heads, keeps its size. The tensor
+    includes the query bias. It omits the key bias, because the key bias cancels in the softmax. Values and MLP do not
+    change.
 
     Raises:
         NotSupported: A layer has rotations, biases of pairs or norms in its scores.
@@ -91,8 +92,8 @@ class TuckerBaseline(ModelCompressor):
         for layer, spec, own in zip(costs.layers, specs, self.attention, strict=True):
             terms, rank = self._shape(own.spec, share)
             heads, rows = len(spec.heads), terms * rank
-            # `costs` counts the rows of queries and keys once per head, but the heads share features, which are
-            # computed once.
+            # `family.costs` counts the rows of queries and keys once per head. But all heads share their features, so
+            # `change` corrects the count.
             change = rows * (spec.width + heads * rank) + rows * spec.width - 2 * heads * rows * spec.width
             layers.append(replace(layer, query_key=layer.query_key + PartCosts(change, layer.tokens * change)))
         return replace(costs, layers=tuple(layers))
@@ -111,7 +112,7 @@ class TuckerBaseline(ModelCompressor):
         """Returns the number of terms of a layer, and the number of columns of each term's first two factors."""
         terms = 1 if self.kind == TUCKER else len(spec.heads)
         columns = rank_among(share, sum(spec.ranks))
-        # A term has at most as many columns as the smaller one of the first two modes, which is the mode of the keys.
+        # The size of a mode limits the columns of its factor. Of the first two modes, the mode of the keys is smaller.
         return terms, min(max(1, columns // terms), spec.width)
 
     def _spec(self, spec: AttentionSpec, share: float) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""Baselines without a compression method: fewer pixels, the vendor's 8-bit file, or the unchanged model."""
+"""Baselines that prune nothing: fewer pixels, the vendor's 8-bit file, and the unchanged model."""
 
 import weakref
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 
 
 class UnchangedModel(ModelCompressor):
-    """The original model for every share."""
+    """Returns the original model for every share."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -31,9 +31,10 @@ class UnchangedModel(ModelCompressor):
 
 
 class VendorInt8(UnchangedModel):
-    """The unchanged model as an 8-bit file, which the vendor's own tools make with their defaults.
+    """Quantizes the unchanged model to an 8-bit file with the vendor's own tools and their defaults.
 
-    The file runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs are the original's.
+    The file runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs count as the
+    original's, so only its measured latency is lower.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet):
@@ -41,7 +42,7 @@ class VendorInt8(UnchangedModel):
         self.calibration = calibration
 
     def make(self, share: float) -> nn.Module:
-        """Returns the file as a module. Raises NotSupported if no tool is installed or the tool fails."""
+        """Returns a module that runs the file. Raises NotSupported if no tool is installed or the tool fails."""
         has_openvino = all(map(is_installed, ("openvino", "nncf")))
         form = parse_format("openvino(precision=int8)" if has_openvino else "int8")
         opened = ExitStack()
@@ -68,9 +69,9 @@ class Resized(nn.Module):
 
 
 class LowerResolution(ModelCompressor):
-    """The same weights on images with fewer pixels. The share applies to height and width, in whole patches.
+    """Runs the same weights on smaller images. The share scales height and width, rounded down to whole patches.
 
-    The library interpolates the position embeddings. Nothing is fitted.
+    The library interpolates the position embeddings. No weights are fitted.
 
     Raises:
         NotSupported: The patches do not form a grid of whole pixels.
@@ -104,7 +105,7 @@ class LowerResolution(ModelCompressor):
         return model if model is self.model else Resized(model)
 
     def _at(self, share: float) -> nn.Module:
-        # Rounding may put a share just below the whole number of patches that it means.
+        # The tolerance matters for shares that rounding put just below a whole number of patches.
         rows, columns = (max(1, int(share * count + 1e-9)) for count in (self.rows, self.columns))
         if (rows, columns) not in self._models:
             sides = rows * (self.height // self.rows), columns * (self.width // self.columns)

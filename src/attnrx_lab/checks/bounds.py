@@ -1,4 +1,4 @@
-"""Bounds, which checks the SVDA paper's theorems on the activations of the reference.
+"""The check `Bounds`, which tests the SVDA paper's theorems on the activations of the reference.
 
 All theorems and equations below are from the SVDA paper. Each theorem has a function that divides a measured quantity
 by its bound. A ratio above 1 violates the theorem. The functions take the query and key rows that enter one layer's
@@ -28,9 +28,9 @@ CLAIMS = {
     "Proposition 5": "heads with the same projections and spectra add the same, up to rounding (Proposition 5)",
 }
 
-# The tolerance. Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
+# A ratio may exceed 1 by this tolerance. Rows computed in float32 have unit length only up to about 1e-7.
 ROUNDING = 1e-5
-# The lower limit of a bound. Smaller bounds are below the rounding of the measured quantity.
+# Bounds are raised to at least this value, because smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
 RANK_ROUNDING = 1e-10  # singular values of float64 scores below this share of the largest one are rounding
 NOISE = 0.1  # the standard deviation of the perturbation in SVDA's Proposition 4, in normalized units
@@ -41,17 +41,17 @@ BATCH = 16  # images per batch, because the scores of all heads are stored in fl
 class Bounds(Check):
     """SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference, layer by layer.
 
-    The theorems apply to one layer and one input. So each layer is evaluated on the reference's activations, and only
-    its strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
-    largest ratio of measurement to bound over images, layers and heads. It is at most 1 if the theorem holds, and close
-    to 1 if the bound is tight.
+    Each theorem holds for one layer with a fixed input. So the check evaluates each layer on the reference's
+    activations, and changes only the strengths of this layer. (In a masked model the inputs change from the second
+    layer on.) The value of a finding is the largest ratio of measurement to bound over images, layers and heads. The
+    ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
 
-    The comparison's prescription states the pruned directions. Without a prescription, and in layers without strengths,
-    the check skips Theorem 1 and Propositions 1 and 3. It does not count unchanged heads. Eq. 13 applies only to heads
-    whose weakest directions were pruned. Its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs
-    no images. Proposition 3 needs a matrix decomposition, so it uses only one image in every BATCH. Proposition 4 adds
-    Gaussian noise with the standard deviation NOISE to the images. Proposition 5 applies to heads whose weights are
-    equal, bit by bit. Training does not produce such heads, and the check skips a model without them.
+    The check reads the pruned directions from the comparison's prescription. Without a prescription, and in layers
+    without strengths, it skips Theorem 1 and Propositions 1 and 3. Unchanged heads do not count. Eq. 13 is tested only
+    on heads whose weakest directions were pruned, with the smallest kept strength as threshold. Proposition 2 is Eq. 25
+    and needs no images. Proposition 3 needs a matrix decomposition, so it uses only one image in every BATCH.
+    Proposition 4 adds Gaussian noise with the standard deviation NOISE to the images. Proposition 5 is tested on heads
+    with exactly equal weights. Training does not produce such heads, so the check usually skips it.
     """
 
     images: int = 256
@@ -71,7 +71,7 @@ class Bounds(Check):
 
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
-        # The rows of both halves of a batch are compared one by one, so both halves must keep the same tokens.
+        # Clean and perturbed images are compared token by token, so both halves of a batch must keep the same tokens.
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), observe):
@@ -88,12 +88,12 @@ class Bounds(Check):
             for name in CLAIMS
             if name in worst
         ]
-        # Eq. 25 applies to all heads with nonzero energy. It needs no images, and n counts heads.
+        # Eq. 25 is tested on all heads with nonzero energy. It needs no images, so n counts heads instead.
         spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        # Both limits become ratios of at most 1: rank / directions, and 1 / rank.
+        # The two limits of Eq. 25 become ratios that must be at most 1: rank / directions, and 1 / rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Proposition 2, Eq. 25)"
         return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
@@ -106,12 +106,12 @@ def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = Non
 
 @dataclass(frozen=True)
 class SpectralChange:
-    """How the strengths of one layer change.
+    """The change of one layer's strengths by pruning.
 
-    `lost` is the decrease of every strength. `counted` selects the kept heads with any change. `thresholded` selects
-    those counted heads that lost only directions, and only their weakest. `threshold` (tau of SVDA, Eq. 8) is the
-    smallest kept strength of a head, or the largest pruned strength if the head keeps none. It bounds the pruned
-    strengths only in the `thresholded` heads. The theorems do not apply to pruned heads, so `counted` omits them.
+    `lost` is the decrease of every strength. `counted` selects the heads that stay and change. It omits removed heads,
+    because the theorems do not cover them. `threshold` (tau of SVDA, Eq. 8) is the smallest kept strength of a head, or
+    the largest pruned strength if the head keeps none. `thresholded` selects the counted heads that lost only their
+    weakest directions and have no other change. Only in these heads does `threshold` bound the pruned strengths.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -139,7 +139,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index, without unchanged layers, or none without a prescription."""
+    """Returns the changes by layer index. Unchanged layers are omitted. Without a prescription, the result is empty."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
@@ -167,7 +167,7 @@ def equal_heads(layer: Attention) -> list[tuple[int, int]]:
     if not spec.heads or spec.pair_bias or spec.traits.has_distances or spec.traits.rotates or spec.inner_norms:
         return []
     spectrum, dims = layer.spectrum(), spec.value_dims
-    # Shared directions have one table for all heads. Then the heads differ only in their strengths.
+    # If heads share their directions, there is one table for all heads, and heads differ only in their strengths.
     tables = [side.expand(len(dims), -1, -1) for side in (spectrum.query, spectrum.key)]
     values = layer.value.augmented().split(dims)
     outputs = layer.output.weight.detach().cpu().double().split(dims, dim=1)
@@ -191,7 +191,7 @@ def _ratios(
     (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
     scale, strengths = observation.scale, observation.strength
     strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
-    # Dense attention has no strengths. Each then counts as 1, and the spectral norm is the norm of the rows.
+    # Dense attention has no strengths, so every strength counts as 1.
     ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
     if pairs:
         added = [
@@ -230,7 +230,7 @@ def head_scores(
     strength: Float[Tensor, "heads directions"],
     scale: float,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the scores of the rows with these strengths (SVDA, Eq. 2)."""
+    """Returns the attention scores of query and key rows with these strengths (SVDA, Eq. 2)."""
     return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
 
 
@@ -241,7 +241,7 @@ def theorem_1(
 
     If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. The rows must have unit length.
     """
-    # [batch, heads]: the largest change of a head's scores. All of them have the same bound.
+    # [batch, heads]: the largest change of a head's scores. All scores of a head have the same bound.
     return bound_ratio(change.abs().amax((-2, -1)), most)
 
 

@@ -1,4 +1,4 @@
-"""Controls compare the candidate with models that keep equally many directions, chosen by other criteria."""
+"""The check `Controls`, which compares a candidate with models that keep the same number of other directions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -26,18 +26,19 @@ CLAIMED = "largest"  # the check claims that this control has a larger discrepan
 
 @dataclass(frozen=True)
 class Controls(Check):
-    """The candidate against matched controls, which prune the same number of directions by another criterion.
+    """Compares the candidate with matched controls, which prune the same number of directions by another criterion.
 
-    `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"). `realize` builds a model from
-    each draw, with the candidate's settings. By default there are `draws` random controls and one control of each other
-    kind. The default controls are prescribed from the comparison's diagnosis, and realized with the settings that the
-    candidate's prescription records.
+    `prescriptions` holds one or several draws per kind of control ("random", "largest", "uniform"). `realize` builds a
+    model from each draw, with the candidate's settings. By default there are `draws` random controls and one control of
+    each other kind. The check prescribes the default controls from the comparison's diagnosis, and realizes them with
+    the settings that the candidate's prescription records.
 
-    There are two findings per kind. The first is the control's discrepancy minus the candidate's (SVDA, Eq. 46). The
-    second is the candidate's accuracy minus the control's, in points. Values above 0 favour the candidate. Intervals
-    resample the images in pairs, and the draws if there are several. For "largest" the check claims that the
-    candidate's discrepancy is smaller. The claim holds if the whole interval is above 0, and fails if no part of it is.
-    The details contain the control's rules and token policy. Maps without a rule are the same as in the candidate.
+    The check returns two findings per kind. The first is the control's discrepancy minus the candidate's discrepancy
+    (SVDA, Eq. 46). The second is the candidate's accuracy minus the control's accuracy, in points. Values above 0
+    favour the candidate. Intervals resample the images in pairs, and also the draws if there are several. For "largest"
+    the check claims that the candidate's discrepancy is smaller. The claim holds if the whole interval is above 0, and
+    fails if the whole interval is below 0. The details contain the control's rules and token policy. Maps without a
+    rule are the same as in the candidate.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -85,8 +86,8 @@ class Controls(Check):
     def _against(
         self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
     ) -> tuple[Finding, Finding]:
-        """Compares the candidate, which is the first model, with the draws of one control."""
-        # [samples, models, 3]. All models have the same resampled images, so the differences are paired.
+        """Compares the candidate, which is the first entry of `models`, with the draws of one kind of control."""
+        # [bootstrap samples, models, 3]. A sample has the same images for all models, so the differences are paired.
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)  # [models, 3]
@@ -110,7 +111,7 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns, per image, the two sums of SVDA, Eq. 46, against the reference in `base`, and 1 if it is correct."""
+    """Returns, per image, the two sums of SVDA, Eq. 46, against `base`'s reference, and 1 if the class is correct."""
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 
@@ -123,9 +124,9 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
 
 
 def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
-    """Describes the candidate (the first value) relative to the draws of its control.
+    """Describes where the candidate (the first value) lies among the draws of its control.
 
-    `p` is the share of values that are at least as good as the candidate's. It includes the candidate, so p > 0.
+    `p` is the share of all values, including the candidate's, that are at least as good as the candidate's.
     """
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)

@@ -1,4 +1,4 @@
-"""Robustness measures the paired change of accuracy on corrupted images."""
+"""The check `Robustness`, which measures the paired change of accuracy on corrupted images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # After the normalization is inverted, rounding may put pixels this far outside [0, 1].
 ROUNDING = 1e-3
-# By default, there is one corruption of each kind.
+# The default corruptions, which need less time than all nineteen.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
 LABELS = "labels of the images"  # a key of `Classes`, in addition to the roles of the models
@@ -36,10 +36,11 @@ class Robustness(Check):
 
     `corruptions` are names from CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
     "all". Each finding also contains both accuracies. A finding for one corruption at one severity also contains how
-    often the models agree. There is always a mean over everything. There are also means over the common corruptions and
-    for every severity, unless they equal that mean. All models receive the same corrupted images, for any batch size.
-    The check uses only the first `images` images, or all if it is None. `most_drop` limits how many points the
-    candidate may lose over all corruptions, as in the accuracy check. With None the check makes no claim.
+    often the models agree. The last finding is always the mean over all corruptions and severities. If they differ from
+    this mean, there are also means over the common corruptions and for every severity. All models receive the same
+    corrupted images, for any batch size. The check uses at most `images` images, or all if `images` is None.
+    `most_drop` limits how many points the candidate may lose over all corruptions, as in the accuracy check. With None
+    the check makes no claim.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -106,7 +107,7 @@ class Robustness(Check):
             "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
         }
         change, where = paired_change(before, after, seed), f" under {way[0]} of severity {way[1]}"
-        # A single corruption has no limit, because the claim applies to their mean.
+        # A single corruption has no limit, because the claim is only on the mean over all corruptions.
         return self.change_of_accuracy(where, change, None, len(before), seed=seed, details=details)
 
     def _mean(self, part: Part, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
@@ -132,7 +133,7 @@ def _predict(way: Way, comparison: Comparison) -> Classes:
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
     decisions = comparison.require_logits(Robustness.name).decisions
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
-    # One CPU stream of random numbers serves the whole pass. So the noise is the same for any batch size and device.
+    # One CPU generator draws all random numbers of the pass, so the noise is the same for any batch size and device.
     generator = torch.Generator().manual_seed(comparison.seed)
     with evaluating(models.values()):
         for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):

@@ -1,4 +1,4 @@
-"""Transfer trains a new head on another dataset, on each model's frozen features, and measures its accuracy."""
+"""The check `Transfer`, which trains a new head on each model's frozen features and measures its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,17 +27,17 @@ Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the
 class Transfer(Check):
     """The paired change of accuracy on another dataset, with a new head on each model (SPOT, Section 6.2.2).
 
-    Everything but the head is frozen. So the features (the inputs of the model's own head, in float32) are computed
-    only once per image. Then a linear head is trained on the labels of the `training` images, without augmentation. The
-    comparison's images are the test images. AdamW with a cosine schedule to zero trains both heads, on the same images
-    in the same order. If both models have equally many features, both heads start from the same weights. The learning
-    rate and the epochs are the paper's.
+    The check freezes everything but the head. So the features (the inputs of the model's own head, in float32) are
+    computed only once per image. Then the check trains a linear head on the labels of the `training` images, without
+    augmentation, and tests it on the comparison's images. AdamW with a cosine schedule to zero trains the heads of both
+    models, on the same images in the same order. If both models have the same number of features, both heads start from
+    the same weights. The learning rate and the epochs are the paper's.
 
-    `training` and `classes`, the number of classes, default to the comparison's `splits`. `per_class` is the number of
-    training images per class, or None for all images. The score of each image is the share of `seeds` whose head is
-    right, so intervals are only over images. The details contain the change for every seed. If a model has two heads
-    (distilled), the new head takes the inputs of both. `most_drop` limits how many points the candidate may lose. With
-    None the check makes no claim.
+    `training` and `classes` (the number of classes) default to the training images and classes of the comparison's
+    `splits`. `per_class` is the number of training images per class, or None for all images. For each of the `seeds`, a
+    head is trained. The score of an image is the share of heads that classify it correctly, so intervals are only over
+    images. The details contain the change for every seed. If a model has two heads (distilled), the new head takes the
+    inputs of both. `most_drop` limits how many points the candidate may lose. With None the check makes no claim.
     """
 
     training: ImageSet | None = None
@@ -85,8 +85,8 @@ class Transfer(Check):
                 f"Transfer(per_class={self.per_class}): {count:,} images of {classes} classes were requested, the "
                 f"training split holds {len(all_images):,}; ask for fewer."
             )
-        # `take` selects images from each class in turn. The new head has the classes of the dataset. If labels were
-        # mapped to the classes of the model's head, they are mapped back.
+        # `take` selects images from each class in turn. The new head has the classes of the dataset, so labels that
+        # were mapped to the classes of the model's head are mapped back.
         training = dataset_labels(all_images if self.per_class is None else all_images.take(count))
         before, after = (self._probed(role, training, classes, comparison) for role in ("reference", "candidate"))
         n, seed = before.shape[1], comparison.seed
@@ -129,7 +129,7 @@ class Transfer(Check):
     ) -> nn.Linear:
         draws, (count, width) = generator(seed), rows.shape
         head = nn.Linear(width, classes, device=rows.device, dtype=rows.dtype)
-        bound = width**-0.5  # as PyTorch initializes, but drawn on the CPU, so it is the same on every device
+        bound = width**-0.5  # PyTorch's initialization, but drawn on the CPU, so it is the same on every device
         with torch.no_grad():
             for parameter in head.parameters():
                 drawn = torch.rand(parameter.shape, generator=draws, dtype=parameter.dtype)
@@ -180,7 +180,7 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
     """Runs the model and returns the inputs of its heads, concatenated if there are several."""
     with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
         model(images)
-    inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
+    inputs = dict(calls)  # by head, because the heads may be called in another order than in `heads`
     return torch.cat([inputs[head] for head in heads], dim=-1)
 
 
@@ -192,7 +192,7 @@ def dataset_labels(images: ImageSet) -> ImageSet:
 
 
 def num_dataset_classes(splits: Splits) -> int:
-    """Returns the number of classes of the dataset, not of the model's head."""
+    """Returns the number of classes in the dataset, which may differ from the model's head."""
     train = splits.train
     mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)

@@ -63,7 +63,7 @@ def _options(parser: Parser) -> None:
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
     option(timing, "--runtime", "RUNTIME", runtime, "eager")
-    # One round has no spread, so it has no interval.
+    # A single round has no spread, so at least two rounds are needed for an interval.
     rounds = Number(int, lambda kinds: kinds.whole(2, 100_000))
     option(timing, "--rounds", rounds, "rounds in which both take turns", 20)
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
@@ -75,7 +75,8 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
-    """Measures the rows that the folder does not contain, and shows the whole table. With --repeat, repeats rows."""
+    """Measures the rows that are missing in the folder, and shows the whole table. With --repeat, measures rows again.
+    """
     from attnrx.nouns.target import Target
     from attnrx.support.atomic_writes import file_lock
     from attnrx_lab import comparison
@@ -104,7 +105,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
     methods = tuple(given or comparison.field_methods(model))
     about = rates, arguments.seed, arguments.batch_size
     field = comparison.FieldBench(model, calibration, test, tasks, methods, tuple(targets), *about)
-    with file_lock(arguments.out, seconds=0.0):  # two processes would measure the same rows
+    with file_lock(arguments.out, seconds=0.0):  # because two processes would measure the same rows
         if arguments.repeat is not None:
             return _repeated(field.repeat(arguments.out, arguments.repeat, log), arguments.out)
         rows = field.run(arguments.out, log)
@@ -125,7 +126,7 @@ def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
             "--device cuda where there is one."
         )
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
-    # In another runtime the models run as files, whose precision these conditions determine.
+    # Outside PyTorch, models run as exported files. These conditions set the precision of the files.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     protocols = tuple(

@@ -41,8 +41,8 @@ FLIPS = 9999  # random draws in a permutation test
 class ImageResults:
     """The results of one method for every image: the KL divergence in nats, and whether the class is right.
 
-    `budget` consists of the requested share and the target share of the MACs. Both are None if the method's rules are
-    fixed.
+    `budget` is a pair of the requested share and the requested share of the MACs. Both are None if the method's rules
+    are fixed.
     """
 
     method: str
@@ -63,10 +63,11 @@ def compare_methods(
 
     `macs` are target shares of the model's MACs. For each target, every method is also measured at the largest {share}
     that costs no more (`ModelCompressor.share_within`). If a method cannot cost so little, it is listed under
-    `unreached`. All methods are measured on the same images as the original. Changes are paired by image, and intervals
-    are 95 % bootstrap intervals over the images. A method that keeps everything at its share is measured as the
-    unchanged model. Every two methods at the same budget are compared image by image (`Difference`). After every trial
-    the results so far are saved to `out`.
+    `unreached`. If a share keeps everything, the unchanged model is measured.
+
+    All methods are measured on the same images as the original. Changes are paired by image, and intervals are 95 %
+    bootstrap intervals over the images. Every two methods at the same budget are compared image by image
+    (`Difference`). After every trial the results so far are saved to `out`.
 
     Raises:
         InvalidInput: There is no method.
@@ -192,7 +193,7 @@ class _Original:
             seconds=seconds,
             target=target,
         )
-        # At one MACs target every method has another share, so the budget of the comparison is only the target.
+        # Methods with the same MACs target have different shares. So the budget is only the target.
         budget = (requested_share if target is None else None, target)
         return trial, ImageResults(method.name, budget, divergence, correct)
 
@@ -238,7 +239,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     1 / (FLIPS + 1).
     """
     values = differences.double().cpu()
-    observed = values.sum().abs() * (1 - 1e-12)  # so that rounding does not make a set without swaps look smaller
+    observed = values.sum().abs() * (1 - 1e-12)  # a tolerance, because rounding may make a set without swaps smaller
     generator = torch.Generator().manual_seed(seed)
     num_extreme = 0
     for rows in chunks(FLIPS, len(values)):  # the signs are [rows, images]
@@ -250,7 +251,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    # The corrected value of a larger p-value is never smaller. So once a test is not rejected, no later one is.
+    # Corrected p-values must not decrease, because after a test that is not rejected no later test is rejected.
     corrected, largest = [0.0] * len(p_values), 0.0
     for position, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))

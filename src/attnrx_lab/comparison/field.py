@@ -1,4 +1,4 @@
-"""The benchmark table of methods at equal budgets on several tasks. Each row has a JSON file, so a run can resume."""
+"""The benchmark table of methods at equal budgets on several tasks. Each row is a JSON file, so a run can resume."""
 
 import platform
 import re
@@ -87,7 +87,7 @@ def field_methods(model: nn.Module) -> list[Method]:
 
 
 class Cell(NamedTuple):
-    """One cell to measure: a method on a task, with a target if the method has a share."""
+    """One measurement to make: a method on a task, with a target if the method has a share."""
 
     task: str
     method: Method
@@ -113,9 +113,9 @@ class Cell(NamedTuple):
 class Row:
     """One row with the costs of a method at one budget, and its measures on a task.
 
-    `state` is "measured", "unreached" (no share costs so little) or "refused" (the method does not fit the model or the
-    task). The `note` states the reason. `conditions` are the same in all rows of a table. `about` contains the versions
-    and the hardware of this row.
+    `state` is "measured", "unreached" (no share costs so little) or "refused" (the method cannot compress this model or
+    do this task). `note` is the reason. `conditions` are the settings that all rows of a table have in common. `about`
+    contains the software versions and the hardware of this row.
     """
 
     task: str
@@ -160,9 +160,9 @@ class Row:
 class FieldBench:
     """The settings of a table: a model, calibration and test images, tasks, methods, targets and latencies.
 
-    Every row is timed under the batch sizes and conditions in `rates`, in turns with the model as its library ships it.
-    Latency targets need `rates`, and apply to the first batch size and protocol. `seed` is the seed of the methods'
-    random draws. All methods are calibrated on the same images.
+    Every row is timed at the batch sizes and conditions in `rates`, in turns with the unchanged library model. Latency
+    targets need `rates`, and are measured at the first batch size and protocol. `seed` seeds the methods' random draws.
+    All methods are calibrated on the same images.
     """
 
     model: nn.Module
@@ -225,9 +225,9 @@ class FieldBench:
         return list(rows.values())
 
     def repeat(self, folder: Path | str, count: int, log: Log = no_log) -> list["Repeat"]:
-        """Measures `count` random rows of a table again, with the next seed, and compares the first measure of each.
+        """Measures `count` random rows of a table again with the next seed, and compares each row's first measure.
 
-        FOLDER/repeats contains the repeated rows. If a row is already there, it is read instead of measured.
+        FOLDER/repeats contains the repeated rows. Rows that are already in this folder are loaded.
 
         Raises:
             InvalidInput: As for `run`.
@@ -267,7 +267,7 @@ class FieldBench:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A row of a table, and the same cell measured again with another seed."""
+    """A stored row of a table, and the same measurement repeated with another seed."""
 
     stored: Row
     again: Row
@@ -316,7 +316,7 @@ class _TaskRun:
         return family_of(self.model).library_model(self.model)
 
     def row(self, cell: Cell) -> Row:
-        """Measures one row. If the method does not fit, the row states the reason."""
+        """Measures one row. If the method does not support the model or the task, the row's `note` is the reason."""
         started = time.perf_counter()
         about = {
             "hardware": device_name(str(next(self.bench.model.parameters()).device)),
@@ -334,7 +334,7 @@ class _TaskRun:
 
     def _measured(self, row: Row, cell: Cell) -> Row:
         method = cell.method
-        if self.task.name != "speed":  # untrained scores select meaningless tokens, but the time is the same
+        if self.task.name != "speed":  # for speed, untrained reducers are fine, because the time is the same
             require_meaning(method)
         if self._compressors.keys() != {method.name}:  # keeps only one, because it holds decompositions and models
             self._compressors = {method.name: self.methods.compressor(method)}
@@ -369,7 +369,7 @@ class _TaskRun:
         )
 
     def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the library's original. With `first`, only at the first batch and protocol."""
+        """Times a model in turns with the library's model. `first` uses only the first batch size and protocol."""
         rates = self.bench.rates
         if rates is None:
             return ()
@@ -394,7 +394,10 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the largest share of MACs (in STEPS) that measures `faster`, or a text with the best speed."""
+        """Returns the method's largest share that measures at least `faster`, or a text with the best measured speed.
+
+        The bisection tries multiples of 1 / STEPS of the MACs.
+        """
         macs, best, fastest, low, high = family_of(self.model).costs(self.model).macs, None, 0.0, 0, STEPS
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Methods, which are texts that say how to compress a model but leave the share open, and compressors for any share."""
+"""Parses compression methods from texts such as "qk=total_rank:{share}", and makes a compressor from each method."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -59,9 +59,9 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """The rule texts by map, with {share} as the placeholder for one common share.
+    """Rule texts by map with the placeholder {share}, e.g. "qk=total_rank:{share} fc1=uniform_rank:{share}".
 
-    An example is "qk=total_rank:{share} fc1=uniform_rank:{share}".
+    All placeholders are replaced by the same share.
     """
 
     texts: Mapping[str, str]
@@ -87,7 +87,7 @@ class Template:
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed. If the share applies to tokens, one patch must be kept."""
+    """Returns the smallest share that can be prescribed. A share of tokens must keep at least one patch."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -101,13 +101,13 @@ def least_share(model: nn.Module, template: Template) -> float:
             return True
         return False
 
-    # `largest_share` finds the largest share that is too small. The next step can be prescribed.
+    # `largest_share` returns the largest share that is too small, so the next step is the smallest possible share.
     largest = largest_share(is_too_small)
     return 1 / GRID if largest is None else largest + 1 / GRID
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the costs of the template at one share. If nothing would change, they are the model's own costs."""
+    """Returns the costs of the template at one share. If the rules keep everything, returns the model's own costs."""
     rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
@@ -128,12 +128,12 @@ def token_policy(template: Template, share: float, model: nn.Module) -> TokenPre
 
 @dataclass(frozen=True)
 class Method:
-    """One way of compressing: rules, a baseline, or a trained model.
+    """A compression method: rules, a baseline, or a trained model.
 
-    In the text of the rules, {share} is replaced by the kept share. `repaired` is the number of repair steps per block
-    on the calibration images, and `distilled` is the number of distillation passes over these images. Both run after
-    the rules. `baseline` is one of BASELINES. `folder` is a trained model that is measured unchanged. It may be
-    anything that `load` accepts without further arguments, including names such as timm:NAME.
+    In the text of the rules, {share} is replaced by the kept share. After the rules, the method may fit weights to the
+    calibration images. `repaired` is the number of repair steps per block, and `distilled` is the number of
+    distillation passes over these images. `baseline` is one of BASELINES. `folder` is a trained model that is measured
+    unchanged. It may be anything that `load` accepts without further arguments, including names such as timm:NAME.
     """
 
     name: str
@@ -157,8 +157,9 @@ class Method:
     def parse(cls, text: str) -> "Method":
         """Parses the text of a method, which has one of three forms.
 
-        `NAME=RULES [repair=STEPS] [distill=EPOCHS]` takes the RULES of `prescribe`. `NAME=baseline:BASELINE` is one of
-        BASELINES. `NAME=FOLDER` is a trained model. A model's name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
+        In `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, RULES has the syntax of `prescribe`. In
+        `NAME=baseline:BASELINE`, BASELINE is one of BASELINES. In `NAME=FOLDER`, FOLDER is a trained model. A model's
+        name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
             InvalidInput: The text has another form.
@@ -189,7 +190,7 @@ class Method:
 
     @property
     def template(self) -> Template:
-        """The rules, in which the share is still open."""
+        """The rules with the placeholder {share}."""
         return Template.parse(self.rules)
 
     @property
@@ -201,7 +202,7 @@ class Method:
 
     @property
     def text(self) -> str:
-        """The method in the form that `parse` reads, without its name. A folder is shortened to the end of its path."""
+        """The text that `parse` accepts, without the name. Of a folder's path, only the last part is shown."""
         fits = zip(FITS, (self.repaired, self.distilled), strict=True)
         source = self.folder and without_folders(self.folder)
         rules = self.rules if self.baseline is None else f"baseline:{self.baseline}"
@@ -225,15 +226,15 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
 def diagnosed(
     model: nn.Module, methods: Sequence[Method], calibration: ImageSet, batch_size: int, seed: int, log: Log
 ) -> Diagnosis:
-    """Diagnoses a model with everything that the methods need."""
-    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
+    """Returns a diagnosis with all measurements that the methods need."""
+    # The diagnosis includes moments for every kind of model, because rules for values, heads and MLP need them.
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
     diagnostics = suited_diagnostics(spectra, moments=True)
     if any("joint=centered" in method.rules for method in methods):
         diagnostics = (*diagnostics, JointMoments())
     log(f"diagnosing on {len(calibration):,} images")
     diagnosis = diagnose(model, calibration, diagnostics=diagnostics, batch_size=min(batch_size, 32), seed=seed)
-    # Only these rules need one more pass, which computes the attention at every rank.
+    # Only these rules need another pass over the images, which computes the attention at every rank.
     if any("divergence_rank" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
@@ -282,7 +283,7 @@ class MethodBench:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A named method, `baseline:NAME` in texts. If it does not vary, it has no share and one fixed cost."""
+    """A method that texts name as `baseline:NAME`. If `varies` is false, it has no share and one fixed cost."""
 
     name: str
     compressor: Callable[[MethodBench], ModelCompressor]
@@ -333,14 +334,14 @@ def baseline(function: Made) -> Made:
 
 
 class MadeByFunction(SearchedBaseline):
-    """The models that a user's function makes. Each model is for one share of the MACs."""
+    """A baseline that calls a user's function for every share of the MACs."""
 
     def __init__(self, name: str, function: Made, bench: MethodBench):
         super().__init__(bench.model, bench.calibration, bench.seed)
         self.name, self.function = name, function
 
     def searched(self, share: float) -> nn.Module:
-        """Calls the function.
+        """Calls the user's function for one share and checks the result.
 
         Raises:
             UserCodeError: The function raises.
@@ -389,7 +390,7 @@ class TrainedModel(ModelCompressor):
 
 
 class RuleCompressor(ModelCompressor):
-    """A compressor for rules, which prescribes and realizes."""
+    """Compresses a model by rules: prescribes for a share, realizes the prescription, and fits if requested."""
 
     def __init__(self, bench: MethodBench, method: Method):
         self.bench, self.method = bench, method
@@ -399,7 +400,7 @@ class RuleCompressor(ModelCompressor):
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
-        # The costs follow from the prescription, so the search for a share makes no model.
+        # The costs follow from the prescription, so the search for a share does not build models.
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
@@ -420,7 +421,7 @@ class RuleCompressor(ModelCompressor):
 
 
 def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
-    """Raises InvalidInput unless there is a share, or a share of the MACs, and all are in (0, 1]."""
+    """Raises InvalidInput unless there is at least one share or MACs target, and all of them are in (0, 1]."""
     if not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
         raise InvalidInput(f"the shares {shares} and the MACs {targets}: give at least one, all shares in (0, 1].")
 
@@ -428,11 +429,14 @@ def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Yields every share to try, with the target it was selected for. A method without a share is tried once."""
+    """Yields every share to try, with its MACs target (None for a requested share), or `Unreached` for a target.
+
+    A method without a share is tried once.
+    """
     if not method.varies:
         yield 1.0, None  # the share is not used
         return
-    # A repeated share is tried once, because otherwise the method would be compared with itself.
+    # Repeated shares are tried only once, because otherwise the method would be compared with itself.
     yield from ((share, None) for share in dict.fromkeys(shares))
     for target in dict.fromkeys(targets):
         share = compressor.share_within(floor(target * before.macs))

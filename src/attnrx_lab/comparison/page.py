@@ -48,7 +48,7 @@ for (const button of all("th button")) button.addEventListener("click", () => {
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one task. The first two columns are the budget and the method."""
+    """The results of all methods on one task. The first two columns are the budget and the method."""
 
     task: str
     columns: tuple[str, ...]
@@ -72,7 +72,7 @@ class Table:
 
 
 def page_of(tables: Sequence[Table], about: str) -> str:
-    """Returns a page with the tables, filters above them, and a line about them below."""
+    """Returns an HTML page with filters, the tables, and the line `about` below them."""
     budgets = dict.fromkeys(row[0] for table in tables for row in table.rows)
     options = {"task": [table.task for table in tables], "budget": list(budgets)}
     filters = "".join(

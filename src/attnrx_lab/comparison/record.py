@@ -1,4 +1,4 @@
-"""The record of a comparison, with the costs of several methods on one model, and their quality on the same images."""
+"""Stores a comparison: the costs of several methods on one model, and their quality on the same images."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -59,8 +59,8 @@ RECORD = kinds.record(
 class MethodTrial:
     """The costs and the quality of one method at one share, compared with the original.
 
-    `share` is None for fixed rules. If the share was selected for a share of the MACs, `target` is that share of the
-    MACs. `n` is the number of images, and `seconds` is the time it took to make the model.
+    `share` is None for fixed rules. If the method was measured at a target share of the MACs, `target` is this share.
+    `n` is the number of images, and `seconds` is the time it took to make the model.
     """
 
     method: str
@@ -109,7 +109,7 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Difference:
-    """The second method minus the first at one budget, in divergence and in points of accuracy.
+    """The difference between two methods at one budget, second minus first, in divergence and points of accuracy.
 
     A divergence above 0 means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
     each for its own difference. `divergence_p` comes from a paired sign-flip test of the mean, and `accuracy_p` from
@@ -145,7 +145,7 @@ class MethodComparison:
     """All trials on one model, with the accuracy of the original in % and the measurement settings.
 
     `differences` compares every two methods at the same budget. A method without {share} has no budget, so it is
-    compared with the other methods without {share}. `unreached` are the methods that cannot cost so little.
+    compared with the other methods without {share}. `unreached` lists the methods that cannot reach a MACs target.
     """
 
     trials: tuple[MethodTrial, ...]
@@ -174,7 +174,7 @@ class MethodComparison:
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: the original, then one per trial and per unreached target, method by method."""
-        # Both kinds of rows have the order of the methods.
+        # Trials and unreached targets are both stored in the order of the methods.
         order = [method["name"] for method in self.about["methods"]]
         original = ("the original", "-", f"{self.accuracy.value:.1f} %", "-", "-", "-", "100 %", "100 %")
         rows = sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))

@@ -44,8 +44,8 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs. It would be the speed-up if every
-    multiplication took as long as before and nothing else took any time.
+    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs. The speed-up would be `ideal` if
+    the time were proportional to the MACs.
     """
 
     method: str
@@ -103,9 +103,9 @@ class Speeds:
 class Rates:
     """The settings of the timing: batch sizes, protocols, and every method's shares or shares of the MACs.
 
-    Every method is timed with every batch size under every protocol. `runtime` is an export format. If it is given, the
-    models and the reference implementation are exported, and the files are timed at the precision of the first
-    protocol. With None the models are timed directly.
+    Every method is timed at every batch size under every protocol. `runtime` is an export format, or None to time the
+    models in PyTorch. With an export format, the models and the reference implementation are exported at the precision
+    of the first protocol, and the files are timed.
     """
 
     batches: tuple[int, ...]
@@ -124,7 +124,8 @@ def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
-    # In the model's normalization, because `diagnose` would warn of another one, and the user could not change it.
+    # The images get the model's normalization, because `diagnose` would otherwise print a warning that users cannot
+    # act on.
     return from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
 
 
@@ -134,7 +135,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     If a method chooses ranks by an energy or a divergence, its ranks depend on the images, and so does its latency.
     """
     noise = noise_images(model, seed, images)
-    # Includes moments for every kind of model, because rules for values, heads and MLP need them.
+    # The diagnosis includes moments for every kind of model, because rules for values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images)
 
@@ -171,7 +172,7 @@ def compare_speeds(
             if isinstance(point, Unreached):
                 log(f"{point.method} {point.cells[2]}: left out")
                 continue
-            # Two targets with the same share have the same model, so it is timed once.
+            # Two targets with the same share have the same model, so this model is timed only once.
             share, key = point[0], f"{method.name} {point[0]}"
             entries[key] = (method.name, share if method.varies else None, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
@@ -188,8 +189,8 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times the named models in turns with the model of empty name. Yields all latencies per protocol and batch."""
-    # All models are timed in one run, so that other load on the machine affects them alike.
+    """Times the models in turns with the reference, whose name is "". Yields latencies per protocol and batch size."""
+    # All models are timed in one run, so that other load on the machine affects all of them.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
@@ -206,7 +207,7 @@ def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBenc
     if form is None:
         yield dict(models)
         return
-    # From the bench's model, so that `bare_subject` has an input for models of unknown families, e.g. library models.
+    # The bench's model provides an example input for models of unknown families, e.g. library models.
     subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
     with scratch_folder() as folder:
         yield {

@@ -1,4 +1,4 @@
-"""Tasks of the benchmark: what users do with a model, and how much a smaller model loses at it."""
+"""The benchmark's tasks. A task compares the outputs of a model and a smaller model for one use of the model."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -59,7 +59,7 @@ def _pair(original: Predictions, smaller: Predictions) -> Predictions:
 
 
 class Classification(Task):
-    """Accuracy, its paired change, the share of unchanged answers, and the divergence."""
+    """Measures accuracy, its paired change, the share of unchanged predictions, and the divergence."""
 
     name = "classification"
 
@@ -82,7 +82,7 @@ class Classification(Task):
 
 
 class ImageRetrieval(Task):
-    """The share of each image's nearest neighbours among the other images that the smaller tower still finds.
+    """Measures how many of each image's nearest neighbours (among the test images) the smaller tower still finds.
 
     For a timm classifier, the tower is the model without its last linear map.
     """
@@ -118,7 +118,7 @@ class ImageRetrieval(Task):
 
 
 class DenseFeatures(Task):
-    """The last features of all patches, compared by cosine similarity and relative squared error per image."""
+    """Compares the final patch features by cosine similarity and relative squared error per image."""
 
     name = "dense"
 
@@ -144,7 +144,7 @@ class DenseFeatures(Task):
 
 
 class SpeedOnly(Task):
-    """Only the latency, which noise images are enough to measure."""
+    """Measures only the latency, for which noise images are enough."""
 
     name = "speed"
 

@@ -1,10 +1,10 @@
 """Nineteen image corruptions at five severity levels, for robustness checks.
 
 The corruptions follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIFAR-C (Hendrycks and Dietterich,
-"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). They are implemented from
-the benchmark's definitions with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the
-water of `spatter` differ from the published code, as their docstrings say. The published files were stored as JPEG with
-quality 85, but these images are not. So you can compare models with each other on these images, but not with the
+"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). We implement the
+benchmark's definitions with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the
+water of `spatter` differ from the published code, as their docstrings say. The benchmark's files were also stored as
+JPEG with quality 85, but our images are not. So you can compare models with each other on our images, but not with the
 benchmark's numbers.
 """
 
@@ -24,7 +24,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Corruption:
-    """One corruption. Its result is in [0, 1] and keeps the shape, type and device of the images."""
+    """An image corruption. Corrupted images are in [0, 1] and keep the shape, type and device of the images."""
 
     name: str
 
@@ -33,14 +33,14 @@ class Corruption:
             raise UnknownName("corruption", self.name, LEVELS)
 
     def levels(self, side: int, severity: int) -> Level:
-        """Returns the benchmark's numbers of a severity for images of this side.
+        """Returns the benchmark's parameters for a severity and for images with this side in pixels.
 
         Raises:
             InvalidInput: The severity is not in 1 to 5.
         """
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
-        # LEVELS has one entry per benchmark, for sides up to 32, for sides up to 64, and for larger sides.
+        # LEVELS has three entries per corruption, for sides up to 32, for sides up to 64, and for larger sides.
         level = LEVELS[self.name][bisect_left(SIDES, side)][severity - 1]
         return level if isinstance(level, tuple) else (level,)
 

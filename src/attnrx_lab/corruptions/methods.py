@@ -1,7 +1,7 @@
 """The nineteen corruptions by noise, blur, weather and digital processing.
 
-Each function takes an image in [0, 1] as [channels, height, width], a random generator, and the numbers of a severity
-level.
+Each function takes an image in [0, 1] as [channels, height, width], a random generator, and the parameters of a
+severity level.
 """
 
 import io
@@ -35,7 +35,7 @@ def gaussian_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def shot_noise(image: Pixels, draws: Draws, photons: Number) -> Pixels:
-    """Counts photons. A pixel with the value 1 receives `photons` photons on average."""
+    """Simulates photon counts. A pixel with the value 1 receives `photons` photons on average."""
     return draws.poisson(photons * image) / photons
 
 
@@ -66,9 +66,9 @@ def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number)
 
 
 def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
-    """Smooths with a Gaussian, moves pixels within a distance `reach` several `times`, and smooths again.
+    """Smooths with a Gaussian, moves every pixel by at most `reach` for `times` rounds, and smooths again.
 
-    The published code is meant to swap pixels, but it copies one over the other. This function copies, too.
+    The published code should swap pixels, but it copies one over the other. Our function also copies.
     """
     image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255  # to bytes, as published
     (height, width), reach = image.shape[1:], int(reach)
@@ -120,9 +120,10 @@ def _zoomed(image: Pixels, factor: Number) -> Pixels:
 
 
 def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Whitens the image and adds flakes, which are noise (mean, deviation), enlarged, thresholded and smeared.
+    """Whitens the image and adds snowflakes, which are made from enlarged, thresholded and smeared noise.
 
-    `levels` are mean, deviation, factor, threshold, radius, length and share.
+    `levels` are the mean and deviation of the noise, the factor of its enlargement, the threshold, the radius and
+    length of the smear, and the share of the image that is not whitened.
     """
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
@@ -170,8 +171,8 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
         heights[half::stride, half::stride] = centres
         heights[::stride, half::stride] = beside
         heights[half::stride, ::stride] = under
-        # The published code draws within +-a and multiplies by a again, so the decay is squared here. Its first a is
-        # 100. Here a starts at 1, which is equivalent because of the rescaling below.
+        # The published code draws within +-a and multiplies by a again, so our decay is squared. The published a starts
+        # at 100. Ours starts at 1, which is equivalent because of the rescaling below.
         stride, amplitude = half, amplitude / decay**2
     flat = (heights - heights.min()) / np.ptp(heights)
     return flat[None, : image.shape[1], : image.shape[2]]
@@ -180,8 +181,9 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
 def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Adds drops of water or mud where smoothed noise (mean, deviation) is above a threshold.
 
-    The last two levels are the amount (of water) or the smoothing (of mud), and 0 for water or 1 for mud. The benchmark
-    finds the edges of drops with Canny's detector. In this function, edges are where the noise crosses the threshold.
+    `levels` are the mean, deviation and smoothing of the noise, the threshold, a strength, and 0 for water or 1 for
+    mud. The strength is the amount of water or the smoothing of mud. The benchmark finds the edges of drops with
+    Canny's detector. Our function puts the edges where the noise crosses the threshold.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)

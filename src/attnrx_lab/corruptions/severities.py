@@ -1,6 +1,6 @@
-"""The severity levels 1 to 5 of every corruption. The three lines are CIFAR-C's, Tiny-ImageNet-C's and ImageNet-C's.
+"""The severity levels 1 to 5 of every corruption, in CIFAR-C, Tiny-ImageNet-C and ImageNet-C (one line each).
 
-The functions of `methods` document the numbers of one level.
+The functions in `methods` document what the numbers of a level mean.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ LEVELS: Mapping[str, tuple[Five, Five, Five]] = {
     ),
     "brightness": ((0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 0.2, 0.3, 0.4, 0.5)),
     "contrast": ((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05), (0.4, 0.3, 0.2, 0.1, 0.05)),
-    # Shares of a side of 32, 64 and 244. The 244 (instead of 224) is in the benchmark's code.
+    # These lengths are shares of image sides of 32, 64 and 244 pixels. The benchmark's code has 244 instead of 224.
     "elastic_transform": (
         ((0, 0, 2.56), (1.6, 6.4, 2.24), (2.56, 1.92, 1.92), (3.2, 1.28, 1.6), (3.2, 0.96, 0.96)),
         ((0, 0, 5.12), (3.2, 19.2, 3.84), (6.4, 5.12, 3.84), (6.4, 1.92, 1.92), (10.24, 1.92, 1.28)),

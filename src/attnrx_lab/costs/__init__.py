@@ -1,4 +1,4 @@
-"""Costs as papers count them: compressed forms by name, IrrAtt's count of operations, and SVDA's savings."""
+"""Counts costs like the papers: named compressed forms, IrrAtt's count of operations, and SVDA's savings."""
 
 from attnrx_lab.costs.compressed_shapes import Compression
 from attnrx_lab.costs.conventions import (

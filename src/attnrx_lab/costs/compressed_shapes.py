@@ -11,7 +11,7 @@ PATHWAY_FORMS = ("full", "truncatt", "cp", "irratt")
 
 @dataclass(frozen=True)
 class Compression:
-    """How every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
+    """Describes how every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
     (R directions in blocks, with one block per head, and every head mixes the maps of the blocks). `vo` is the value
@@ -75,7 +75,7 @@ def _is_full(spec: AttentionSpec) -> bool:
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     heads, directions = len(spec.heads), sum(spec.ranks)
-    # The heads share directions. If there is one for every direction of every head, they contain all heads' directions.
+    # For shared directions, the largest useful rank is the number of directions of all heads together.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)
     # A rank that keeps all of the heads' own directions changes nothing.
     if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
@@ -83,7 +83,7 @@ def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     smaller = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
     if form == "truncatt":
         return replace(smaller, ranks=(rank,) * heads)
-    # The blocks have numbers of directions that are as equal as possible. The costs depend only on the total.
+    # Directions are divided among the blocks as evenly as possible. The costs depend only on the total.
     size, remainder = divmod(rank, heads)
     blocks = tuple(size + (block < remainder) for block in range(heads))
     return smaller.with_shared_directions(rank, blocks if form == "irratt" else None)

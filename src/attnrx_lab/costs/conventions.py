@@ -1,8 +1,8 @@
 """Counts operations like IrrAtt and SPOT, so that their numbers are reproduced.
 
-The rules are inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. They count the matrix products of patch
-embedding, layers and classifier, and a LayerNorm as common FLOP counters do. A fused multiply-add is one FLOP. The
-strengths of directions count only as parameters. `ModelCosts.macs` counts like SVDA (A.6).
+The counting rules are inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. Matrix products count in the
+patch embedding, the layers and the classifier. A LayerNorm counts as in common FLOP counters. A fused multiply-add is
+one FLOP. The strengths of directions count only as parameters. `ModelCosts.macs` counts like SVDA (A.6).
 """
 
 import math
@@ -60,11 +60,11 @@ class Price:
 
 
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
-    """Returns the cost as IrrAtt counts it. The parts add up to the whole.
+    """Returns a model's cost as IrrAtt counts it, split into parts that add up to the total.
 
     `outer_norms` is the number of features that the norms outside the layers normalize for one image
-    (`outer_norm_features`). None means one norm on all tokens. `predictor_norms` is the same number for the predictors
-    (`predictor_norm_features`).
+    (`outer_norm_features`). None means one norm on all tokens. `predictor_norms` is the number of features that the
+    predictors' norms normalize (`predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
@@ -147,8 +147,8 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
     In SVDA one direction has `2 (width + 1) + 1` parameters and `tokens (2 width + tokens + 1)` MACs. If the original
     norms are kept, the projections stay, and removing a direction saves only its strength and scores. A shared
-    direction has a strength and scores in every head. A direction in a block has them only once, in the map of the
-    block.
+    direction has a strength and scores in every head. A direction in a block has only one strength and one part of the
+    scores, in the block's map.
     """
     # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
@@ -163,8 +163,8 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
     """Returns the shares of parameters and MACs that you save by removing `share` of every layer's directions.
 
-    No head may become empty. The results are the savings in SVDA's Tables 1 and 2. The savings are linear in the number
-    of directions, so `share` may be a mean over models.
+    The result is right only if every head keeps a direction. It gives the savings in SVDA's Tables 1 and 2. The savings
+    are linear in the number of directions, so `share` may be a mean over models.
     """
     removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
     params = sum(number * direction.params for number, direction in removed)

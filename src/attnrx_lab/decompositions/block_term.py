@@ -1,7 +1,7 @@
-"""The block-term decomposition BTD-(L, L, 1), in which every term belongs to a block, and a block has one mix.
+"""The block-term decomposition BTD-(L, L, 1), in which terms are grouped into blocks, and a block's terms share a mix.
 
-`deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The fusion matrix determines their ranks, after
-training with or without the constraints of Eq. 7.
+`deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The ranks of the blocks come from the fusion
+matrix, which may have been trained with or without the constraints of Eq. 7.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ TINY = torch.finfo(torch.float32).tiny  # a length below it counts as zero
 class BlockTerms:
     """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (IrrAtt, Eq. 6).
 
-    There is one block per slice. If `mix` is the identity, every slice consists of exactly the terms that it owns. The
-    terms are sorted by block. A block may have no terms. `errors` are the relative errors at the start and after each
-    sweep.
+    The decomposition has one block per slice. If `mix` is the identity, every slice consists of exactly the terms that
+    it owns. Terms are sorted by block. A block may have no terms. `errors` are the relative errors at the start and
+    after each sweep.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -44,11 +44,11 @@ class BlockTerms:
 
 @dataclass(frozen=True)
 class Fusion:
-    """The owner of every term of a canonical decomposition, which is a slice. The paper derives ranks from the owners.
+    """The slices that own the terms of a canonical decomposition. IrrAtt derives the blocks' ranks from the owners.
 
     `owner` is the slice with the largest absolute value in the term's column of the mix, or the first such slice.
-    `off_block` is the share of each column's energy outside its owner. It is zero everywhere if the mix is
-    block-diagonal.
+    `off_block` is the share of each column's energy outside its owner. If the mix is block-diagonal, `off_block` is
+    zero.
     """
 
     owner: Int[Tensor, "rank"]
@@ -75,8 +75,8 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 def initial_blocks(terms: Canonical) -> BlockTerms:
     """Returns the initial blocks for a canonical decomposition (Algorithm 1 of IrrAtt without its first line).
 
-    It moves the largest value of each column of the mix to `left`, sorts the columns by owner, and sets the mix to the
-    identity.
+    The function moves the largest value of each column of the mix to `left`, sorts the columns by owner, and sets the
+    mix to the identity.
     """
     # With the identity as mix, a slice has only the terms of its own block. The terms' contributions to other slices
     # are lost here. The mix that `deflate` fits restores them.
@@ -98,11 +98,11 @@ def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: i
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
     """Fits each block in turn to the residual of the other blocks (IrrAtt, Algorithms 2 and 3 as published).
 
-    Each time, the mix of a block starts from the leading eigenvector of the residual. So a block can move to another
-    slice, and the error can rise.
+    Every fit of a block starts its mix from the residual's leading eigenvector. So a block can move to another slice,
+    and the error can rise.
 
-    The slices are never formed. A step is the truncated SVD of their sum, weighted by the block's mix. So it forms only
-    this one rows x columns matrix.
+    The function never forms the slices of the residual. A step computes the truncated SVD of their sum, weighted by the
+    block's mix. So only one rows x columns matrix is formed.
     """
     blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
     for _ in range(SWEEPS):
@@ -116,8 +116,8 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
     """Refits one block to the residual X', which is X minus the other blocks (IrrAtt, Algorithm 2).
 
-    The slices of X' are summed with the weights of the mix. The function alternates between the truncated SVD of this
-    sum and the best rank-one fit of the products.
+    The function alternates two steps. The first step sums the slices of X', weighted by the mix, and computes the
+    truncated SVD of this sum. The second step computes the best rank-one fit of the products.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())
@@ -175,7 +175,7 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 
 
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
-    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1). Add it to a training loss.
+    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1) over the columns c_r of the mix. Add the result to a training loss.
 
     The penalty is zero if and only if each column has at most one nonzero value. It is at most rank * (slices - 1), and
     does not depend on the length of the columns.

@@ -81,10 +81,10 @@ def least_sensitivity(terms: Canonical) -> float:
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Returns the `rank` strongest singular triples of all slices. Each is owned by its slice.
+    """Returns the `rank` strongest singular triples of all slices as terms. Only the triple's own slice uses a term.
 
-    The result is the best approximation with one owner per term. Its squared error is the energy of the triples that
-    are left out. Terms are sorted by descending strength. If two are equal, the earlier slice comes first.
+    The result is the best approximation with one owner per term. Its squared error is the energy of the omitted
+    triples. Terms are sorted by descending strength. If two strengths are equal, the earlier slice comes first.
     """
     # With one owner per term the squared error is a sum over slices, and the Eckart-Young theorem applies to each.
     left, strength, right = tensor.svd()
@@ -109,9 +109,9 @@ def als(
 
     `start` is one of STARTS, or a decomposition with this rank. "best" runs from water-filling and from random terms
     and returns the result with the smaller error. `seed` seeds the random terms. The iteration stops after `sweeps`
-    sweeps, or when a sweep lowers the relative error by less than its share `tolerance`. The returned columns of left
-    and right have unit length, and mix contains the strength. Raises InvalidInput for a rank out of range, and
-    UnknownName for another start.
+    sweeps, or when a sweep lowers the relative error by less than the fraction `tolerance`. The returned columns of
+    `left` and `right` have unit length, and `mix` contains the strengths. Raises InvalidInput for a rank out of range,
+    and UnknownName for another start.
     """
     if start == "best":
         runs = (
@@ -172,7 +172,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
         return water_filled(tensor, rank)
     if start == "random":
         generator = torch.Generator().manual_seed(seed)
-        # Drawn on the CPU in float64, so that every device starts from the same terms.
+        # Random terms are drawn on the CPU in float64, so every device starts from the same terms.
         samples = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
         left, right, mix = (factor.to(tensor.left.device) for factor in samples)
         return Canonical(left, right, mix)
@@ -180,7 +180,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
-    """Returns the relative error for a squared residual. If rounding dominates the residual, computes it again."""
+    """Returns the relative error for the squared residual `square`, or recomputes it if `square` is mostly rounding."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
@@ -196,14 +196,14 @@ _TOLERANCE = 1e-6  # a correction stops if a sweep lowers the sensitivity by les
 
 
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
-    """Lowers the sensitivity while the relative error stays at or below its value at the start.
+    """Lowers the sensitivity of the terms without raising the relative error above its value at the start.
 
     The objective is the sensitivity of the balanced terms. The function accepts an update only if the objective does
     not rise and the error stays within the bound. The result is balanced. The iteration stops after `sweeps`, or when a
-    sweep gains too little. An error below SMALLEST_BOUND may rise to that value.
+    sweep gains too little. An error below SMALLEST_BOUND may rise to SMALLEST_BOUND.
     """
-    # This is the error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349), with the sensitivity
-    # instead of the norms of the terms as objective. The update of each factor has a closed form with one unknown
+    # The algorithm is the error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349). Its objective
+    # is the sensitivity instead of the norms of the terms. The update of each factor has a closed form with one unknown
     # number (`bounded_update`). The published solver finds the same minimum by quadratic programs with Kronecker
     # structure.
     terms = start.balanced()
@@ -234,9 +234,9 @@ def cpd_epc(
 ) -> Canonical:
     """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1).
 
-    CPD-EPC runs least squares, the correction, and least squares again. `start`, `sweeps` and `seed` are as in `als`.
-    The error is at most the error of the first least squares, or SMALLEST_BOUND. With `finish` another correction
-    follows. At the final error, its terms are the least sensitive to rounding and the easiest to train.
+    CPD-EPC runs least squares (`als`), the correction (`epc`), and least squares again. `start`, `sweeps` and `seed`
+    are as in `als`. The error is at most SMALLEST_BOUND or the error after the first least squares, whichever is
+    larger. `finish=True` runs the correction once more. Its terms are less sensitive to rounding and easier to train.
     """
     terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))
     terms = als(tensor, rank, start=terms, sweeps=sweeps)
@@ -287,11 +287,11 @@ def bounded_update(
 
     The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is X = products
     (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are squared
-    quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies it, the
-    function returns zero. The search for eta stays on the feasible side.
+    quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies the bound, the
+    function returns zero. The search for eta never returns a value that violates the bound.
     """
-    # In the variables X diag(weights)^(1/2) the objective is a plain norm. In them, normal = Q diag(e) Q^T. With
-    # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
+    # With the new variables X diag(weights)^(1/2), the objective is a plain norm, and normal becomes Q diag(e) Q^T.
+    # With Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
     # depends on Z only through g_r = |Z_r|^2. As eta rises, the error grows and the objective falls. So the minimum is
     # at the largest feasible eta.
     scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # a column without weight belongs to a term of zeros

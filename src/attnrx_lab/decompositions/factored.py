@@ -129,8 +129,8 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
     """Returns `products` times the inverse of the positive semidefinite matrix `normal`, which is a least-squares step.
 
-    It uses Cholesky if that is numerically safe, otherwise the pseudoinverse by eigenvalues. Nothing is added to the
-    diagonal, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near one.
+    The function uses Cholesky if it is numerically safe, otherwise the pseudoinverse by eigenvalues. Nothing is added
+    to the diagonal, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near one.
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()

@@ -68,8 +68,8 @@ def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"
     # Y_h = own_h^T other_h. With other_h^T = Q R, own_h^T R^T has the left singular vectors of Y_h, but fewer columns.
     triangles = torch.linalg.qr(other.mT, mode="r").R
     thin = (own.mT @ triangles.mT).transpose(0, 1).flatten(1)
-    # QR reduces the wide matrix to at most as many columns as rows. A full SVD of the wide matrix would also compute
-    # its large right side.
+    # QR first reduces the wide matrix to a square or tall one, because an SVD of the wide matrix would also compute its
+    # large right side.
     return torch.linalg.svd(torch.linalg.qr(thin.mT, mode="r").R.mT, full_matrices=True).U
 
 

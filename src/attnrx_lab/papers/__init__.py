@@ -1,4 +1,4 @@
-"""The papers' tables and figures, made by runs from training to numbers, and compared with the printed numbers."""
+"""Reproduces tables and figures of papers: trains and measures models, and compares with the printed numbers."""
 
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.plan import RecipePlan

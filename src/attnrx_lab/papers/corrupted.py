@@ -35,8 +35,8 @@ SEVERITY = 3  # of five (SPOT, Section 7.1)
 class CorruptedExperiment(DerivedExperiment):
     """One model of the SPOT experiment on corrupted test images. Nothing is trained on these images.
 
-    `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. Without
-    it the experiment corrupts the test images, following the same definitions.
+    `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. If you
+    have no such folder, the experiment corrupts the test images by the same definitions.
     """
 
     kind: ClassVar[str] = "spot-corrupted"
@@ -50,7 +50,7 @@ class CorruptedExperiment(DerivedExperiment):
         return () if self.corrupted else (here,)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Makes the clean run's model, and measures it on every corruption.
+        """Makes the model of the SPOT run on clean images, and measures it on every corruption.
 
         Raises:
             DataError: The folder lacks a corruption. The method checks it before anything is trained.
@@ -80,7 +80,7 @@ class CorruptedExperiment(DerivedExperiment):
         return {**accuracy, "corrupted_change": {"value": whole.value, "low": whole.low, "high": whole.high}}
 
     def _read(self, comparison: Comparison, files: Mapping[str, Path], log: Log) -> dict[str, Measure]:
-        """Measures on the files of ImageNet-C, and averages over the corruptions, which have the same images."""
+        """Measures the models on ImageNet-C's files, and averages over the corruptions, which have the same images."""
         accuracies, changes = [], []
         for corruption, place in files.items():
             log(f"{self.name}: {corruption}")

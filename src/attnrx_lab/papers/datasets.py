@@ -13,7 +13,7 @@ from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
 
 @dataclass(frozen=True)
 class DatasetCounts(Experiment):
-    """One dataset as `load_data` divides it. Nothing is trained.
+    """Counts the images and classes of one dataset after `load_data` split it. Nothing is trained.
 
     `dataset` says where to find the images if the subject's name does not. Images held out for validation count as
     training images, because the paper has no validation images.

@@ -23,13 +23,15 @@ from attnrx_lab.papers.processes import agreed, is_first, shared_lock
 
 SCHEMA = 1  # of settings.json and result.json
 
-# The knobs of experiments that load a pre-trained model, and the knobs of experiments that load data by name.
+# Knobs are the settings that a user may change. MODEL_KNOBS belong to experiments that load a pre-trained model, and
+# DATA_KNOBS to experiments that load data by name.
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
 PLACES = ("dataset", "transfer")  # knobs that say where images are
 HARMLESS = ("accumulate",)  # knobs that change only rounding, so they make neither another run nor a deviation
 
-# value, low and high (both None without an interval), and optionally `samples`, the values of groups of images.
+# A number in result.json: value, low and high (None without an interval), and optionally `samples`, which holds one
+# value per group of images.
 Measure = dict[str, Any]
 
 MeasureKey = tuple[str, str, str]
@@ -49,7 +51,7 @@ class Run:
 
 
 class Experiment(ABC):
-    """One run of a protocol, as a frozen dataclass of its settings. Subclasses implement only the measuring.
+    """One run of a paper's protocol, as a frozen dataclass of its settings. Subclasses implement only `measured`.
 
     `kind` names the folder of the runs. `knobs` are the settings that a user may change. `chosen` are the knobs whose
     values no paper states.
@@ -91,7 +93,7 @@ class Experiment(ABC):
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
         """Returns the names of the stages that measure these numbers, or of all stages.
 
-        By default there are no stages, and the run is measured as a whole.
+        An experiment without stages is measured as a whole.
         """
         return frozenset()
 
@@ -100,15 +102,16 @@ class Experiment(ABC):
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
         `data` contains the `name` of the data, the number of test `images`, and `notes` for readers. Only the requested
-        stages are measured. Stages that are already in the folder are read from it. After model and data are loaded,
-        the method claims the folder.
+        stages are measured. Stages that are already in the folder are loaded. After model and data are loaded, the
+        method calls `claim` to write the settings to the folder.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
-        """Makes the run, continues it, or loads its result. Refuses a folder that contains another run.
+        """Runs the experiment, continues an interrupted run, or loads its result. Refuses another run's folder.
 
-        With `keys` it measures only the stages that contain these numbers. The result contains the stages of all calls,
-        so several tables share one run. The processes of one launch make the run together (`processes`).
+        With `keys`, only the stages that contain these numbers are measured. The result contains the stages of all
+        calls, so several tables can share one run. Processes that one launcher started share the work of the run (see
+        `processes`).
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
@@ -117,7 +120,7 @@ class Experiment(ABC):
             stored = agreed(frozenset(read_json(result).get("stages", ())) if result.exists() else None)
             # A run without stages is complete if it has a result.
             if stored is None or not stages <= stored:
-                # Includes the stored stages, whose evidence is read from files, so that the result has all stages.
+                # Stored stages are included, so that the result has all stages. Their evidence is loaded from files.
                 stages |= stored or frozenset()
                 numbers = self.measured(folder, log, stages)
                 if is_first():
@@ -152,7 +155,7 @@ class Experiment(ABC):
         return changed
 
     def deviations(self, protocol: "Experiment") -> list[str]:
-        """Returns the differences from the protocol for the readers of the table."""
+        """Returns sentences for the table's readers that describe all differences from the protocol."""
         if self.tiny:
             what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
             return [f"{self.scenario}: {what}"]
@@ -199,7 +202,7 @@ class Experiment(ABC):
             write_json(folder / "settings.json", self._header())
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings to write to files, without this machine's folders."""
+        """Returns the settings to write to files. Folders are omitted, because they differ between machines."""
         return {name: value for name, value in without_folders(to_dict(self)).items() if name not in HARMLESS}
 
     def _header(self) -> dict[str, Any]:
@@ -221,12 +224,13 @@ def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Compa
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:
-    """Returns the first `count` images, balanced over the classes, or all images if there are fewer or it is None."""
+    """Returns `count` images, balanced over the classes. If `count` is None or too large, returns all images."""
     return images if count is None else images.take(min(count, len(images)))
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Loads existing evidence, or computes and saves it. All processes of a launch compute it, the first saves it."""
+    """Loads existing evidence, or computes and saves it. All processes of a launch compute, only the first one saves.
+    """
     if not agreed(path.exists()):
         evidence = make()
         if is_first():

@@ -31,9 +31,9 @@ Mix = Float[Tensor, "heads rank"]
 class FusionExperiment(Experiment):
     """Decomposes a pre-trained model's scores, layer by layer, into directions that all heads share (CPD-EPC).
 
-    `shares` are the shares of a layer's directions to keep. Only the weights are used. The start is random, drawn from
-    the seed. A start from the heads' own directions would assign one owner to each direction in advance. If the heads
-    already share directions, the model is not decomposed.
+    `shares` are the shares of a layer's directions to keep. The decomposition uses only the weights, and starts from
+    random terms drawn from `seed`. A start from the heads' own directions would assign one owner to each direction in
+    advance. If the heads already share directions, the model is not decomposed.
     """
 
     kind: ClassVar[str] = "irratt-fusion"
@@ -89,7 +89,10 @@ class FusionExperiment(Experiment):
         }
 
     def _fusion(self, attention: Attention, share: float, layer: int) -> tuple[Mix, tuple[int, ...], dict[str, float]]:
-        """Returns a layer's fusion matrix, the best ranks on the weights, and the error if it was decomposed."""
+        """Returns a layer's fusion matrix, the ranks that fit its weights best, and the decomposition's error.
+
+        If the heads already share directions, there is no decomposition and no error.
+        """
         spectrum = attention.spectrum()
         heads = len(spectrum.strength)
         rows = {name: getattr(spectrum, name).expand(heads, -1, -1) for name in ("query", "key")}
@@ -114,10 +117,10 @@ def _owners(mix: Mix) -> Fusion:
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     """Returns how close a fusion matrix is to block-diagonal after its columns are sorted by owner.
 
-    `as_fitted` is the share of the energy inside the blocks, in %. `rescaled` is the mean of this share over the
-    columns, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
-    columns drawn from a normal distribution, which have no blocks. `least` and `most` are the sizes of the smallest and
-    the largest block.
+    `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean of the columns'
+    shares, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
+    normally distributed columns, which have no blocks. `least` and `most` are the sizes of the smallest and the largest
+    block.
 
     Raises:
         InvalidInput: The fusion matrix is zero.

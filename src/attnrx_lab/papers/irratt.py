@@ -59,8 +59,8 @@ EQ_7 = (
     "rows; both let every direction have one head, and its length moves into the query"
 )
 
-# The rule text of each form of Compression. {rank} is the number of directions of each head for truncatt, and of all
-# heads together for the others.
+# The rule text of each form of Compression. For truncatt, {rank} is the number of directions per head. For the other
+# forms, {rank} is the number of directions of all heads together.
 RULES: Mapping[str, str] = {
     "truncatt": f"uniform_rank:{{rank}},metric={METRIC}",
     "cp": f"shared_rank:{{rank}},form=epc,joint={METRIC},seed={{seed}}",
@@ -70,12 +70,12 @@ RULES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class IrrattMethod:
-    """One line of the table: the form of queries and keys, and shares of the full ranks, which apply to any model.
+    """One line of the table: the form of queries and keys, with ranks as shares, so that it fits models of any size.
 
-    `qk` is "full" or a form of `Compression`, and `rank` is the share of its directions. `vo` is the share of the value
-    dimensions. `mlp` is the rank of both maps of the MLP, as a share of the width. None means unchanged. With
-    `by_training` the method trains a CP with constraints, which divide its directions among the heads (IrrAtt, Eq. 7).
-    Without training, only the costs of such a method are computed.
+    `qk` is "full" or a form of `Compression`, and `rank` is the share of the directions to keep. `vo` is the share of
+    the value dimensions. `mlp` is the rank of both maps of the MLP, as a share of the width. None means unchanged. With
+    `by_training` the method trains a CP SlimAtt under constraints that divide its directions among the heads (IrrAtt,
+    Eq. 7). If the experiment does not train, only the costs of this method are computed.
     """
 
     name: str
@@ -91,7 +91,7 @@ class IrrattMethod:
 
     def compression(self, spec: AttentionSpec) -> Compression:
         """Returns the ranks for a layer of this shape."""
-        # TruncAtt states the rank of a head. CP SlimAtt and IrrAtt state the total of a layer (Section 3.4).
+        # The rank of TruncAtt is per head. The ranks of CP SlimAtt and IrrAtt are totals per layer (Section 3.4).
         directions = spec.original_rank if self.qk == "truncatt" else sum(spec.ranks)
         return Compression(
             self.qk if self.qk == "full" else f"{self.qk}:{_part(self.rank, directions)}",
@@ -114,7 +114,7 @@ class IrrattMethod:
 
 
 def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
-    """Returns the costs of a method's model, computed from its ranks. Only the shapes are needed."""
+    """Returns the costs of the model that a method makes. They follow from the ranks, so only shapes are needed."""
     family = family_of(outline)
     specs = family.specs(outline)
     compression = method.compression(specs[0])
@@ -123,14 +123,14 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Returns the compression ratios in the paper's convention, in percent of the original, from shapes only."""
+    """Computes the paper's compression ratios from shapes only. They are percentages of the original's costs."""
     after = method_costs(outline, method)
     norms = outer_norm_features(outline, after)  # the same for both, because they have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    """Returns the same ratios for the realized model."""
+    """Returns the compression ratios of a realized model, in percent of the original."""
     costs = [family_of(each).costs(each) for each in (candidate, model)]
     norms = outer_norm_features(model, costs[1])
     return priced(costs[0], norms).percent_of(priced(costs[1], norms))
@@ -142,14 +142,14 @@ def _part(share: float, whole: int) -> int:
 
 @dataclass(frozen=True)
 class IrrattExperiment(sources.DatasetExperiment):
-    """One pre-trained model. Each method makes a smaller model from it, which is fine-tuned for `epochs` and measured.
+    """Compresses one pre-trained model by each method, fine-tunes every smaller model for `epochs`, and measures it.
 
-    As in the paper, scores, values and MLP are factored by their weights. The seed draws the start for the scores. With
-    `factors="data"`, values and MLP keep what matters most on the first `calibration_images` training images. The seed
-    separates these images from the validation images. By default nothing is fine-tuned. If the data has few of a
-    model's classes, every method would gain by forgetting the other classes. A constrained CP is trained for `epochs`
-    before its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always those of the named
-    model, even if a `tiny` model is measured.
+    As in the paper, scores, values and MLP are factored by their weights. `seed` draws the start for the scores. With
+    `factors="data"`, values and MLP keep the directions that matter most on `calibration_images` training images.
+    `seed` also separates these images from the validation images. By default nothing is fine-tuned, because on data
+    with few of the model's classes every method would gain by forgetting the other classes. A constrained CP SlimAtt is
+    trained for `epochs` before its fine-tuning. `ema` is the decay of the weights' running mean. Costs are always
+    computed for the named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -174,11 +174,11 @@ class IrrattExperiment(sources.DatasetExperiment):
         return (EQ_7,) if any(method.by_training for method in self.methods) else ()
 
     def as_tiny(self) -> "IrrattExperiment":
-        """Returns the same methods on a tiny model, which take seconds, without fine-tuning."""
+        """Returns the same methods on a tiny model, without fine-tuning. The experiment then takes seconds."""
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self, folder: Path, log: Log) -> nn.Module:
-        """Loads the original. If it is not pre-trained, trains it once, in a folder that all runs share."""
+        """Loads the original. If it is not pre-trained, trains it once in a folder that all runs share."""
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
@@ -198,7 +198,10 @@ class IrrattExperiment(sources.DatasetExperiment):
         return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:
-        """Returns IrrAtt's fine-tuning (Table 3): AdamW, no weight decay, a cosine from and to 1e-6, a weight mean."""
+        """Returns the settings of IrrAtt's fine-tuning (Table 3): no weight decay, and a running mean of the weights.
+
+        The learning rate warms up from 1e-6, then falls to 1e-6 by a cosine.
+        """
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -262,7 +265,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             if self.epochs and method.changes:  # the original is never trained
                 trained = train(candidate, splits, self.training(), folder / "train" / method.name, log=log)
                 candidate = load(trained.folder)
-            # The predictions of the original are cached under the reference.
+            # If nothing changes, the reference itself is compared, because its predictions are cached.
             placed = candidate.to(comparison.device) if method.changes else comparison.reference
             about = {"method": to_dict(method), "realized": realized_price(model, candidate)}
             compared = replace(comparison, candidate=placed)
@@ -272,7 +275,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         if self.factors == "data":
             notes.append(f"values and MLP keep what matters most on n = {len(calibration)} calibration images")
         for method in (method for method in self.methods if method.name in stages):
-            # Costs are for the paper's shapes, even in a tiny run, and even if a method needs training to be made.
+            # Costs are computed for the paper's shapes, also in a tiny run and for methods that would need training.
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if self.epochs or not method.by_training:
                 log(f"{self.name}: {method.name}")
@@ -296,13 +299,13 @@ class IrrattExperiment(sources.DatasetExperiment):
         calibration: ImageSet,
         folder: Path,
     ) -> nn.Module:
-        """Trains a CP until every direction has one head (IrrAtt, Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
+        """Trains a CP SlimAtt until each direction has one head (IrrAtt, Eq. 7), which then owns it (Eqs. 5 and 6)."""
         # IrrAtt, Section 3.3: train on the task with non-negative fusion weights and at most one head per direction.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed, self.factors)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()))
         with nonnegative_fusion(joint):
             run = train(joint, splits, settings, folder / "train" / f"{method.name}-constraints")
         trained = load(run.folder)
-        # Diagnoses the trained model, because its fusion weights decide which head owns a direction.
+        # The trained model is diagnosed again, because its fusion weights decide which head owns a direction.
         owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
         return realize(trained, prescribe(owned, "qk=fusion_owner"))

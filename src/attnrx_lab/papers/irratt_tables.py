@@ -49,7 +49,7 @@ VIT_TINY = IrrattExperiment(
     test_column="ilsvrc_val",
     factors="data",
 )
-# The same methods on a small model that is trained here. They take minutes per seed on one CPU core.
+# The same methods on a small model that the recipe trains first. They take minutes per seed on one CPU core.
 CLUTTER = IrrattExperiment(
     "cluttered_digits",
     None,
@@ -98,8 +98,8 @@ def label(method: IrrattMethod, directions: int) -> str:
     return ", ".join(parts)
 
 
-# IrrAtt, Figures 2 and 3, show the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168. ViT-Tiny has
-# both shares. Each model takes minutes on a CPU core. For a fine-tuned model, pass --model
+# IrrAtt's Figures 2 and 3 show the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168. We decompose
+# ViT-Tiny at both shares. Each model takes minutes on a CPU core. For a fine-tuned model, pass --model
 # runs/irratt/.../train/cp-168-mlp.
 FIGURE_2, FIGURE_3 = 96 / SMALL, 168 / BASE
 FUSIONS = {

@@ -19,7 +19,7 @@ from attnrx_lab.papers.spot import DerivedExperiment, SpotExperiment, outline_fo
 
 @dataclass(frozen=True)
 class KeptPatchesExperiment(DerivedExperiment):
-    """One model of the SPOT experiment, with the patches that it keeps in `shown` test images of different classes.
+    """Draws which patches one model of the SPOT experiment keeps in `shown` test images of different classes.
 
     The run's folder contains the pictures as SVG and PDF, and their numbers as CSV.
     """

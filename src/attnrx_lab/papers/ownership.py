@@ -1,4 +1,4 @@
-"""IrrAtt's training constraint (Eq. 7), by which strengths are nonnegative and one head owns each shared direction."""
+"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and one head owns each shared direction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """Penalizes shared directions that several heads use, by the constraint S S^T = I as a penalty (IrrAtt, Eq. 7).
+    """Penalizes shared directions that several heads use, which replaces the constraint S S^T = I (IrrAtt, Eq. 7).
 
-    The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. It is 0 if and only if one head uses
-    the direction, and heads - 1 if all heads use it equally. The loss is the mean over the directions of all layers.
-    Its weight grows linearly over the run, from 0 to its full value, so that heads first learn what they need. With
-    `nonnegative_fusion` the other half of the constraint, S >= 0, also holds. Afterwards the rule `fusion_owner`
-    divides the model into irregular heads.
+    The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. The penalty is 0 if and only if one
+    head uses the direction, and heads - 1 if all heads use it equally. The loss is the mean over the directions of all
+    layers. Its weight grows linearly over the run, from 0 to its full value, so that heads first learn what they need.
+    Train inside `nonnegative_fusion` to enforce the second half of the constraint, S >= 0. Afterwards the rule
+    `fusion_owner` divides the model into irregular heads.
     """
 
     weight: float = 1.0
@@ -40,8 +40,8 @@ class FusionOwnership(Loss):
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
     """Projects a model's fusion onto the constraint set after every optimizer step inside the context.
 
-    This is projected gradient descent. A reparametrization (e.g. by squares) would also keep the fusion nonnegative,
-    but values at zero would have no gradient.
+    The training then is projected gradient descent. A reparametrization (e.g. by squares) would also keep the fusion
+    nonnegative, but values at zero would have no gradient.
 
     Raises:
         NotSupported: No heads of the model share directions.
@@ -75,7 +75,7 @@ def normalize_fusion_(model: nn.Module) -> None:
     """
     for form in _shared_forms(model):
         fusion = form.strength
-        # The sign is the largest value's, because the projection sets values of the other sign to zero.
+        # Each column gets the sign of its largest value, because the projection sets values of the other sign to zero.
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
         factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
         form.query.weight.mul_(factor[:, None])

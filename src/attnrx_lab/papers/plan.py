@@ -1,7 +1,7 @@
-"""The plan of a recipe, before anything runs: its trainings, their operations, and the time on one H100.
+"""Plans a recipe before it runs: lists its trainings, their operations, and the time on one H100.
 
-A plan needs only shapes and published numbers of images, but no data and no weights. Folders are read only to see which
-runs are done.
+A plan follows from model shapes and published numbers of images, so it needs no data and no weights. Folders are read
+only to see which runs are done.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ BACKWARD = 3  # a step costs three forward passes, because the backward pass cos
 
 @dataclass(frozen=True)
 class Training:
-    """One training. `macs` counts one image in a step, including the backward pass and teachers.
+    """One training of a plan. `macs` is the cost of one image in a step, with the backward pass and teachers.
 
     `images` is the number of images in an epoch, or None if it is not known without the data.
     """
@@ -97,7 +97,7 @@ class RecipePlan:
 
     @property
     def hours(self) -> float:
-        """The time of the trainings on one H100, without trainings whose number of images is unknown."""
+        """The hours of all trainings on one H100. Trainings with an unknown number of images are omitted."""
         return sum(each.hours or 0.0 for each in self.trainings)
 
     def to_records(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def training_images(dataset: str, held_out: float) -> int | None:
 
 
 def fewer(images: int | None, most: int | None) -> int | None:
-    """Returns the number of images used, at most `most`. `images=None` means unknown, and `most=None` means all."""
+    """Returns the smaller of `images` and `most`. `images=None` means unknown, and `most=None` means no limit."""
     return images if most is None else min(most, most if images is None else images)
 
 

@@ -1,7 +1,8 @@
-"""The processes of one launch (`torchrun`, `accelerate launch`), which make every run of a recipe together.
+"""Coordinates the processes that one launcher (`torchrun`, `accelerate launch`) starts. They share each run's work.
 
-All processes train, because training exchanges gradients, and all measure. The first process holds the locks, decides
-what is still to be made, and writes. The others follow its decisions, so that all take part in the same trainings.
+All processes train, because training exchanges gradients, and all processes measure. The first process holds the locks,
+decides which parts of a run are missing, and writes files. The other processes follow its decisions, so that all of
+them take part in the same trainings.
 """
 
 import os
@@ -41,11 +42,11 @@ def agreed(decision: T) -> T:
 
 
 def is_first() -> bool:
-    """Whether this process writes, because it is the only process or the first of its launch."""
+    """Returns whether this process writes files, because it is the only process or the first of its launch."""
     return not _several() or connect_processes().is_main_process
 
 
 def _several() -> bool:
-    """Whether a launcher started several processes. The first call connects them."""
-    # They connect here, not in the trainer, because the processes also decide together before a training.
+    """Returns whether a launcher started several processes. The first call connects them."""
+    # Processes connect here and not in the trainer, because they already exchange decisions before a training.
     return int(os.environ.get("WORLD_SIZE") or 1) > 1 and connect_processes(timeout=PATIENCE).num_processes > 1

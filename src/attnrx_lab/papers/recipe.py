@@ -17,7 +17,7 @@ _PRINTED = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: the results of one rule in one scenario. Without a rule it has only the printed numbers.
+    """One line of a table: the results of one rule in one scenario. A row without a rule has only printed numbers.
 
     `line` is the part of the label that this row shares with rows of other scenarios.
     """
@@ -30,13 +30,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of one realization, times `factor`, because not all papers count a loss as negative.
+    """A column of a table: one quantity of one realization, multiplied by `factor`.
 
-    With `decimals=None`, numbers have three significant digits. An `exact` quantity follows from the paper's shapes, so
-    it does not depend on training, data or seeds. `null` is the value for a candidate that equals its reference. If an
-    interval includes `null`, it cannot confirm any other number. `against` is the `line` of another row of the
-    scenario. The column then shows the difference from that row, paired by seed and by groups of images. For this the
-    quantity needs samples for these groups.
+    Use `factor=-1` if the paper prints a loss as a positive number. With `decimals=None`, numbers have three
+    significant digits. An `exact` quantity follows from the paper's shapes, so it does not depend on training, data or
+    seeds. `null` is the value of a candidate that equals its reference. An interval that includes `null` cannot confirm
+    a different number. `against` is the `line` of another row of the scenario. The column then shows the difference
+    from this row, paired by seed and by groups of images, so the quantity needs samples for these groups.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Expected:
-    """A number as the paper prints it, and the range of values that round to it. There is no other tolerance."""
+    """A number as the paper prints it, and the range of values that round to it."""
 
     printed: str
     paper: float
@@ -86,10 +86,10 @@ class Expected:
 class Recipe:
     """A paper's table: its rows, its columns, and the protocol of its runs.
 
-    A scenario may have several runs. A row is filled from the runs that measured its rule. `table` is the table's
-    number in the paper, `not_stated` lists the choices that the paper does not state, and `seeds` are the default
-    seeds. With `states_seeds` these are the paper's own seeds. Otherwise the paper's numbers are treated as one run.
-    `load_recipe` adds the `name`, the `paper`, and the `expected` numbers by row label and column key.
+    A scenario (a dataset or a model) may have several runs. A row shows the runs that measured its rule. `table` is the
+    table's number in the paper, and `not_stated` lists the choices that the paper does not state. `seeds` are the
+    default seeds. If `states_seeds` is true, they are the paper's seeds. Otherwise the paper's numbers are treated as
+    one run. `load_recipe` adds the `name`, the `paper`, and the `expected` numbers by row label and column key.
     """
 
     title: str

@@ -51,23 +51,23 @@ def reproduce(
 ) -> tuple[ReproducedTable, ...]:
     """Makes the tables of recipes and trains the models that they need. A table lists every difference from the paper.
 
-    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share them, and interrupted runs continue. Each
-    recipe measures the numbers of its own table. Several calls may work in one folder, and a call waits for runs that
-    another call is making. The processes of one launch (`torchrun`, `accelerate launch`) make each run together. A
-    table is saved as NAME.json and NAME.md in the folder.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share these runs, and interrupted runs continue.
+    Each recipe measures the numbers of its own table. Several calls may use one folder at the same time. If another
+    call is working on a run, a call waits for it. Processes that one launcher (`torchrun`, `accelerate launch`) starts
+    share the work of each run. A table is saved as NAME.json and NAME.md in the folder.
 
     Args:
         names: One or several recipes, e.g. "svda/table1".
-        only: One or several scenarios (datasets, for the tables of SVDA), which run in this order. At least one of the
-            recipes must have each of them.
+        only: The scenarios to run (datasets, for the tables of SVDA), in this order. At least one of the recipes must
+            have each of them. By default, all scenarios run.
         seeds: Seeds that replace the recipes' seeds.
         tiny: Whether to train small models for few steps, to try the code.
-        folder: The folder of runs and tables.
+        folder: The folder in which runs and tables are stored.
         log: A function that is called with progress messages.
-        **knobs: Settings of the protocols. Each experiment lists its own. None means unchanged.
+        **knobs: Settings of the protocols, as listed in each experiment's `knobs`. None means unchanged.
 
     Returns:
-        The tables in the order of the names, without tables that have none of the scenarios.
+        The tables in the order of `names`. Tables without any of the scenarios in `only` are omitted.
 
     Raises:
         UnknownName: There is no such recipe, or no recipe has such a scenario.
@@ -97,7 +97,7 @@ def plan_recipes(
     folder: str | Path = "runs",
     **knobs: Any,
 ) -> RecipePlan:
-    """Returns the plan of `reproduce` for these arguments: its trainings, their operations, the time on one H100.
+    """Returns what `reproduce` would train with these arguments, and how long it would take on one H100.
 
     The function does not load, train or write anything.
 
@@ -125,7 +125,7 @@ def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> 
     """
     names = (names,) if isinstance(names, str) else names
     recipes = [load_recipe(name) for name in names]
-    # A scenario may have several runs in a recipe, and several recipes may have it.
+    # A recipe may contain several runs of a scenario, and several recipes may contain the same scenario.
     scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
     requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
     for scenario in requested:
@@ -148,7 +148,7 @@ def _planned(
                 # Changes come last, so that they also apply to a tiny run.
                 experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
                 deviations.setdefault(scenario, []).extend(experiments[-1].deviations(protocol))
-        # Seeds are not a knob of an experiment. Their order does not matter, but another set is a deviation.
+        # Seeds are not a knob of an experiment. Their order does not matter, but a different set is a deviation.
         if scenario in deviations and set(drawn) != set(recipe.seeds):
             texts = [", ".join(map(str, each)) for each in (sorted(drawn), recipe.seeds)]
             deviations[scenario].append(f"{scenario}: seeds {texts[0]} instead of {texts[1]}")

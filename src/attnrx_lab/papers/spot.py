@@ -44,15 +44,15 @@ from attnrx_lab.tokens import KeepRatio, Random
 DEVIATION = 0.02  # the default standard deviation of initial weights in attnrx models
 BATCH = 64  # images per batch, for measuring
 
-QUARTERS = (1, 2, 3)  # of the depth, and a stage follows each (SPOT, Section 6.2.1)
+QUARTERS = (1, 2, 3)  # a pruning stage follows each of these quarters of the depth (SPOT, Section 6.2.1)
 
 
 @dataclass(frozen=True)
 class TokenMethod:
-    """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
+    """One line of a table: a reducer's text and its keep ratio at three stages. `reducer=None` keeps all tokens.
 
-    As in the paper, a stage runs before the first layer after each quarter of the depth. These are layers 4, 7, 10 of
-    12, or 5, 9, 13 of 16. A method that is not `trained` is measured without fine-tuning.
+    As in the paper, a stage runs before the first layer after each quarter of the depth: layers 4, 7, 10 of 12, or 5,
+    9, 13 of 16. If `trained` is false, the method is measured without fine-tuning.
     """
 
     name: str
@@ -62,14 +62,14 @@ class TokenMethod:
 
     @property
     def learned(self) -> bool:
-        policy = self.policy(4)  # with any depth, because only the reducer matters
+        policy = self.policy(4)  # any depth, because only the policy's reducer matters
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
         """Returns the policy for a model of this depth. Random patches are drawn from the seed."""
         if self.reducer is None:
             return None
-        # Written as text, so that reducers and options are the same as on the command line.
+        # The policy is parsed from text, so that reducers and options are the same as on the command line.
         stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
         policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
         reducer = policy.reducer
@@ -92,12 +92,12 @@ def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> N
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Returns the costs for one image in the paper's convention, in closed form, from shapes only.
+    """Returns the costs of a method for one image in the paper's convention, in closed form, from shapes only.
 
-    `gmacs`, which the paper prints as GFLOPS, counts every matrix product, including the classifier's. `gmacs_change`
-    is its change, computed as in the paper from numbers rounded to one decimal. `predictors` is the cost of the
-    predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the MACs. `patches_N` is
-    the number of patches after stage N, and `tokens` is the mean number of tokens over the layers.
+    `gmacs`, which the paper prints as GFLOPS, counts every matrix product, including the classifier's product.
+    `gmacs_change` is the change of `gmacs`, computed as in the paper from numbers rounded to one decimal. `predictors`
+    is the cost of the predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the
+    MACs. `patches_N` is the number of patches after stage N, and `tokens` is the mean number of tokens over the layers.
     """
     family = family_of(outline)
     layout, depth = family.token_layout(outline), len(family.attention(outline))
@@ -121,11 +121,11 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SmallOriginal:
-    """A small original with a class token, which is not pre-trained but trained once for all rows.
+    """A small original model with a class token, which is not pre-trained but trained once for all rows.
 
-    It is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch embedding. Its
-    matrices start with a standard deviation of 1 / sqrt(inputs). The usual 0.02 is meant for wide models, and a narrow
-    model learns more slowly with it.
+    The model is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch
+    embedding. Its matrices start with a standard deviation of 1 / sqrt(inputs). With the usual 0.02, which is meant for
+    wide models, a narrow model learns more slowly.
     """
 
     image_size: int = 32
@@ -176,8 +176,8 @@ class SmallOriginal:
 class PlainOriginal(SmallOriginal):
     """A plain timm ViT for grey images, in which every token starts with only the pixels of its own patch.
 
-    So a model that prunes the patches of an object cannot find the object in neighbouring patches. With a convolutional
-    stem the model could find it.
+    A model that prunes the patches of an object therefore cannot find the object in neighbouring patches. With a
+    convolutional stem it could.
     """
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
@@ -197,7 +197,7 @@ ORIGINALS: Mapping[str, SmallOriginal] = {
     "cifar10_small": SMALL,
     "cluttered_digits": PlainOriginal(40, width=32, depth=4, heads=2, epochs=8, batch_size=64, learning_rate=2e-3),
 }
-# For tiny runs, with four layers, which are enough for three stages, and with sixteen patches.
+# The original of tiny runs. Its four layers are enough for three stages, and its images have sixteen patches.
 TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1)
 
 
@@ -222,11 +222,12 @@ def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "imag
 
 @dataclass(frozen=True)
 class FineTuning:
-    """The fine-tuning of a model with pruned tokens, by SPOT's Eq. 15 with the paper's weights, AdamW and a cosine.
+    """Settings for fine-tuning a model that prunes tokens. The loss is SPOT's Eq. 15, with the paper's weights.
 
-    With `task` the labels are used, too. `similarity` is the weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT.
-    Predictors learn at `predictor_factor` times the learning rate. By default labels are not smoothed and gradients are
-    not clipped, because the paper states neither. `images` limits the number of training images. None uses all.
+    The optimizer is AdamW with a cosine schedule. With `task`, the loss also uses the labels. `similarity` is the
+    weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT. Predictors learn at `predictor_factor` times the learning
+    rate. By default labels are not smoothed and gradients are not clipped, because the paper states neither. `images`
+    limits the number of training images. None uses all.
     """
 
     learning_rate: float = 1e-3
@@ -244,12 +245,12 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class SpotExperiment(sources.DatasetExperiment):
-    """One original, one method and one seed, from new predictors to the measurements. Trained methods are fine-tuned.
+    """Prunes the tokens of one original by one method with one seed, fine-tunes if the method is trained, and measures.
 
     A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
-    of the images and the masks in training. The images are the same for all seeds. Everything is measured on the first
-    `test_images`, paired with the original. If the patches of the objects are known, the share that remains is
-    measured, too. The costs are always those of the named model, even if a `tiny` model is measured.
+    of the images and the masks in training. The images are the same for all seeds. The model is measured on
+    `test_images` test images, paired with the original. If the objects' patches are known, the experiment also measures
+    how many of them remain. Costs are always computed for the named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "spot"
@@ -269,19 +270,19 @@ class SpotExperiment(sources.DatasetExperiment):
 
     @property
     def place(self) -> Path:
-        """The folder of the run among all runs. Runs with the same seed differ only in the name of the method."""
+        """The run's path below the folder of all runs. Methods have separate folders."""
         kind, subject, seed = super().place.parts
         return Path(kind, subject, self.method.name, seed)
 
     def as_tiny(self) -> Self:
-        """Returns the same method on a tiny model, which takes a second or two."""
+        """Returns the same experiment on a tiny model, which takes a second or two."""
         tuning = replace(self.tuning, precision="fp32", images=None)
         smaller = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
         return replace(self, tiny=True, tuning=tuning, **smaller)
 
     @property
     def made(self) -> SmallOriginal | None:
-        """The original that this experiment trains, if it is not pre-trained."""
+        """The original that this experiment trains, or None if the original is pre-trained."""
         if self.tiny:
             return TINY
         return ORIGINALS[self.subject] if self.model is None else None
@@ -309,15 +310,18 @@ class SpotExperiment(sources.DatasetExperiment):
             name = f"{self.subject}, the original of all rows"
             trainings.append(Training(name, made.epochs, images, made.batch_size, BACKWARD * whole, "fp32"))
         if self.method.trained:
-            # In training, learned reducers mask tokens and keep all shapes. Other reducers remove the tokens.
+            # In training, learned reducers only mask tokens, so they save no time. Other reducers remove the tokens.
             student = whole + 1e9 * price["predictors"] if self.method.learned else 1e9 * price["gmacs"]
             own = (fewer(images, self.tuning.images), self.batch_size, BACKWARD * student + whole)  # and the teacher
             trainings.append(Training(self.name, self.epochs, *own, self.tuning.precision))
         return tuple(trainings)
 
     def training(self, teacher: str) -> TrainingConfig:
-        """Returns the fine-tuning with the original as teacher. SPOT's Eqs. 12 and 14 apply only to sampled masks."""
-        # If the teacher was trained here, it is a folder that contains its weights.
+        """Returns the settings of the fine-tuning, with the original as teacher.
+
+        SPOT's Eqs. 12 and 14 need sampled masks, so only learned reducers use them.
+        """
+        # If this experiment trained the teacher, `teacher` is a folder that contains the weights.
         tuning, weights = self.tuning, None if self.made else self.weights
         losses: list[Loss] = [Task(tuning.label_smoothing)] if tuning.task else []
         losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
@@ -364,9 +368,9 @@ class SpotExperiment(sources.DatasetExperiment):
         }
 
     def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original, and its source as a teacher for losses.
+        """Returns the original, and the name or folder from which losses load it as teacher.
 
-        If necessary, the original is trained once, on `splits`. If these are None, they are loaded first.
+        If the original is not pre-trained, it is trained once on `splits`, or on newly loaded data if `splits` is None.
 
         Raises:
             InvalidInput: The original has no weights.
@@ -404,14 +408,14 @@ class SpotExperiment(sources.DatasetExperiment):
                 digits = torch.arange(len(objects))
             else:
                 objects, digits = object_patches("test"), canvases("test").digits
-            # Images of one digit are alike, so an interval over images would be too narrow. So group images by digit.
+            # Images of one digit are alike, so an interval over images would be too narrow. Group images by digit.
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
             findings = [accuracy_by_group(correct, digits[index])]
             findings += [object_finding(candidate, adapted.test, objects, "object_patches", stage) for stage in STAGES]
         return replace(evidence, findings=(*evidence.findings, *findings))
 
     def _notes(self) -> list[str]:
-        """Returns notes on the protocol for the readers of the numbers."""
+        """Returns notes that tell the table's readers how the model was trained."""
         notes = []
         if self.method.trained and not self.tuning.task:
             notes.append("fine-tuned by the answers of the original alone, without labels")
@@ -426,7 +430,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """An experiment on the model of a SPOT run. That run is made or loaded first, and its model is not trained further.
+    """An experiment on the model of a SPOT run, without further training. If the run does not exist, it is made first.
 
     `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """
@@ -439,7 +443,7 @@ class DerivedExperiment(SpotExperiment):
 
     @property
     def clean(self) -> SpotExperiment:
-        """The run that makes the model (SPOT, Table 1)."""
+        """The SPOT run that makes the model (SPOT, Table 1)."""
         return SpotExperiment(**{each.name: getattr(self, each.name) for each in fields(SpotExperiment)})
 
     @property

@@ -36,7 +36,7 @@ def untrained(method: TokenMethod) -> TokenMethod:
 
 
 def projected(features: int) -> TokenMethod:
-    """Returns SPOT with this many token features (Figure 5)."""
+    """Returns SPOT with `features` token features (Figure 5)."""
     return TokenMethod(f"spot-projected-{features}", f"spot(projected={features})")
 
 
@@ -58,20 +58,20 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
 
 
 def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
-    """Returns the lines for each subject, by default ABLATED. On the testbed, methods prune at the testbed's ratio."""
+    """Returns the lines for each subject (by default ABLATED). On digits among clutter, the keep ratio is lower."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
 
-# There are three kinds of originals: the paper's four models on ImageNet, a pre-trained ViT-Tiny on ten ImageNet
-# classes, and small models for a CPU. ViT-Tiny is distilled only from the original's logits. The paper trains 80 epochs
-# on eight GPUs for each line. On one CPU core, CIFAR-10 takes 16 minutes for the original, which all recipes share, and
-# 1.5 minutes per line and seed. Digits among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter. The
-# digit covers 4 of 100 patches, and 12 patches remain. On one CPU core the testbed takes 3 minutes for the original,
-# and 8 to 30 seconds per line and seed.
+# The tables use three kinds of original models: the paper's four models on ImageNet, a pre-trained ViT-Tiny on ten
+# ImageNet classes, and small models for a CPU. ViT-Tiny is distilled only from the original's logits. The paper trains
+# 80 epochs on eight GPUs for each line. On one CPU core, CIFAR-10 takes 16 minutes for the original, which all recipes
+# share, and 1.5 minutes per line and seed. On digits among clutter (`attnrx_lab.clutter`), it matters which tokens are
+# kept, because the digit covers 4 of 100 patches, and 12 patches remain. Its original takes 3 minutes on one CPU core,
+# and each line and seed takes 8 to 30 seconds.
 TESTBED, TESTBED_RATIO = "cluttered_digits", 0.5
 DEIT_TINY, DEIT_SMALL, VIT_TINY = (f"timm:{size}_patch16_224" for size in ("deit_tiny", "deit_small", "vit_tiny"))
-# For models that the paper does not have, with its losses, few steps on a CPU, smoothed labels and clipped gradients.
+# For models that are not in the paper: its losses, but few steps on a CPU, smoothed labels and clipped gradients.
 OWN_TUNING = FineTuning(precision="fp32", label_smoothing=0.1, gradient_clip=1.0)
 IMAGENETTE: dict[str, Any] = {"label_column": "imagenet1k_label", "test_column": "ilsvrc_val"}
 SUBJECTS: Mapping[str, SpotExperiment] = {
@@ -131,7 +131,7 @@ TITLES = {
     TESTBED: "digits among clutter",
 }
 PRETRAINED = ("deit_tiny", "deit_small", "lvvit_tiny", "lvvit_small")  # the paper's models
-# The original for which the paper varies SPOT, and the originals that a CPU can measure.
+# The original on which the paper ablates SPOT, and the originals that a CPU can measure.
 ABLATED = ("deit_small", "vit_tiny", "cifar10_small", TESTBED)
 
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
@@ -155,7 +155,7 @@ OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
     for line in ("random", "DynamicViT")
 )
-# Table 3 of SPOT prints how much a soft method changes if it uses SPOT's scores instead of its own.
+# SPOT's Table 3 prints how much a soft method changes if SPOT's scores replace the method's scores.
 OVER_SOFT = tuple(
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", decimals=1, against=line)
     for line in ("SPViT", "dTPS")
@@ -170,7 +170,7 @@ COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, GFLOPS_CHANGE, *OW
 def spot_recipe(
     title: str, table: str, not_stated: str, parts: Mapping[str, Iterable[Line]], columns: Sequence[Column] = COLUMNS
 ) -> Recipe:
-    """Makes a table of some lines for every subject. A line without a method has only the printed numbers."""
+    """Returns a recipe with the same lines for several subjects. A line without a method has only printed numbers."""
     lines = [(subject, label, method) for subject, subject_lines in parts.items() for label, method in subject_lines]
     rows = (
         Row(f"{TITLES[subject]}, {label}", subject, method and method.name, label) for subject, label, method in lines
@@ -193,7 +193,7 @@ CONTROLS: tuple[Line, ...] = (
     ("class attention", CLASS_ATTENTION),
 )
 
-# SPOT, Table 1. Keep ratios are 0.7. If the paper prints another budget, they are the nearest to the printed GFLOPS.
+# SPOT, Table 1. Keep ratios are 0.7. If the paper prints other GFLOPS, the keep ratio comes closest to them.
 HALTING = "the halting rule of A-ViT, untrained"
 # attnrx cannot train these methods, so the table shows only their printed numbers.
 PRINTED: Mapping[str, Line] = {name: (name, None) for name in ("A-ViT", "IA-RED2", "RL4EViT", "METR")}
@@ -290,7 +290,7 @@ NOT_STATED = "what spot/table1 lists"
 
 
 def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
-    """Draws the patches that SPOT keeps in test images. The table states how many patches remain."""
+    """Returns a recipe that draws which patches SPOT keeps in test images. Its table counts the remaining patches."""
     methods = lines_by_subject((("SPOT", SPOT),), subjects)
     lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
     left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))

@@ -42,7 +42,7 @@ from attnrx_lab.vision_transformer import SCENARIOS, named_config
 KINDS = ("mask", "renormalized", "exact", "refit")  # the kinds of `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 
-# The retention ratios, and the share of directions that every head keeps in a stronger cut, whatever their strengths.
+# The retention ratios, and the share of directions that every head keeps in a stronger cut at a fixed rank.
 RHOS, RANK_SHARE = (0.85, 0.90, 0.95), 0.5
 
 # The rules of the rows by name. Each is a function of the number of directions in a head.
@@ -63,14 +63,14 @@ DIAGNOSED = 512  # images for the diagnosis, and not more, because this experime
 
 @dataclass(frozen=True)
 class SvdaExperiment(Experiment):
-    """One dataset and one seed: the training, the prescriptions, and the numbers of images.
+    """Trains one SVDA model on one dataset with one seed, prunes it by every rule, and measures the results.
 
-    Epochs, batch size and seeds are SVDA's for 32x32 images (Table 4). Training settings that the paper does not state
-    are `TrainingConfig`'s defaults. `draws` and the numbers of images are our choices. `strength_init` is the start
-    value of the strengths, and `strength_learning_rate` is the factor on their learning rate. `train_images` limits the
-    training images, `test_images` the validation and the test images, and `control_images` the test images for the
-    controls. None means the whole split. `dataset` says where the images are, if `load_data` does not find them by the
-    subject's name. They are resized and normalized like the subject's images.
+    Epochs, batch size and seeds are the paper's for 32x32 images (SVDA, Table 4). Training settings that the paper does
+    not state are `TrainingConfig`'s defaults. `draws` and the numbers of images are our choices. `strength_init` is the
+    initial value of the strengths, and `strength_learning_rate` is the factor on their learning rate. `train_images`
+    limits the training images, and `test_images` limits the validation and the test images. `control_images` limits the
+    test images for the controls. None means the whole split. `dataset` is the location of the images, if `load_data`
+    does not find them by the subject's name. They are resized and normalized like the subject's images.
     """
 
     kind: ClassVar[str] = "svda"
@@ -126,7 +126,7 @@ class SvdaExperiment(Experiment):
         return splits
 
     def images(self) -> Splits:
-        """Returns the images of this run, which are the whole dataset or as many images as the settings allow."""
+        """Returns the images of this run: all images, or at most the numbers in the settings."""
         splits = self.splits()
         return replace(
             splits,
@@ -142,7 +142,7 @@ class SvdaExperiment(Experiment):
         return build_model(f"svda:{self.subject}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Returns the training, which is SVDA's Table 4, with this package's defaults for everything else."""
+        """Returns the training settings of SVDA's Table 4, with attnrx's defaults for everything else."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -151,7 +151,7 @@ class SvdaExperiment(Experiment):
             strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
-            # An interruption may lose this many steps, which is minutes on a CPU and seconds on a GPU. On a GPU a
+            # An interruption loses at most these steps, which take minutes on a CPU and seconds on a GPU. On a GPU, one
             # checkpoint takes as long as about fifty steps.
             checkpoint_every=2000 if torch.cuda.is_available() else 100,
         )
@@ -165,7 +165,7 @@ class SvdaExperiment(Experiment):
         return (Training(self.name, self.epochs, images, self.batch_size, macs, self.precision),)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the pieces of evidence, RULE/KIND or RULE/controls-KIND, which are paths in the folder evidence/."""
+        """Returns the stages, which are named RULE/KIND or RULE/controls-KIND like their files in evidence/."""
         if keys is None:
             parts = (*KINDS, *(f"{CONTROLS}{kind}" for kind in CONTROL_KINDS))
             return frozenset(f"{rule}/{part}" for rule in RULES for part in parts)
@@ -183,7 +183,7 @@ class SvdaExperiment(Experiment):
         model = load(trained.folder)  # on the CPU and not compiled, as it was saved
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
-        # Candidates are made from the comparison's model, so that the fit of strengths runs on the model's device.
+        # Candidates are made from the comparison's model, so that strengths are fitted on the comparison's device.
         calibration = first_images(splits.train, self.calibration_images)
         bench = _Bench(self, comparison.reference, diagnosis, calibration, comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
@@ -203,7 +203,7 @@ class SvdaExperiment(Experiment):
 
 
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:
-    """Returns the pieces of evidence that contain one quantity of a realization."""
+    """Returns the names of the evidence files that contain one quantity of a realization."""
     if quantity == RATIO:
         return kind, "renormalized"  # the numerator and the denominator of the ratio
     return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # findings of the check `controls` have "_than_"
@@ -225,30 +225,30 @@ class _Bench:
     comparison: Comparison
 
     def examined(self, rule: Rule, folder: Path, parts: Collection[str], log: Log) -> dict[str, Any]:
-        """Returns the measures of one rule's prescription by realization, or none if the rule removes nothing.
+        """Measures one rule, and returns its numbers by realization, or nothing if the rule removes nothing.
 
-        `parts` are the names of the pieces of evidence to measure.
+        `parts` are the names of the evidence files to make.
         """
         try:
             prescription = prescribe(self.diagnosis, rule)
         except NoOpPrescription as error:
             log(f"{self.experiment.name}: {error}")
             return {}
-        # The removed share is the same for every realization. It is stored with each, because a column has only one.
+        # The removed share is stored with every realization, because a column uses the numbers of only one realization.
         removed = plain_measures({"removed": 100 * prescription.removed_share})
         numbers: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
         for part, make in self._parts(prescription):
             if part in parts:
                 log(f"{self.experiment.name}: {folder.name}, {part}")
                 numbers[part.removeprefix(CONTROLS)] |= measures(evidence_at(folder / f"{part}.json", make))
-        # The ratio needs the evidence about both realizations.
+        # The ratio of refit to renormalized needs the evidence about both realizations.
         distances = [numbers[kind].get("discrepancy_to_original") for kind in ("refit", "renormalized")]
         if all(distances) and distances[1]["value"] > 0:
             numbers["refit"] |= plain_measures({RATIO: distances[0]["value"] / distances[1]["value"]})
         return numbers
 
     def _parts(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
-        """Yields the pieces of evidence about one prescription by name, each with the function that computes it."""
+        """Yields the names of one prescription's evidence files, each with the function that computes the evidence."""
         # Every realization is compared with the masked model, which is made when it is first needed, and then cached.
         masked = cache(partial(self._realized, prescription, "mask"))
         for kind in KINDS:

@@ -15,7 +15,7 @@ PROTOCOL: dict[str, SvdaExperiment] = {
 }
 ALL, CIFAR10 = tuple(PROTOCOL.values()), (PROTOCOL["cifar10"],)
 
-# SVDA, Tables 1 and 6 have every dataset at rho = 0.90. Tables 2 and 8 have CIFAR-10 over rho.
+# SVDA's Tables 1 and 6 show every dataset at rho = 0.90. Tables 2 and 8 show CIFAR-10 at several rho.
 TITLES = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "food101": "Food-101"}
 DATASET_ROWS = tuple(Row(title, dataset, "rho-0.90") for dataset, title in TITLES.items())
 RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85", "0.90", "0.95"))
@@ -29,11 +29,11 @@ def over_kinds(key: str, title: str, quantity: str, unit: str = "", kinds: tuple
     )
 
 
-# The paper does not have this column, which is the distance of each model from the original.
+# A column that the paper does not have: the distance of each model from the original.
 TO_ORIGINAL = ("{}_to_original", "{} vs original, Rel. L2", "discrepancy_to_original")
 
-# The paper states losses, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked model
-# with the compressed one (`renormalized` in this package).
+# The paper prints losses, so a negative "Acc. change" is a gain. Its Rel. L2 and agreement compare the masked model
+# with the compressed model (`renormalized` in this package).
 PAPER_COLUMNS = (
     Column("removed", "Dir. pruned", "renormalized", "removed", "%"),
     Column("accuracy_lost", "Acc. change (lost)", "renormalized", "accuracy_change", "pp", factor=-1.0),

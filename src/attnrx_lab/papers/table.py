@@ -40,12 +40,12 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
+    """One cell of a table: the mean of a number over the seeds, with the standard deviation and the 95 % t interval.
 
-    With one seed, the interval is the measurement's own, over test images. `expected` is the paper's number, and
-    `verdict` is one of VERDICTS. Both are None if the paper has no number. If the paper's runs are further draws of
-    ours, their mean lies in the 95 % interval `predicted` (None with one seed). `images` is the number of test images,
-    or None if the number follows only from shapes.
+    With one seed, the interval is the measurement's interval over test images. `expected` is the paper's number, and
+    `verdict` is one of VERDICTS. Both are None if the paper has no number. `predicted` is the 95 % interval in which
+    the paper's mean would lie if its runs were drawn like ours (None with one seed). `images` is the number of test
+    images, or None if the number follows only from shapes.
     """
 
     row: str
@@ -65,8 +65,8 @@ class Cell:
 class ReproducedTable:
     """A reproduced table of a paper. `rows` are the labels of the rows that were run.
 
-    `deviations` lists everything that differs from the paper's statements. `notes` says how data were loaded and runs
-    were made. `samples` contains the seeds and the number of test images of every scenario.
+    `deviations` lists everything that differs from the paper. `notes` describes how data were loaded and models were
+    trained. `samples` contains the seeds and the number of test images of every scenario.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class ReproducedTable:
 
     @property
     def verdicts(self) -> dict[str, int]:
-        """The number of the paper's numbers that have each verdict."""
+        """How many of the paper's numbers have each verdict."""
         verdicts = [cell.verdict for cell in self.cells]
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
@@ -114,7 +114,7 @@ class ReproducedTable:
     def to_markdown(self) -> str:
         """Returns the table as Markdown: our mean with its interval, then the paper's number in parentheses.
 
-        Every number that does not agree has its verdict as a mark (`MARKS`).
+        A mark shows the verdict of every number that does not agree with the paper (`MARKS`).
         """
         columns = self.recipe.columns
         rows = [[row, *(Marked(self._text(row, column)) for column in columns)] for row in self.rows]
@@ -154,9 +154,9 @@ def make_table(
 ) -> ReproducedTable:
     """Fills a recipe's table from finished runs. Rows of scenarios without runs are skipped.
 
-    `deviations` lists, by scenario, what was not run as the paper states. The rows of such a scenario are not compared
-    with the paper. Only exact quantities are still compared, if the runs have the `same_shapes` as the paper. The table
-    lists the deviations together with the `differences` of the experiments, which are the same in every run.
+    `deviations` lists, by scenario, how the runs deviate from the paper's protocol. Rows of a scenario with deviations
+    are not compared with the paper, except for exact quantities if the runs have the `same_shapes` as the paper. The
+    table lists the deviations together with the `differences` of the experiments, which are the same in every run.
     """
     deviations = deviations or {}
     differences = [f"{run.experiment.scenario}: {each}" for run in runs for each in run.experiment.differences]
@@ -245,7 +245,7 @@ def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, 
 def _cell(
     values: Sequence[float], interval: Estimate | None, row: Row, column: Column, recipe: Recipe, at_protocol: bool
 ) -> Cell:
-    """Averages the seeds, and predicts the 95 % interval for the paper's mean if its seeds were drawn like ours."""
+    """Averages over the seeds, and predicts the paper's mean (95 % interval) as if its seeds were drawn like ours."""
     mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None
     low, high = (None, None) if interval is None else (interval.low, interval.high)
     # The mean of m further seeds has the variance s^2 (1/n + 1/m) about the mean of n seeds. So its interval is
@@ -264,11 +264,12 @@ def _cell(
 
 
 def _verdict(expected: Expected, predicted: tuple[float, float], null: float) -> str:
-    """Returns how a number compares with the paper's.
+    """Returns the verdict of comparing a measured number with the paper's number.
 
-    A number is off if no value that rounds to the printed number lies in the predicted interval. It is undecided if
-    the interval includes the null value but the range of the printed number does not, because noise is not agreement.
-    One seed has no interval. Its value either rounds to the printed number, or `_cell` leaves it undecided.
+    The verdict is "off" if no value that rounds to the printed number lies in the predicted interval. The verdict is
+    "undecided" if the interval includes the null value but the printed number's range does not, because noise does not
+    confirm a number. With one seed there is no interval. Then the value either rounds to the printed number, or `_cell`
+    leaves it undecided.
     """
     low, high = predicted
     # A number is off if the predicted interval does not overlap the range of values that round to the printed number.
@@ -287,9 +288,9 @@ def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
     """Returns the mean over runs and groups of images with its t interval. Both are treated as random samples.
 
     The variance of the mean times the number of values is MS(runs) + max(MS(groups) - MS(residual), 0), where MS is a
-    mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3). His analysis is for
-    several readers who read the same cases. Here the runs are the readers. With one run the interval is only over the
-    groups.
+    mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), who analyses several
+    readers of the same cases. Our runs correspond to his readers, and our groups of images to his cases. With one run
+    the interval is only over the groups.
     """
     values = values.double()
     # A two-way analysis of variance without replication has runs, groups, and their interaction (the residual).

@@ -19,7 +19,7 @@ from attnrx_lab.papers.spot import TINY, TokenMethod, token_price
 
 @dataclass(frozen=True)
 class ThroughputExperiment(Experiment):
-    """Times the forward passes of every method's model on one batch of noise, all models in turns.
+    """Times forward passes on one batch of noise images, with the models of all methods in turns.
 
     The weights are random, because they decide which tokens are pruned but not how many. `faster` is the original's
     time divided by a model's time.

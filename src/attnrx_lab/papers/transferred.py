@@ -30,12 +30,12 @@ from attnrx_lab.papers.spot import BATCH, ORIGINAL, TINY, DerivedExperiment, Spo
 
 @dataclass(frozen=True)
 class TransferExperiment(DerivedExperiment):
-    """The original and one model of the SPOT experiment on another dataset, the `target` (SPOT, Section 6.2.2).
+    """Trains new heads for the original and one SPOT model on another dataset, `target` (SPOT, Section 6.2.2).
 
-    Each model gets a new head, and everything else is frozen. `transfer` is the target's folder, if the target is not
-    found by its name. The target's validation images are trained on, because the paper has none. `classes` is the
-    published number of classes. The run that makes the model trains for `epochs`, and the heads train for
-    `head_epochs`. With `tuned` the images of that run are not needed.
+    Each model gets a new head, and everything else is frozen. `transfer` is the target's folder, if `load_data` does
+    not find the target by its name. The heads are also trained on the target's validation images, because the paper has
+    no validation images. `classes` is the published number of classes. The SPOT run trains its model for `epochs`, and
+    the heads train for `head_epochs`. With `tuned`, the images of the SPOT run are not needed.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -55,8 +55,9 @@ class TransferExperiment(DerivedExperiment):
         return replace(super().as_tiny(), head_epochs=2)
 
     def transferred(self) -> Splits:
-        """Loads the target's images at the size of the model, or generates them. All but the test images are for
-        training.
+        """Loads the target's images at the size of the model, or generates them.
+
+        All images except the test images are for training.
 
         Raises:
             DataError: The images are missing, or their number of classes is not the published one.
@@ -83,7 +84,7 @@ class TransferExperiment(DerivedExperiment):
         return (*super().trainings(), Training(name, self.head_epochs, images, BATCH_SIZE, macs, "fp32"))
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains the head of each model on its features of the target, and measures both."""
+        """Trains a head on each model's features of the target's images, and measures the accuracy of both."""
         splits = self.transferred()  # loaded first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
@@ -114,7 +115,7 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns the training and the validation images as one set, or only the training images if there are no others."""
+    """Returns the training and validation images as one set, or the training images if there are no stored others."""
     first, second = splits.train, splits.validation
     assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):

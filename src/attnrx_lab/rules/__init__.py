@@ -1,7 +1,7 @@
-"""Rules of the laboratory: SVDA's rules, directions that heads share (IrrAtt), controls, and rarely needed rules.
+"""Pruning rules from papers: SVDA's rules, directions that heads share (IrrAtt), controls, and rarely needed rules.
 
-An entry point of the group `attnrx.parts` imports this package if a text names a rule or a loss, or if a model is
-diagnosed.
+attnrx imports this package through the entry points of the group `attnrx.parts`, when a text names a rule or a loss, or
+when a model is diagnosed.
 """
 
 from attnrx.decide.diagnostics import DIAGNOSTICS

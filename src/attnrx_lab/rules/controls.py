@@ -1,4 +1,4 @@
-"""Matched controls, prescriptions that keep the same number of directions in every map, but select other directions."""
+"""Matched controls: prescriptions that keep the same number of directions in every map, but other directions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,23 +26,23 @@ def control_prescriptions(
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns controls by kind: `draws` random controls, and one control of each other kind.
 
-    A control selects new directions for every map that has a rule in the prescription. It keeps the same number of
-    directions in each head and map, and "uniform" keeps the same number in each layer and map. So every layer has
-    exactly the same MACs and parameters. The token policy stays the same. If maps other than the heads have a rule, the
-    removed heads stay the same, too. Otherwise the control removes the same number of other heads.
+    A control selects new directions for every map that has a rule in the prescription. The control keeps the same
+    number of directions in each head and map ("uniform": in each layer and map). So every layer has exactly the same
+    MACs and parameters. The token policy stays the same. If a map other than the heads has a rule, the control removes
+    the same heads. Otherwise it removes the same number of other heads.
 
-    If the prescription has no rule, the control prunes tokens. At every stage it keeps the same number of patches,
-    chosen at random. If the policy adds a fused token, so does the control. Every layer then costs the same. The costs
-    do not include the policy's predictors, which random selection does not need.
+    If the prescription has no rule, the control prunes tokens. At every stage it keeps the same number of random
+    patches. If the policy adds a fused token, the control also adds one. Every layer then costs the same, except for
+    the policy's predictors, which random selection does not need.
 
-    By default, `kinds` are all kinds that exist. "largest" and "uniform" do not exist for tokens, for directions that
-    all heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" is also
-    omitted if it equals the prescription, as it does if only fc1 and fc2 have rules.
+    "largest" and "uniform" do not exist for tokens, for directions that all heads share, and for strengths without a
+    ranking (dense attention in its own directions). By default, "uniform" is also omitted if it equals the
+    prescription, e.g. if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.
         prescription: The prescription to match.
-        kinds: The kinds of controls, by default all that exist.
+        kinds: The kinds of controls. By default, all kinds that exist for this prescription.
         draws: The number of random controls.
         seed: The seed of the random controls.
 
@@ -102,7 +102,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
     reducer = tokens.policy.reducer
     for draw in range(draws):
         scores = Random(seed + draw)
-        # Only the scores are random. Fusing pruned patches is part of the policy and its costs, so it does not change.
+        # Only the scores become random. A policy that fuses pruned patches still fuses them, so the costs are the same.
         policy = replace(
             tokens.policy, reducer=replace(reducer, scores=scores) if isinstance(reducer, Soft) else scores
         )
@@ -110,7 +110,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
 
 
 def _same(one: Prescription, other: Prescription) -> bool:
-    """Returns whether two prescriptions keep the same directions of every map."""
+    """Returns whether two prescriptions keep the same directions in every map."""
 
     def kept(prescription: Prescription) -> Iterator[Tensor]:
         for layer in prescription.layers:

@@ -30,7 +30,8 @@ Ranks = tuple[int, ...]
 class DivergenceRank(TotalRank):
     """Keeps the same number of directions as `total_rank`, but allocates the ranks that minimize the divergence.
 
-    A dynamic program allocates the total. It uses the readings of `measure_divergence` in the rule's metric.
+    A dynamic program divides the total among the heads. The divergences are the readings of `measure_divergence` in
+    the rule's metric.
     """
 
     def allocated(
@@ -57,14 +58,14 @@ def measure_divergence(
     The last column is zero up to rounding. `DivergenceRank` allocates ranks by this reading.
 
     Args:
-        model: The model.
+        model: The model whose attention is measured.
         diagnosis: The model's diagnosis.
         images: Images, normalized for the model.
-        metric: The metric of the directions (`rules.METRICS`).
+        metric: The metric that orders the directions (one of `rules.METRICS`).
         batch_size: Images per forward pass.
 
     Returns:
-        The diagnosis with the reading.
+        The diagnosis with the added reading in every layer.
 
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
@@ -104,8 +105,8 @@ def measure_divergence(
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
     """Returns the divergence at every rank for one batch, adding one direction after another to the scores."""
-    # The step from rank r to r + 1 adds one outer product to a head's scores. The loop takes directions + 1 softmaxes,
-    # but no matrix product per rank.
+    # The step from rank r to r + 1 adds one outer product to a head's scores. So the loop computes directions + 1
+    # softmaxes, but no matrix products.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
     left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
     strength = layer.spectrum.strength.to(observation.query.device, dtype)
@@ -128,10 +129,10 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
     """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
 
-    This is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units solves it
+    The task is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units solves it
     exactly. The losses need not be monotone, but must be additive, such as KL divergence in nats. `loss` has one column
-    per rank, from 0 to the number of directions. If several allocations are optimal, the function returns the one with
-    larger ranks in the first units.
+    per rank, from 0 to the number of directions. If several allocations are optimal, the function prefers larger ranks
+    in the first units.
 
     `multiple`, `minimum` and the errors are as in `water_fill`.
 
@@ -148,7 +149,7 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
-    """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
+    """Returns each unit's number of steps, `budget` in total, that minimizes the sum of `loss` [units, steps + 1]."""
     # best[b] is the smallest loss of the units so far with b steps in total. Each unit replaces it by the minimum of
     # best[b - t] + loss[t] over its steps t. The choices are stored, and then followed backwards from best[budget].
     widest = loss.shape[1] - 1

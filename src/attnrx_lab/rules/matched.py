@@ -20,9 +20,9 @@ class RandomMatched(Rule):
     A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
     if `rule` changes them.
 
-    If all heads share their directions, the control permutes the choice of `rule`. So the total number of directions,
-    and the number that each head uses, stay the same. If `rule` creates shared directions, the control draws the same
-    number of directions from the heads at random, and shares them in the same form.
+    If all heads already share their directions, the control permutes the directions that `rule` keeps. So the total
+    number of directions and the number in every head stay the same. If `rule` creates shared directions, the control
+    draws the same number of directions from the heads at random, and shares them in the same form.
     """
 
     rule: Rule
@@ -43,7 +43,8 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws as many directions as `matched` shares, from all heads. Only the head of a direction uses it."""
+        """Draws the same number of directions as in `matched` from all heads. A direction is used only by its own head.
+        """
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
@@ -64,7 +65,7 @@ class RandomMatched(Rule):
         return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
-        # Python's hash differs between processes, so it is not used. Seven bytes are always a valid torch seed.
+        # Python's `hash` would differ between processes. Seven bytes are always a valid torch seed.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -91,11 +92,11 @@ class LargestMatched(Rule):
 
 @dataclass(frozen=True)
 class UniformMatched(Rule):
-    """Keeps the same number of directions of the layer as `rule` does, but the same number in all heads.
+    """Keeps the same number of directions per layer as `rule` does, but the same rank in all heads.
 
-    Each head keeps its strongest directions. A remainder goes to the heads whose next direction is strongest. If a head
-    has too few directions, its part goes to the others. The control measures the benefit of choosing a rank per head.
-    Strengths do not change. The control needs learned strengths.
+    Comparing `rule` with this control shows the benefit of choosing a rank per head. Each head keeps its strongest
+    directions. If the number is not divisible, the heads whose next direction is strongest keep one more. If a head has
+    too few directions, the other heads keep more. Strengths do not change. The control needs learned strengths.
 
     Raises:
         NotSupported: `decide` raises it if heads share directions.

@@ -24,10 +24,7 @@ NOISE = 1e-12
 
 
 def rank_among(value: int | float, total: int) -> int:
-    """Returns the rank that `value` specifies. An integer is the rank, and a float is a share of `total`.
-
-    A share gives a rank of at least one.
-    """
+    """Returns `value` if it is an integer. A float is a share of `total`, which gives a rank of at least one."""
     return value if isinstance(value, int) else max(1, round(value * total))
 
 
@@ -35,8 +32,8 @@ def rank_among(value: int | float, total: int) -> int:
 class JointMoments(Diagnostic):
     """Returns query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
 
-    They are query_gram and key_covariance for all heads together. Rules for shared directions need them in the metric
-    "centered".
+    The readings are query_gram and key_covariance for all heads together. Rules for shared directions need these
+    readings in the metric "centered".
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -49,19 +46,19 @@ class JointMoments(Diagnostic):
 def _joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
-    """Returns the second moment of every image's rows, with all heads side by side, as a mean over tokens."""
+    """Returns every image's second moment of the concatenated rows of all heads, averaged over tokens."""
     # Treats all heads as one head of `heads * directions` features, then splits the rows of its moment by head.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
 
 class JointForm:
-    """The tensor Y[:, :, h] = query_h^T key_h of a layer in a metric. `basis` expresses factors by rows of the heads.
+    """A layer's query-key tensor Y[:, :, h] = query_h^T key_h in a metric. `basis` turns its factors into directions.
 
     In the metrics "weights" and "augmented" the first two modes are the features of a token. "augmented" adds a 1 to
-    the queries' mode for the query bias. In "centered" the modes come from the roots of two second moments: of all
-    heads' queries, and of all heads' centred keys. If queries and keys are independent, the squared norm of the tensor
-    is then the mean square of the centred scores.
+    the queries' mode for the query bias. In "centered" the modes come from the roots of two second moments: the moment
+    of all heads' queries, and the moment of all heads' centred keys. If queries and keys are independent, the squared
+    norm of the tensor is then the mean square of the centred scores.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
@@ -95,7 +92,7 @@ class JointForm:
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Returns the symmetric root of a joint moment, with its rows divided by head. Products of rows are the moment."""
+    """Returns the symmetric square root of a joint second moment, with its rows split by head."""
     square = gram.double().flatten(0, 1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.mT).reshape(gram.shape)
@@ -113,11 +110,11 @@ class SharedRank(Rule):
 
     `rank` is an integer, or a share of all directions of the layer. `form` is the decomposition of the query-key
     tensor. "cp" uses alternating least squares. "epc" adds the correction that bounds the size of the terms (CPD-EPC).
-    Both start once from water-filling and once from random terms, drawn from `seed`, and keep the result with the
-    smaller error. This result is realized in the shared form (CP SlimAtt). "literal" computes block terms as IrrAtt
+    "cp" and "epc" start once from water-filling and once from random terms, drawn from `seed`, and keep the result with
+    the smaller error. This result is realized in the shared form (CP SlimAtt). "literal" computes block terms as IrrAtt
     prints its Algorithms 1 to 3. In a BTD-(L, L, 1) the directions form blocks, and each block has one strength per
-    head. Block terms are realized in the mixed form (IrrAtt). `joint` is the metric (JOINT_METRICS). "centered" needs
-    the diagnostic `JointMoments`. The rule removes no direction afterwards.
+    head. Block terms are realized in the mixed form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered"
+    needs the diagnostic `JointMoments`. The rule keeps all `rank` directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -146,7 +143,7 @@ class SharedRank(Rule):
         if self.form == "cp":
             return als(tensor, rank, sweeps=self.sweeps, seed=self.seed), None
         if self.form == "epc":
-            # `finish` improves the terms for rounding and training, because they become weights of the model.
+            # The terms become weights of the model. `finish` makes them less sensitive to rounding and easier to train.
             return cpd_epc(tensor, rank, sweeps=self.sweeps, finish=True, seed=self.seed), None
         terms = block_terms(tensor, rank, sweeps=self.sweeps, seed=self.seed)
         return terms.canonical, terms.ranks
@@ -157,9 +154,9 @@ class FusionRank(Rule):
     """Keeps in every head the number of directions that the fusion matrix of a CP SlimAtt assigns to it.
 
     CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
-    (IrrAtt, Algorithm 1). Each head then keeps this number of its own strongest directions, or all of them. The result
-    is block terms with the identity as fusion, so it needs no fusion layer. `sweeps` and `seed` are settings of the
-    decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
+    (IrrAtt, Algorithm 1). If a head gets r terms, it keeps its own r strongest directions, or all if it has fewer. The
+    result equals block terms with the identity as fusion matrix, so the model needs no fusion layer. `sweeps` and
+    `seed` are settings of the decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}
@@ -189,9 +186,9 @@ class FusionRank(Rule):
 class FusionOwner(Rule):
     """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
-    Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. The
-    conversion is exact if every column of the fusion matrix has one nonzero value. Training under the paper's
-    constraint (Eq. 7) leads to such columns. The rows of the directions do not change.
+    Every shared direction goes to the head with the largest strength in it, and all other heads lose it. The conversion
+    is exact if every column of the fusion matrix has one nonzero value. Training under the paper's constraint (Eq. 7)
+    leads to such columns. The query and key rows of the directions do not change.
 
     Raises:
         NotSupported: `decide` raises it for a layer whose heads do not share directions.

@@ -17,8 +17,8 @@ class MedianThreshold(Rule):
     """Keeps the directions whose |strength| is above `factor` times the head's median (Gavish and Donoho, 2014).
 
     For a square low-rank matrix plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold with the least asymptotic mean squared error. So you need not tune any setting. A head whose spectrum
-    decays slowly keeps no direction. The rule needs learned strengths, or a `metric`.
+    threshold with the least asymptotic mean squared error. So the default needs no tuning. If a head's spectrum decays
+    slowly, the head keeps no direction. The rule needs learned strengths, or a `metric`.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
@@ -38,8 +38,9 @@ class MedianThreshold(Rule):
 class Shrinkage(Rule):
     """Subtracts `amount` from every |strength| (soft threshold), and removes directions that reach zero.
 
-    A head may keep no direction. No masked score changes by more than amount * scale (SVDA, Theorem 1). `Threshold` has
-    the same bound, but here strengths change continuously. The rule needs learned strengths.
+    A head may keep no direction. No masked score changes by more than amount * scale (SVDA, Theorem 1). The rule
+    `Threshold` has the same bound, but with `Shrinkage` the strengths are a continuous function of `amount`. The rule
+    needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -59,8 +60,8 @@ class Shrinkage(Rule):
 class NormClip(Rule):
     """Caps |strength| at `limit` and keeps every direction (spectral smoothing).
 
-    The limit is absolute, and so is the resulting bound. The Lipschitz constant from queries and keys to the scores
-    (SVDA, Proposition 4) becomes at most limit * scale. The rule needs learned strengths.
+    The limit is absolute, not relative to the head's largest strength. So the Lipschitz constant from queries and keys
+    to the scores (SVDA, Proposition 4) becomes at most limit * scale. The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -77,12 +78,12 @@ class NormClip(Rule):
 
 @dataclass(frozen=True)
 class ContributionEnergy(Rule):
-    """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
+    """Keeps the fewest directions of each head that retain the share rho of its contribution energy.
 
-    The contribution of a direction is strength^2 * query_moment * key_moment, the mean square of its term in the
-    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. The
-    rule treats ties and extremes like `EnergyRetention`. It works for every form, including dense. The error has no
-    bound, because terms of different directions may cancel.
+    The contribution of a direction is strength^2 * query_moment * key_moment, which is the mean square of its term in
+    the scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. The
+    rule resolves ties by index and keeps at least one direction, like `EnergyRetention`. It works for every form of
+    attention, including dense. The error has no bound, because terms of different directions may cancel.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -103,9 +104,10 @@ class ContributionEnergy(Rule):
 class UniformHeads(Rule):
     """Removes all directions from heads with at most this `selectivity`. The heads stay, and output the mean value.
 
-    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality, the
-    rows of such a head differ from uniform on average by at most sqrt(2 * selectivity * log(tokens)) in the 1-norm.
-    This inequality bounds the error on the calibration images. The rule works for every form, including dense.
+    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. It is 0 for uniform attention.
+    By Pinsker's inequality, a head's attention rows differ from uniform rows on average by at most
+    sqrt(2 * selectivity * log(tokens)) in the 1-norm. So the error on the calibration images is bounded. The rule works
+    for every form of attention, including dense.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

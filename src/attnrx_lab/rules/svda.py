@@ -37,8 +37,8 @@ class Threshold(Rule):
 class TopRank(Rule):
     """Keeps the `rank` strongest directions of each head, or all if a head has fewer. The index resolves ties.
 
-    Among all sets of this size, the kept set minimizes the bound of SVDA's Theorem 1 on the masked scores. The rule
-    needs learned strengths.
+    No other choice of `rank` directions has a smaller bound on the masked scores by SVDA's Theorem 1. The rule needs
+    learned strengths.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class TopRank(Rule):
 
 @dataclass(frozen=True)
 class EffectiveRank(Rule):
-    """Keeps as many of a head's strongest directions as its effective rank (SVDA, Eq. 24), rounded up.
+    """Reduces each head to its effective rank (SVDA, Eq. 24), rounded up, and keeps the strongest directions.
 
     If all strengths of a head are zero, its effective rank is 0. The head then keeps no direction, which does not
     change the model. The rule needs learned strengths.
@@ -68,12 +68,12 @@ class EffectiveRank(Rule):
 class RemoveHeads(Rule):
     """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output.
 
-    The rule applies to the map "heads". Equal spectra are not sufficient, because Proposition 5 also requires equal
-    projections. So both similarities must reach their thresholds. Pairs are processed by descending similarity. Of each
-    pair the rule removes the head with less strength, unless another head was already removed because of it. A head
-    that replaces another is never removed, so a layer never loses its last head. Removing a head differs from rank 0,
-    because the head's output is gone. The sum of the pair's outputs is about halved until fine-tuning. With
-    `metric=centered` the output projection is refitted instead.
+    Use the rule for the map "heads". Similar spectra are not sufficient, because Proposition 5 also requires equal
+    projections. So both similarities must reach their thresholds. The rule processes pairs in order of descending
+    similarity, and removes the head with less strength from each pair. If this head already replaces a removed head,
+    the stronger head of the pair is removed instead. A head that replaces another is never removed, so a layer never
+    loses its last head. A removed head outputs nothing, unlike a head of rank 0. So the sum of the pair's outputs is
+    about halved until fine-tuning. With `metric=centered` the output projection is refitted to compensate.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)
@@ -102,7 +102,7 @@ class RemoveHeads(Rule):
 
 
 def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
-    """Returns every removed head with the kept head that it repeats. If strengths are equal, the first head stays."""
+    """Maps every removed head to the similar head that replaces it. If strengths are equal, the first head stays."""
     # The similarity is -1 for pairs that do not repeat each other.
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}

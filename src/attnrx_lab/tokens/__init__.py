@@ -1,6 +1,6 @@
 """Token reducers from papers, which prune by learned or published scores, and the random control.
 
-If a text or a file names a reducer, an entry point of the group `attnrx.parts` imports this package.
+attnrx imports this package through the entry points of the group `attnrx.parts`, when a text or a file names a reducer.
 """
 
 from attnrx.vit.tokens import REDUCERS

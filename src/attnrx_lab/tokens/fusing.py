@@ -29,7 +29,10 @@ from attnrx_lab.tokens.scores import HeadSelector
 
 @dataclass(frozen=True)
 class Soft(Reducer):
-    """A reducer that ranks patches with `scores`, which is any selecting reducer with its statistics and predictor."""
+    """A reducer that ranks patches by the scores of another reducer, `scores`, and fuses the pruned patches.
+
+    `scores` is any selecting reducer. Its statistics and its predictor are used, too.
+    """
 
     scores: Selecting
 
@@ -41,7 +44,7 @@ class Soft(Reducer):
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
         super().__post_init__()
-        # This reducer has the same needs as its scores.
+        # A soft reducer needs the same inputs as the reducer in `scores`.
         for name in ("needs", "every_layer", "learned", "one_predictor"):
             object.__setattr__(self, name, getattr(self.scores, name))
 
@@ -77,10 +80,10 @@ class EViT(Soft):
     """Keeps the patches with the highest class attention, and one fused token for all others (Liang et al., 2022).
 
     EViT adds the fused token to the `count` kept patches, and later stages treat it as a patch. The fused token is the
-    mean of the other patches, weighted by their class attention. So it has the magnitude of a patch, which a model
+    mean of the other patches, weighted by their class attention. The mean has the magnitude of a patch, which a model
     needs if it was not trained with fused tokens. The paper uses the plain sum of class attention times patch
-    (`normalized=false`). The paper prunes between the attention and the MLP of a layer, but here every reducer runs
-    before the next layer. Other `scores` can replace class attention.
+    (`normalized=false`). The paper prunes between the attention and the MLP of a layer, but attnrx runs every reducer
+    before a layer. Other `scores` can replace class attention.
     """
 
     name: ClassVar[str] = "evit"
@@ -105,7 +108,7 @@ class EViT(Soft):
         return Reduction(kept, tokens, fused_token, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Returns the sample with the fused token in the place of the first pruned patch."""
+        """Returns the tokens of a training step. The fused token overwrites the first pruned patch."""
         pruned_mask = state.present_mask * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
         # There is always a pruned patch to overwrite, because `sampled_keep` prunes at least one for these reducers.
@@ -119,7 +122,7 @@ class SPViT(EViT):
     """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
     `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
-    searches for the layers of the stages by latency. Here the policy states these layers.
+    searches for the layers of the stages by latency. In attnrx, you choose these layers in the policy.
     """
 
     name: ClassVar[str] = "spvit"
@@ -130,8 +133,8 @@ class SPViT(EViT):
 class DTPS(Soft):
     """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
-    Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and the patches matched to it,
-    weighted by exp(c). Its own weight is exp(1). In attention it counts as one token. `scores` is DynamicViT's
+    Similarity is the cosine c of two tokens. A kept patch becomes a mean of itself, with the weight exp(1), and the
+    patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` is DynamicViT's
     predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or any
     selecting reducer.
     """
@@ -144,7 +147,7 @@ class DTPS(Soft):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         kept = best(self.scores.relevance(state, predictor), state.present_mask, count)
-        # 1 for patches that this stage prunes, 0 for kept patches and for patches that an earlier stage pruned.
+        # The mask is 1 for patches that this stage prunes. Kept patches and previously pruned patches are 0.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         cosines = unit @ gathered_rows(unit, kept).transpose(1, 2)  # [batch, patches, hosts]
@@ -157,7 +160,7 @@ class DTPS(Soft):
         unit = nn.functional.normalize(state.patches, dim=-1)
         # All patches are hosts, and pruned hosts are masked, so that shapes do not depend on the sample.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
-        # The choice of the host has no gradient. The sample has a gradient, through the weight 1 - keep of a patch.
+        # The choice of the host has no gradient. Gradients reach the sample through a patch's weight, 1 - keep.
         return SampledTokens(keep, _squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
 
 
@@ -166,13 +169,13 @@ def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
     if not normalized:
         return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)
-    # float16 cannot represent 1e-12.
+    # The small constant depends on the dtype, because float16 cannot represent 1e-12.
     shares = weights / total.clamp_min(1e-12 if total.dtype.itemsize > 2 else 1e-6)
     return (shares[:, None] @ patches.to(shares.dtype)).to(patches.dtype)
 
 
 def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:
-    """Returns the host patches after the pruned patches (1 in `pruned_mask`, others 0) were fused into them.
+    """Returns the host patches after the pruned patches (1 in `pruned_mask`, otherwise 0) were fused into them.
 
     `hosts` is [batch, hosts, width]. `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
     """

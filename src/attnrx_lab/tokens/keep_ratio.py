@@ -1,4 +1,4 @@
-"""The loss that pulls the sampled shares of learned reducers to the policy's shares of patches (SPOT, DynamicViT)."""
+"""The loss that trains learned reducers to keep the policy's shares of patches (SPOT, DynamicViT)."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class KeepRatio(Loss):
                 "KeepRatio needs a learned token reducer (spot, dynamicvit) in training, and the run of the step in "
                 "its context (recording_tokens); attach a policy or omit the loss."
             )
-        # Masked tokens keep their positions, so the mean over all patches is the kept share: [images, stages].
+        # Masked tokens stay in place, so the mean of the mask over all patches is the kept share, [images, stages].
         shares = torch.stack([keep.mean(1) for keep in run.sampled.values()], dim=1)
         kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.sampled])
         return (shares - kept).square().mean()

@@ -1,4 +1,4 @@
-"""Reducers that learn to predict which patches to keep, their sampling in training, and DynamicViT."""
+"""Token reducers that learn which patches to keep: how they sample in training, their predictors, and DynamicViT."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,8 +19,8 @@ class Predicting(Selecting):
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep, which have the order of log-probabilities but do not saturate near zero."""
-        # Log-probabilities of almost certain patches round to 0. The index would then decide their order.
+        """Returns the log-odds of keep, which sort patches like log-probabilities but do not round to zero."""
+        # The log-probabilities of several almost certain patches round to 0. Then the index would decide their order.
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
@@ -50,10 +50,10 @@ def odds(scores: KeepDrop) -> PerPatch:
 def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = False) -> PerPatch:
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
-    Pruned patches stay pruned. If the sample prunes all patches of an image, the patch with the highest score is kept.
-    Otherwise low keep ratios would lead to means over no patches, and to NaN. With `prunes_one`, if the sample keeps
-    all patches, the patch with the lowest score is pruned. Reducers that overwrite a pruned patch with a new token need
-    this option.
+    Patches that an earlier stage pruned stay pruned. If the sample would prune all patches of an image, the patch with
+    the highest score is kept, because a mean over no patches would be NaN. With `prunes_one`, at least one patch is
+    pruned: if the sample would keep all patches, the patch with the lowest score is pruned. Reducers that overwrite a
+    pruned patch with a new token need this option.
     """
     # In half precision the Gumbel noise can be infinite.
     sample = nn.functional.gumbel_softmax(scores.float(), hard=True, dim=-1)[..., 0]
@@ -70,7 +70,7 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
 
 
 class TokenFeatures(nn.Module):
-    """Projected token features. One half is local, and the other half is averaged over the remaining tokens."""
+    """Projects tokens to features. Half of the features are local, and half are averaged over the remaining tokens."""
 
     def __init__(self, width: int, projected: int):
         super().__init__()
@@ -82,15 +82,15 @@ class TokenFeatures(nn.Module):
     ) -> Float[Tensor, "batch patches projected"]:
         features = nn.functional.gelu(self.project(self.norm(patches)))
         pooled_width = features.shape[-1] // 2
-        # If the number of features is odd, the local part has one more. So a single feature is local.
+        # If the number of features is odd, one more feature is local. So a single feature is local.
         local, pooled = features.split([features.shape[-1] - pooled_width, pooled_width], dim=-1)
-        # Masked and sampled patches stay in their places, so the mean counts only the others: [batch, 1, pooled].
+        # Masked patches stay in place, so the mean counts only the remaining patches: [batch, 1, pooled].
         mean = (pooled * present_mask[..., None]).sum(1, keepdim=True) / present_mask.sum(1)[:, None, None]
         return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
 
 class KeepScores(nn.Sequential):
-    """Three linear maps from features to the log-probabilities of keep and drop."""
+    """Maps features to the log-probabilities of keep and drop by three linear maps."""
 
     def __init__(self, features: int):
         super().__init__(
@@ -125,9 +125,9 @@ class DynamicViTPredictor(nn.Module):
 class DynamicViT(Predicting):
     """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021).
 
-    In training, the gradient of a dropped patch's mask differs from the paper's. In the masked softmax, the score of a
-    dropped key is clamped to the largest score of the kept keys (`sized_softmax`). The clamp bounds the gradient and
-    does not change the output.
+    In training, the gradient of a dropped patch's mask differs from the paper's gradient. The masked softmax
+    (`sized_softmax`) clamps the score of a dropped key to the largest score of the kept keys. The clamp bounds the
+    gradient and does not change the output.
     """
 
     name: ClassVar[str] = "dynamicvit"

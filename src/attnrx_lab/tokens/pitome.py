@@ -19,10 +19,11 @@ class PiToMe(Merging):
     the heads. f(c) is c above the margin, and alpha (exp(c - margin) - 1) below. The energy is large for patches in
     large groups of similar patches, such as background. To merge k patches, PiToMe sorts the 2 k patches with the
     highest energy and puts them alternately into two sets. It protects all other patches. The margin decreases with
-    depth. Let l be the layer (counted from 0) of L whose keys are compared. The margin is then `margin` (1 - l / L).
+    depth. When the keys of layer l (counted from 0) of L layers are compared, the margin is `margin` (1 - l / L).
 
-    The paper merges a share in every layer, between attention and MLP. Here tokens are merged before a layer, in
-    several rounds if more than half must be merged. Energies count every token once, regardless of its size.
+    The paper merges a share of the tokens in every layer, between attention and MLP. In attnrx, tokens are merged
+    before a layer, in several rounds if more than half must be merged. Energies count every token once, regardless of
+    its size.
     """
 
     name: ClassVar[str] = "pitome"
@@ -45,13 +46,13 @@ class PiToMe(Merging):
         return total
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Indices, Indices]:
-        """Sorts the patches by energy, and divides the first patches alternately into the two sets."""
+        """Sorts the patches by energy, and puts the patches with the highest energy alternately into the two sets."""
         keys = features["keys"]
         # state.layer counts from 1, and the compared keys come from the layer before it.
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
         order = stable_order(energy)[:, : 2 * min(most, keys.shape[1] // 2)]
-        # Neighbours in this order are in different sets. The first set has as many patches as the round merges.
+        # Neighbours in this order are in different sets. The first set has one patch for every merge of the round.
         return order[:, 0::2], order[:, 1::2]
 
 

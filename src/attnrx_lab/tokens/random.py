@@ -1,4 +1,4 @@
-"""The control, which keeps random patches, drawn for every image from a hash of its pixels."""
+"""The random control for token reducers, which keeps patches drawn from a hash of the image's pixels."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ LARGEST = 2**31 - 128  # the largest multiple that float32 represents
 class Random(Selecting):
     """Keeps random patches.
 
-    The score of a patch is a hash of the seed, the pixels of its image and its index. It does not depend on batch,
-    threads or device, and an exported model computes it, too. All stages use the same scores. A later stage still draws
-    at random, because the best m of the best n patches in a random order are a random choice of m of them. Identical
-    images keep the same patches. Images that differ, even by augmentation or by rounding to another precision, keep
-    other patches.
+    The score of a patch is a hash of the seed, the pixels of its image and its index. The score does not depend on
+    batch, threads or device, and an exported model computes the same score. All stages use the same scores. A later
+    stage still draws at random, because the best m of n patches in random order are a random choice. Identical images
+    keep the same patches. Images that differ, even by augmentation or by rounding to another precision, keep other
+    patches.
     """
 
     seed: int = 0
@@ -48,7 +48,7 @@ class Random(Selecting):
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
     """Returns a 32-bit hash of every image, made from sums over columns, rows and channels with hashed weights.
 
-    Integer sums do not depend on the order of summation, so the hash does not either. Pixels are converted to float32.
+    Pixels are converted to float32 and then to integers. So the hash does not depend on the order of summation.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
     # Every axis hashes a separate range of 0x10001 numbers.
@@ -63,8 +63,8 @@ def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tens
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """Hashes the lower 32 bits with the finalizer of MurmurHash3, and returns the hash in the lower 32 bits.
 
-    Higher bits are undefined, because products wrap around. So a runtime without 64-bit integers computes the same
-    hash.
+    The higher bits of the result are undefined, because products wrap around. So a runtime without 64-bit integers
+    computes the same hash.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))

@@ -39,7 +39,7 @@ class AttentionAverage(Selecting):
     """Keeps the patches with the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
     The reducer computes only one row of every attention map, and stores one number per patch. The number is the sum
-    over the layers, which has the same order as the mean.
+    over the layers, which ranks patches like the mean.
     """
 
     needs, every_layer = ("class_attention",), "class_attention"
@@ -62,10 +62,10 @@ class AttentionAverage(Selecting):
 class EvoViT(AttentionAverage):
     """Keeps the patches with the highest global class attention (Xu et al., AAAI 2022).
 
-    Let A be the class attention of a layer, averaged over the heads. The global class attention starts as G = A of the
-    first layer. Each further layer updates it to G = `alpha` G + (1 - `alpha`) A. In the paper, patches that are not
-    selected remain as placeholders, updated by one representative token. Here they are pruned. `evit(scores=evo_vit)`
-    keeps one fused token for them.
+    Let A be the class attention of a layer, averaged over the heads. The global class attention G starts as A of the
+    first layer. Each later layer updates it to G = `alpha` G + (1 - `alpha`) A. In the paper, patches that are not
+    selected remain as placeholders, updated by one representative token. This class prunes them.
+    `evit(scores=evo_vit)` replaces them by one fused token.
     """
 
     name: ClassVar[str] = "evo_vit"
@@ -86,18 +86,18 @@ class EvoViT(AttentionAverage):
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches and without learning.
 
-    The significance of a patch is its class attention times the norm of its value. It is scaled to a sum of 1 in every
-    head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects
-    the patches. Several points can hit a patch with large significance, and patches with small significance share a
-    point. In the paper the number of patches differs between images, because it keeps a patch once, however many points
-    hit it. Here K patches are kept, and the patches with the highest significance replace repeated hits. The paper
-    removes patches inside the attention of a layer, but here they are removed before the next layer.
+    The significance of a patch is its class attention times the norm of its value. Significance is scaled to a sum of 1
+    in every head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
+    (k = 1..K) selects the patches. Several points can hit the same patch if its significance is large. The paper keeps
+    a patch only once, so the number of patches differs between images. This class always keeps K patches. If points hit
+    a patch repeatedly, the most significant patches that were not hit fill the remaining places. The paper removes
+    patches inside the attention of a layer, but this class removes them before the next layer.
     """
 
     needs = ("class_attention", "value_norms")
 
     def significance(self, state: TokenState) -> PerPatch:
-        """Returns the distribution to sample from. Pruned patches have probability 0."""
+        """Returns every patch's probability of being sampled. Pruned patches have probability 0."""
         assert state.class_attention is not None
         assert state.value_norms is not None
         scores = (state.class_attention * state.value_norms)[:, :, state.prefix :] * state.present_mask[:, None]
@@ -111,8 +111,8 @@ class ATS(Reducer):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Samples `count` points, and keeps `count` patches."""
         significance = self.significance(state)
-        # Up to a share s of the distribution there are floor(K s + 1/2) points. A patch is hit if its end has more
-        # points than its beginning.
+        # floor(K s + 1/2) points lie below the cumulative probability s. A patch is hit if more points lie below its
+        # end than below its beginning.
         ends = (count * significance.cumsum(1) + 0.5).floor()
         hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
         # A significance is at most 1, so adding 2 puts every hit before every other patch.
@@ -123,11 +123,11 @@ class ATS(Reducer):
 class HaltingScores(Selecting):
     """Prunes the patches whose halting scores have the largest sum, by the rule of A-ViT (Yin et al., CVPR 2022).
 
-    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. A-ViT's ponder
-    loss and prior give x this meaning in training. Without such training x has no meaning, and the results are not
-    A-ViT's. In A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
-    differs between images. Here the policy sets the numbers, and only the order follows A-ViT. A-ViT averages the class
-    token over the layers with halting probabilities, but here the class token does not halt.
+    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. The model must
+    be trained with A-ViT's ponder loss and prior. Otherwise x has no meaning, and the results are not A-ViT's. In
+    A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens differs between
+    images. In attnrx, the policy sets the numbers, and only the order of pruning follows A-ViT. A-ViT averages the
+    class token over the layers with halting probabilities, but in attnrx the class token does not halt.
     """
 
     # The paper's values.
@@ -157,7 +157,7 @@ class HaltingScores(Selecting):
         return -scores_of(state)  # the patch with the largest sum is the first to halt
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Returns the remainder, which is 1 - sum of the halting scores, but at least 0."""
+        """Returns every patch's remainder, which is 1 minus the sum of its halting scores, but at least 0."""
         # `relevance` is minus the sum. A policy may keep a patch after its sum exceeds 1, so the remainder is clamped.
         return (1 + relevance).clamp(min=0)
 
@@ -168,8 +168,8 @@ class HeadSelector(Predicting):
 
     The width is divided among the heads. Every head computes local and global features from its share of the width, and
     scores each patch. For every patch, another branch computes the weights of the heads from the mean of each share.
-    The final score is the weighted mean of the heads' probabilities. Two choices are ours. The heads share the
-    perceptrons for features and scores, which are DynamicViT's. The branch's perceptron has two linear maps.
+    The final score is the weighted mean of the heads' probabilities. Two choices are ours. First, all heads share
+    DynamicViT's perceptrons for features and scores. Second, the branch's perceptron has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:

@@ -1,4 +1,4 @@
-"""SPOT, whose predictor uses token features, attention, and the change of attention over the layers."""
+"""SPOT, a token reducer that predicts from token features, attention, and the change of attention over layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from attnrx.vit.tokens import LayerStatistic, Shape, TokenState
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
-SCALARS = 6  # per patch, head and map: SPOT, Eqs. 3 to 9
+SCALARS = 6  # attention features per patch, head and map (SPOT, Eqs. 3 to 9)
 
 
 @dataclass
 class MapMoments(LayerStatistic):
     """The elementwise mean of the attention maps over the layers so far, and their variance if it is collected.
 
-    Only the sum of the maps and, for the variance, the sum of their squares are stored. So memory does not grow with
-    the number of layers. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In float32,
-    a deviation of a hundredth of a map's values is accurate to three digits.
+    The class stores only the sum of the maps and, for the variance, the sum of their squares. So memory does not grow
+    with the number of layers. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In
+    float32, a deviation of a hundredth of a map's values is accurate to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -46,13 +46,13 @@ class MapMoments(LayerStatistic):
         return MapMoments(total, squares, self.count + 1)
 
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "MapMoments":
-        """Returns the moments between the kept tokens, followed by `num_new` new tokens with sums of zero."""
+        """Returns the moments of the kept tokens only, followed by `num_new` new tokens with sums of zero."""
         moments = self._map(lambda sums: _between(sums, kept))
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
-        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
-        # Not in place, because the sums may be in an autograd graph, or share memory with the first layer's map.
+        """Returns the moments with the sums of these tokens set to zero. Use it after new tokens overwrote them."""
+        # The sums are copied, because they may be in an autograd graph or share memory with the first layer's map.
         mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
         pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
         return self._map(lambda sums: sums * pair_mask)
@@ -77,7 +77,7 @@ class MapMoments(LayerStatistic):
 
 
 def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the rows and columns of the kept tokens."""
+    """Returns the maps with only the rows and columns of the kept tokens."""
     # Rows come first, because the columns are then gathered from the smaller [batch, heads, kept, keys].
     batch, heads, queries, keys = maps.shape
     # index_select copies whole rows, but gather copies element by element.
@@ -90,13 +90,13 @@ def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, 
 class Spot(Predicting):
     """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics.
 
-    The method is SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to 9). They
-    come from the attention of the previous layer, from its `mean` over all previous layers, and from its `variance`
-    over them. `projected` is the number of additional token features, half local and half global. None means the width,
-    and 0 means no token features. With `head_averaged` the scalars come from the mean over the heads. With `shared` all
-    stages share one predictor. Changed one at a time, these settings are the ablations of Table 2, Figure 5 and Table
-    8. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance 1 over the patches
-    of an image. Without it, attention features are 10 to 10^5 times smaller than token features.
+    The class implements SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to
+    9). They come from the attention of the previous layer, from the `mean` over all previous layers, and from the
+    `variance` over these layers. `projected` is the number of additional token features, half local and half global.
+    None means the width, and 0 means no token features. With `head_averaged` the scalars come from the mean over the
+    heads. With `shared` all stages share one predictor. The paper's Table 2, Figure 5 and Table 8 vary these settings
+    one at a time. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance 1 over
+    the patches of an image. Otherwise attention features are 10 to 10^5 times smaller than token features.
 
     In training, the gradient of a dropped patch's mask is bounded as in `DynamicViT`.
     """
@@ -210,8 +210,8 @@ def standardized_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns features with mean 0 and variance 1 over the remaining patches of every image.
 
-    A feature becomes 0 if its deviation is only a rounding error of numbers of these `sizes`. No gradient flows through
-    the deviation.
+    `sizes` are the magnitudes of the numbers that a feature was computed from. If a feature's deviation is only a
+    rounding error of such numbers, the feature becomes 0. No gradient flows through the deviation.
     """
     precision = 100 * torch.finfo(features.dtype).eps
     exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20

@@ -14,16 +14,17 @@ from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, Token
 class ZeroTPrune(Reducer):
     """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
 
-    To compute importance, the attention of the previous layer is treated as a graph. `iterations` steps of PageRank,
-    starting from uniform scores, compute a score for every token in every head. Heads whose scores vary too little or
-    too much are excluded. Scores are scaled to a mean of 1, and their variance over the patches must lie between
-    `least` and `most`. If no head satisfies these limits, all heads count. The remaining heads are combined by their
-    quadratic mean, which emphasizes patches that some heads find informative.
+    Importance is computed from the attention of the previous layer, which is treated as a graph. PageRank runs
+    `iterations` steps from uniform scores, and computes a score for every token in every head. A head is excluded if
+    its scores vary too little or too much: scaled to a mean of 1, their variance over the patches must lie between
+    `least` and `most`. If no head meets these limits, all heads count. The importance is the quadratic mean over the
+    remaining heads, which emphasizes patches that some heads find informative.
 
-    A stage first ranks the patches, and divides them into a less important half and the rest. From the less important
-    half it prunes the patches that are most similar to a patch of the rest. Similarity is the cosine of the keys,
-    averaged over the heads. The share `similar` of all pruned patches is pruned in this way, at most the whole half.
-    Then the stage ranks the remaining patches again, and prunes the least important.
+    A stage first ranks the patches, and divides them into a less important half and a more important half. From the
+    less important half it prunes the patches that are most similar to a patch of the more important half. Similarity is
+    the cosine of the keys, averaged over the heads. The fraction `similar` of the patches to prune is pruned by
+    similarity, but at most the whole less important half. Then the stage ranks the remaining patches again, and prunes
+    the least important.
 
     The steps follow the paper's I'-S-I. Three choices are ours: the scale of the variance, the share `similar`, and the
     same number of iterations in all stages (the paper uses fewer in deeper layers). The class token is treated like
@@ -51,15 +52,15 @@ class ZeroTPrune(Reducer):
         prefix: int,
     ) -> PerPatch:
         """Returns the importance of the patches, for the tokens in `present_mask` (1 if present, otherwise 0)."""
-        # PageRank includes the tokens before the patches, but the statistics of a head do not.
+        # PageRank includes the class token and other prefix tokens, but the statistics of a head use only patches.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
-        # Scales scores to a mean of 1, so that the limits of the variance do not depend on the number of patches.
+        # Scores are scaled to a mean of 1, so that the variance limits do not depend on the number of patches.
         scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         head_mask = ((variance >= self.least) & (variance <= self.most)).to(scores.dtype)
-        # If every head would be excluded, all heads count.
+        # If no head meets the limits, all heads count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
         return ((scores.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
@@ -77,13 +78,13 @@ class ZeroTPrune(Reducer):
         num_present = state.num_present
         num_similar = self._num_similar(num_present, count)
         present_mask = (state.sizes > 0).to(state.attention.dtype)
-        if num_similar:  # I' and S: rank and divide the patches, then remove similar patches
+        if num_similar:  # the steps I' and S of the paper: rank and divide the patches, then remove similar patches
             first = self.importance(state.attention, present_mask, state.prefix)
             pruned = redundant(
                 state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
             )
             present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
-        # I ranks the patches again, without the attention of the removed patches.
+        # The paper's step I ranks the patches again, without the attention of the removed patches.
         importance = self.importance(state.attention, present_mask, state.prefix)
         kept = best(importance, present_mask[:, state.prefix :], count)
         return Reduction(kept, gathered_rows(state.patches, kept))
@@ -92,7 +93,7 @@ class ZeroTPrune(Reducer):
 def page_rank(
     attention: Float[Tensor, "batch heads tokens tokens"], present_mask: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
-    """Returns the PageRank of every remaining token after some iterations. Attention is the weight of the edges.
+    """Returns the PageRank of every remaining token after `iterations` steps. The edge weights are the attention.
 
     Attention to pruned tokens is set to zero, and every row is rescaled to a sum of 1. The scores sum to 1.
     """
