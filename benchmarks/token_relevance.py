@@ -224,8 +224,7 @@ def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, 
 
 
 def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares how noise changes the relevance in layer l and its mean over layers 1..l, for l just before each stage.
-    """
+    """Compares how noise changes the relevance in layer l and its mean over layers 1..l, for l before each stage."""
     for source, draws in noisy.items():
         averaged, shares = running_mean(draws), averaging_shares(draws)
         of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)

@@ -74,8 +74,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures. Together they have at most 1 - `share` of all structures' parameters.
-        """
+        """Returns the least important structures, with at most the share 1 - `share` of all structures' parameters."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind

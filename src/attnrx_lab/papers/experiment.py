@@ -229,8 +229,7 @@ def first_images(images: ImageSet, count: int | None) -> ImageSet:
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Loads existing evidence, or computes and saves it. All processes of a launch compute, only the first one saves.
-    """
+    """Loads existing evidence, or computes and saves it. All processes compute, and only the first one saves."""
     if not agreed(path.exists()):
         evidence = make()
         if is_first():

@@ -43,8 +43,7 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws the same number of directions as in `matched` from all heads. A direction is used only by its own head.
-        """
+        """Draws the same number of directions as in `matched` from all heads. Only its own head uses a direction."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]

@@ -460,7 +460,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
     del trace, outputs
     with evaluating((model,)):
         pairs = unmixed(model, pairs, images)
-    # Around a Vision Transformer, a map may be the second of one pair and the first of the next pair.
+        # Around a Vision Transformer, a map may be the second of one pair and the first of the next pair.
         tried = [pairs] if around is None else [[pair] for pair in pairs]
         return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
 
