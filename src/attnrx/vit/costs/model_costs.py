@@ -111,8 +111,9 @@ class ModelCosts(Displayed):
     Attributes:
         patches: The patch embedding.
         layers: The costs of each transformer block.
-        classifier: The classifier with its norm, without MACs.
-        classifier_macs: The classifier's MACs. As in the SVDA paper, `macs` does not include them.
+        classifier: The parameters of the classifier with its norm. If the Vision Transformer is part of a larger
+            module, the parameters and MACs around it are included.
+        classifier_macs: The MACs of the classifier. As in the SVDA paper, `macs` does not include them.
         embeddings: The learned tokens and positions. They have MACs only in timm's `relpos` models, where an MLP
             computes the pair bias once per call. These MACs assume a call with one image.
         predictors: The modules of a learned reducer, which select tokens between layers.
