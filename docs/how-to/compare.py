@@ -1,4 +1,4 @@
-"""Compare methods at equal MACs and by measured latency, from Python and from the command line."""
+"""Compares methods at equal MACs and by measured latency, in Python and on the command line."""
 
 # %% [markdown]
 # # Compare methods

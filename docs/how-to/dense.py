@@ -1,4 +1,4 @@
-"""Features of all patches from a model whose tokens are merged: for segmentation, detection and retrieval."""
+"""Gets the features of all patches from a model that merges tokens, for segmentation, detection and retrieval."""
 
 # %% [markdown]
 # # Segmentation and detection: dense features

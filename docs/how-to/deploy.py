@@ -1,4 +1,4 @@
-"""Deploy: a folder that loads anywhere, a file that runs without attnrx, and int8."""
+"""Saves a smaller model as a folder, and exports it as a file that runs without attnrx, also in int8."""
 
 # %% [markdown]
 # # Deploy: folders, ONNX Runtime, int8

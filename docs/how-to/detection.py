@@ -1,4 +1,4 @@
-"""Make a whole detector smaller: boxes and classes, judged by the objects that it finds."""
+"""Makes a whole detector smaller, and judges it by the objects that it finds."""
 
 # %% [markdown]
 # # A detector

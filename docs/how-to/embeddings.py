@@ -1,4 +1,4 @@
-"""Make an embedding tower smaller, and measure which neighbours it keeps."""
+"""Makes an embedding tower smaller, and measures which nearest neighbours stay the same."""
 
 # %% [markdown]
 # # An embedding tower

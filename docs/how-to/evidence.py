@@ -1,4 +1,4 @@
-"""Read and trust the evidence: checks, controls, paired intervals, the report."""
+"""Explains how to read evidence: checks, controls, paired intervals and the report."""
 
 # %% [markdown]
 # # Read the evidence

@@ -1,4 +1,4 @@
-"""Make a fine-tuned model smaller: a replaced head, a folder of images, and the file that is deployed."""
+"""Makes a fine-tuned model with a new head smaller, with a folder of images, and writes the file to deploy."""
 
 # %% [markdown]
 # # A fine-tuned model

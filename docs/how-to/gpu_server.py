@@ -1,4 +1,4 @@
-"""A GPU server: what makes large batches faster where kernel launches limit the speed, and how to record a graph."""
+"""Makes a model faster for large batches on a GPU, and records its kernels as a CUDA graph."""
 
 # %% [markdown]
 # # A GPU server

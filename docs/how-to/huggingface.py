@@ -1,4 +1,4 @@
-"""A model of transformers: made smaller, and run by pipeline and Trainer as before."""
+"""Makes a transformers model smaller, and uses it in `pipeline` and `Trainer` as before."""
 
 # %% [markdown]
 # # Models and pipelines of transformers

@@ -1,4 +1,4 @@
-"""Add a token reducer: a class of ten lines that works in texts, files, plans and training like the others."""
+"""Adds a token reducer, a class of ten lines that works in rules, files, plans and training like built-in reducers."""
 
 # %% [markdown]
 # # Add a reducer

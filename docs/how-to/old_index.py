@@ -1,4 +1,4 @@
-"""Make an embedding tower smaller, and continue to search in the index that you made with the original."""
+"""Makes an embedding tower smaller, so that you can still search in the index that the original tower computed."""
 
 # %% [markdown]
 # # Search with an old index

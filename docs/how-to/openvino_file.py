@@ -1,4 +1,4 @@
-"""Write a model for OpenVINO, in float32, bfloat16 or int8, and time it beside the original."""
+"""Exports a model for OpenVINO in float32, bfloat16 or int8, and compares its speed with the original's."""
 
 # %% [markdown]
 # # OpenVINO

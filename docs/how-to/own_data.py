@@ -1,4 +1,4 @@
-"""Use your own data: every verb takes a DataLoader, a dataset, batches, a tensor or a Hugging Face dataset."""
+"""Uses your own data in attnrx: a DataLoader, a dataset, batches, a tensor or a Hugging Face dataset."""
 
 # %% [markdown]
 # # Use your own data

@@ -1,4 +1,4 @@
-"""Use a model of your own: five lines say where its parts are, and random images prove the copy."""
+"""Uses a model of your own class, after you describe where its parts are in five lines."""
 
 # %% [markdown]
 # # Use a model of your own

@@ -1,4 +1,4 @@
-"""Plan for a target: one budget over ranks and tokens, with predictions that are verified."""
+"""Plans ranks and tokens for a target, and verifies the plan's predictions."""
 
 # %% [markdown]
 # # Plan for a target

@@ -1,4 +1,4 @@
-"""A checkpoint that loads without attnrx: a smaller model of the library's own class, in the library's own files."""
+"""Makes a smaller model of the library's own class, and saves a checkpoint that loads without attnrx."""
 
 # %% [markdown]
 # # A checkpoint that loads without attnrx

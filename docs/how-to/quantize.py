@@ -1,4 +1,4 @@
-"""Quantize a smaller model with the tools of NNCF, ONNX Runtime and others, and measure what each costs."""
+"""Quantizes a smaller model with NNCF, ONNX Runtime and other tools, and measures the accuracy that each tool costs."""
 
 # %% [markdown]
 # # Quantize afterwards

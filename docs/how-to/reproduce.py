@@ -1,4 +1,4 @@
-"""Reproduce a table of a paper: the protocol in seconds on generated images, or in full."""
+"""Reproduces a table from a paper, in full or in seconds on generated images."""
 
 # %% [markdown]
 # # Reproduce a table
@@ -52,7 +52,7 @@ print("row:", row.split("|")[1].strip())
 # ```bash
 # for seed in 42 43 44; do attnrx reproduce svda/table1 --seeds $seed & done; wait    # trains three runs at a time
 # attnrx reproduce svda/table1                                                        # makes the table of all three
-# attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
+# attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than in the paper, as the table notes
 # ```
 #
 # The [results](../results/svda.md#at-the-papers-protocol) show our numbers and the paper's in one table. [One

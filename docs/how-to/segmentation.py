@@ -1,4 +1,4 @@
-"""Make a whole segmentation model smaller, judged by a divergence and a metric of your own, e.g. the mean IoU."""
+"""Makes a whole segmentation model smaller, and judges it by your own divergence and metric, e.g. the mean IoU."""
 
 # %% [markdown]
 # # A segmentation model, and a measure of your own

@@ -1,4 +1,4 @@
-"""Make a ViT smaller with your own images: diagnose, prescribe, realize, verify, save."""
+"""Makes a ViT smaller with your own images, in five steps: diagnose, prescribe, realize, verify, save."""
 
 # %% [markdown]
 # # Make a classifier smaller

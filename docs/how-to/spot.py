@@ -1,4 +1,4 @@
-"""Train SPOT on a model of your own: predictors of token relevance, and the control that they must beat."""
+"""Trains SPOT's predictors of token relevance in your own model, and compares them with a random control."""
 
 # %% [markdown]
 # # SPOT with a model of your own

@@ -1,4 +1,4 @@
-"""Train an SVDA ViT, which learns the strengths of its directions, and prescribe by energy retention."""
+"""Trains an SVDA ViT, which learns the strengths of its directions, and prunes it by energy retention."""
 
 # %% [markdown]
 # # Train an SVDA ViT

@@ -1,4 +1,4 @@
-"""Prune and merge tokens without training (ToMe, EViT)."""
+"""Prunes and merges tokens without training (ToMe, EViT)."""
 
 # %% [markdown]
 # # Prune or merge tokens

@@ -1,4 +1,4 @@
-"""Make a volume model and a time series model smaller: models of your own class, with inputs that are not images."""
+"""Makes a volume model and a time series model smaller, whose classes are your own and whose inputs are not images."""
 
 # %% [markdown]
 # # Volumes and series

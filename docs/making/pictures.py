@@ -60,7 +60,7 @@ def figure(tiles: Sequence[tuple[str, str]], caption: str, kind: str = "wide") -
 
 
 def _owned(blocks: Sequence[int]) -> list[str]:
-    """Returns a table of strengths for heads that own `blocks[h]` directions, with a row per direction."""
+    """Returns a table of strengths in which head h owns `blocks[h]` directions, with one row per direction."""
     return [
         "".join(str(owner) if head == owner else "." for head in range(len(blocks)))
         for owner, count in enumerate(blocks)

@@ -34,11 +34,19 @@ Decisions = Int[Tensor, "images *labels"]
 class OutputKind(ABC):
     """Base class of output kinds, which define how the outputs of two models are compared.
 
-    Outputs are compared by a divergence per image, and by the decision that each model makes per image. Findings call
-    these quantities by the words in `noun`, `distance`, `decision` and `accuracy`. `columns` contains the table
-    headings for accuracy and divergence. Errors use the words in `returns`. `unit` is the unit of the divergence. A
-    decision may change at a divergence of `flip_divergence`. If `has_decisions` is false, outputs have no decisions,
-    and evidence then contains neither agreement nor accuracy.
+    Outputs are compared by a divergence per image, and by the decision that each model makes per image.
+
+    Attributes:
+        name: The name of the kind in files.
+        noun: The word for an output in findings.
+        distance: The word for the divergence in findings.
+        decision: The word for a decision in findings.
+        accuracy: The word for the share of correct decisions in findings.
+        columns: The table headings for accuracy and divergence.
+        returns: What a model with such outputs returns, in the words of error messages.
+        unit: The unit of the divergence.
+        flip_divergence: A divergence at which a decision may change.
+        has_decisions: Whether outputs lead to decisions. Otherwise evidence contains neither agreement nor accuracy.
     """
 
     name: ClassVar[str]

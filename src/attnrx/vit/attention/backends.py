@@ -266,7 +266,7 @@ class Backend(ABC):
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
         """Returns the outputs of all heads from the jointly projected queries, keys and values.
 
-        This default requires heads of equal widths.
+        The implementation in this base class requires heads of equal widths.
         """
         features, heads = joint.features, len(joint.rows)
         # Query, key and value are views of the features, [batch, tokens, heads, width] each.

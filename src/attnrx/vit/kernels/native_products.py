@@ -47,7 +47,7 @@ def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
 def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
     """Whether the kernel computes the products of these features and weights.
 
-    It does for float32 inference on a CPU, if the products are large enough.
+    The kernel is used for float32 inference on a CPU if the products are large enough.
     """
     return (
         may_run_natively(features)
@@ -304,8 +304,8 @@ def native_block(
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    # If nothing observes operators, the kernel is called directly. With PyTorch's dispatch, a ViT-Tiny block with 197
-    # tokens takes 1,400 us, of which 50 us are the dispatch.
+    # If nothing observes operators, the kernel is called directly, without PyTorch's dispatch. For a ViT-Tiny block
+    # with 197 tokens, the dispatch would take 50 of 1,400 us.
     if is_observed(tokens):
         output, rows = _NATIVE_BLOCK(tokens, *block.block, sizes, outputs, first_rows)
     else:
