@@ -24,8 +24,8 @@ COST_PARTS: Mapping[str, tuple[str, ...]] = {
     "vo": ("value_output", "read_out"),
     "mlp": ("mlp",),
 }
-"""The parts of `costs.LayerCosts` that get cheaper with the rank of "qk", of "vo" or of the MLP's maps. Removing heads
-changes the parts of "qk" and "vo"."""
+"""The parts of `costs.LayerCosts` that get cheaper if the rank of "qk", "vo" or the MLP's maps is reduced. Removing
+heads also makes the parts of "qk" and "vo" cheaper."""
 
 REALIZATIONS = ("compress", "mask")
 """The values of `by` in `realize`. "compress" deletes what a prescription removes. "mask" sets it to zero and keeps all

@@ -350,7 +350,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
-        # Scaling the query is cheaper than scaling the scores, because a query has fewer directions than keys.
+        # Scaling the queries is cheaper than scaling the scores, because there are fewer directions than keys.
         query, key = factors.sides()
         products = (query * factors.scale) @ key.transpose(-1, -2)
     if factors.grid is not None:
@@ -562,7 +562,7 @@ class AttentionCapture(Backend):
         self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns a C++ backend if nothing but class attention is wanted and the kernel runs, and otherwise itself."""
+        """Returns a C++ backend if the kernel runs and at most class attention is wanted, and otherwise itself."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
         return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self

@@ -39,8 +39,8 @@ LOOK_EVERY, FIRST_LOOK = 4, 12
 # one process, and the rounds of one process are correlated. With only four processes, the intervals of 32 rounds are
 # 1.3 to 1.7 times as wide (benchmarks/coverage.py).
 PROCESSES = 8
-# A call that takes less than REPEATED seconds depends on what the processor's caches contain when it starts. So untimed
-# calls of the same model run before it. They take about WARM seconds, and there are at most MOST_WARM of them.
+# The time of a call that takes less than REPEATED seconds depends on what the processor's caches contain. So untimed
+# calls of the same model run before the timed call, for about WARM seconds, but at most MOST_WARM calls.
 REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
 # A machine counts as busy if other processes use more than this number of processors on average.
 BUSY = 0.2

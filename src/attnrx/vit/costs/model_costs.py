@@ -55,7 +55,8 @@ class LayerCosts:
         value_output: The value and output projections.
         read_out: The products of attention maps and values.
         mlp: The MLP.
-        layer_norms: The norms of the block, which have parameters but no counted MACs.
+        layer_norms: The parameters of the norms, and all parameters that the other parts do not contain. Their MACs
+            are not counted.
         directions: The number of score directions. Shared directions are counted once.
         spec: The spec of the attention layer.
         tokens: The number of tokens in the layer.
@@ -109,13 +110,13 @@ class ModelCosts(Displayed):
     is not counted.
 
     Attributes:
-        patches: The patch embedding.
+        patches: The patch embedding. In adopted models, its parameters include the learned tokens and positions.
         layers: The costs of each transformer block.
         classifier: The parameters of the classifier with its norm. If the Vision Transformer is part of a larger
             module, the parameters and MACs around it are included.
         classifier_macs: The MACs of the classifier. As in the SVDA paper, `macs` does not include them.
-        embeddings: The learned tokens and positions. They have MACs only in timm's `relpos` models, where an MLP
-            computes the pair bias once per call. These MACs assume a call with one image.
+        embeddings: The learned tokens and positions, unless `patches` includes them. They have MACs only in timm's
+            `relpos` models, where an MLP computes the pair bias once per call. These MACs assume a call with one image.
         predictors: The modules of a learned reducer, which select tokens between layers.
     """
 
