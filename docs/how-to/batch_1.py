@@ -1,13 +1,13 @@
-"""Batch 1 on a CPU: latency of single images, in PyTorch and as a file."""
+"""Makes a model faster for single images on a CPU, and measures its latency in PyTorch and as an exported file."""
 
 # %% [markdown]
 # # Batch 1 on a CPU
 #
-# A camera or a request brings one image at a time. At batch 1, function calls and merging operations take a larger
-# share of the time than at batch 32, and a smaller model does not reduce them. Plan for batch 1, measure at batch 1,
-# and prefer a file to eager PyTorch
+# A camera or a web request gives your model one image at a time. At batch 1, function calls and merging operations take
+# a larger share of the time than at batch 32, and a smaller model does not reduce them. So plan for batch 1, measure at
+# batch 1, and prefer an exported file to eager PyTorch
 # ([measured](../results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-conversions)). In eager PyTorch,
-# attnrx computes a block with one call of a C++ kernel
+# attnrx computes a whole block in one call to a C++ kernel
 # ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
 
 # %%
@@ -30,9 +30,9 @@ image = next(iter(splits.test.batches(1))).images
 # %% [markdown]
 # ## Which candidates?
 #
-# Fewer hidden units make every product smaller and add no operation. One stage of merging adds a few operations.
-# `rx.shrink(model, splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides for you. Here you
-# time two candidates.
+# Removing hidden units makes the products of the MLPs smaller and adds no operation. One stage of merging adds a few
+# operations. `rx.shrink(model, splits, faster=1.5, batch=1, threads=1)` measures blocks at batch 1 and decides for you.
+# This page times one candidate of each kind.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -44,8 +44,8 @@ candidates = {
 # %% [markdown]
 # ## In PyTorch
 #
-# attnrx times each candidate and the original in turns, on one thread. The original runs in its library's own kernels.
-# More rounds give narrower intervals.
+# `compare_latency` times each candidate and the original in turns, on one thread. The original runs in its library's
+# own kernels. More rounds give narrower intervals.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rx.costs.Conditions(threads=1), rounds=10)
@@ -56,8 +56,8 @@ for name, candidate in candidates.items():
 # %% [markdown]
 # ## As a file
 #
-# You export the same candidate for ONNX Runtime. attnrx compares it with the original's file in that runtime, and with
-# the original in eager PyTorch.
+# Now export the first candidate for ONNX Runtime. The next cell compares it with the original's file in that runtime,
+# and with the original in eager PyTorch.
 
 # %%
 exported = rx.export(candidates["half of the hidden units"], "runs/half.onnx")
@@ -67,14 +67,14 @@ found = rx.costs.compare_latency(exported, model, image, protocol).faster
 print(f"the file: {found.value:.2f}x the original in PyTorch")
 
 # %% [markdown]
-# On the command line: `attnrx shrink MODEL --data DATA --faster 1.4 --batch 1 --threads 1 --to onnx --out faster`. If
-# the CPU computes in bfloat16, use `--to 'openvino(precision=bf16)'`. `--faster` is then relative to the vendor's own
-# file of your model, which attnrx times first.
+# The same on the command line: `attnrx shrink MODEL --data DATA --faster 1.4 --batch 1 --threads 1 --to onnx --out
+# faster`. If the CPU computes in bfloat16, use `--to 'openvino(precision=bf16)'`. With `--to`, `--faster` is relative
+# to the vendor's own file of your model, which attnrx times first.
 #
 # ## What can go wrong
 #
 # - A plan for batch 32 can be slower at batch 1, above all if it merges in every layer.
-# - With a hook on a part of a block, gradients or autocast, attnrx calls the parts of the block one by one, which is
-#   slower. Use `torch.inference_mode()`.
-# - Two threads at batch 1 help little on small models. Measure with the number of threads that you deploy with.
-# - This page's model is so small that function calls take most of its time. Your model will have other numbers.
+# - If a part of a block has a hook, or if you use gradients or autocast, attnrx calls the parts of the block one by
+#   one, which is slower. Use `torch.inference_mode()`.
+# - On small models, a second thread hardly helps at batch 1. Measure with the number of threads that you deploy with.
+# - This page's model is so small that function calls take most of its time. Your model will give other numbers.

@@ -1,10 +1,10 @@
-"""Compare methods at equal MACs and by measured latency, from Python and from the command line."""
+"""Compares methods at equal MACs and by measured latency, in Python and on the command line."""
 
 # %% [markdown]
 # # Compare methods
 #
-# Which method loses the least at the same cost? A *method* is one way of compressing a model, written as text. All
-# methods use the same diagnosis, and attnrx measures them on the same images.
+# Which method loses the least at the same cost? A *method* is one way of compressing a model, which you write as text.
+# attnrx gives all methods the same diagnosis and measures them on the same images.
 
 # %%
 import os
@@ -27,11 +27,11 @@ else:
 # %% [markdown]
 # ## Methods
 #
-# Write `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`).
-# A rule without a map applies to qk. attnrx replaces `{share}` by the kept share. `baseline:NAME` is a published
-# method, implemented as in its paper. Tensor decompositions of the scores are `baseline:tucker`,
-# `baseline:tucker_terms`, and IrrAtt's `qk=shared_rank:{share},form=literal`. Include a control, such as `random`: a
-# useful method must beat it.
+# Write a method as `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE
+# tokens=POLICY`). A rule without a map applies to qk. attnrx replaces `{share}` by the share that the method keeps.
+# `baseline:NAME` is a published method, implemented as in its paper. To decompose the scores as a tensor, use
+# `baseline:tucker`, `baseline:tucker_terms`, or IrrAtt's `qk=shared_rank:{share},form=literal`. Include a control such
+# as `random`, because a useful method must beat it.
 
 # %%
 methods = [
@@ -47,9 +47,9 @@ methods = [
 # %% [markdown]
 # ## At equal MACs
 #
-# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs. attnrx computes this share in
-# closed form before it builds anything. Each change is paired with the original. The intervals are 95 % intervals over
-# the images. attnrx fine-tunes nothing.
+# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs. attnrx computes this share by
+# formulas before it builds a model. Each model is compared with the original on the same images, and the table shows
+# 95 % intervals. No model is fine-tuned.
 
 # %%
 calibration = splits.train.take(96)
@@ -58,14 +58,14 @@ trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 
 # %% [markdown]
-# If a method cannot reach the target, the table lists it with its smallest cost. To compare at equal shares instead,
-# pass `shares=[0.5]`. The file contains every number. You can also compare a trained model: `spot=runs/spot` names its
-# folder.
+# If a method cannot reach the target, the table lists it with its smallest cost. `comparison.json` contains all
+# numbers. To compare at equal shares instead of equal MACs, pass `shares=[0.5]`. To include a trained model, write the
+# name of its folder as the method: `spot=runs/spot`.
 #
 # ## Figures
 #
-# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. It also writes CSV files, from which
-# you can draw your own figures. You need `attnrx[figures]`.
+# `rx.figures` draws the trade-off between cost and quality with its intervals, and the spectra of the diagnosis. It
+# writes SVG and PDF files, and CSV files from which you can draw your own figures. You need `attnrx[figures]`.
 
 # %%
 drawn = rx.figures(["comparison.json", bench.diagnosis], "figures", formats=["svg", "csv"])
@@ -74,22 +74,22 @@ print(*(path.name for path in drawn if path.suffix == ".svg"))
 # %% [markdown]
 # ## Measured latency
 #
-# `compare_speeds` times all methods and the model in its own library in turns, round by round. So other load on the
-# machine slows all of them alike. The column "ideal" is the speed-up that the share of the MACs predicts. Timing needs
-# no real images, so the bench may contain noise.
+# `compare_speeds` times all methods, and the original in its library's own code, in turns. So other load on the machine
+# slows all of them alike. The column "ideal" contains the speed-up that the share of the MACs predicts. Timing needs no
+# real images, so `noise_bench` uses noise.
 
 # %%
-protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine
+protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # CPU time; on an idle machine, omit `clock`
 rates = Rates(batches=(8,), protocols=(protocol,), macs=(0.8,))
 speeds = compare_speeds(noise_bench(model), methods, rates, out="speeds.json")
 print(speeds.to_markdown())
 
 # %% [markdown]
-# This model is so small that function calls take most of its time, so no method makes it faster. Before you choose,
-# check the last column on your model, your hardware and your batch size.
+# This page's model is so small that function calls take most of its time, so no method makes it faster. Before you
+# choose, check the last column on your model, your hardware and your batch size.
 #
-# To compare at equal latency rather than equal MACs, time several shares: `Rates(..., shares=(0.9, 0.7, 0.5))`. Then
-# compare methods whose latency intervals overlap.
+# To compare at equal latency rather than equal MACs, time several shares with `Rates(..., shares=(0.9, 0.7, 0.5))`.
+# Then compare methods whose latency intervals overlap.
 #
 # ## The same on the command line
 #
@@ -103,8 +103,9 @@ print(speeds.to_markdown())
 #
 # ## The table of the field
 #
-# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it compares attnrx's plans, token
-# reducers, low ranks, pruning, a lower resolution and the vendor's 8 bits. All methods get the same calibration images.
+# `attnrx bench` measures many methods at equal budgets, on several tasks. Without `--methods` it compares attnrx's
+# plans, token reducers, low ranks, pruning, a lower resolution and the vendor's 8 bits. All methods get the same
+# calibration images.
 #
 # ```bash
 # attnrx bench timm:vit_tiny_patch16_224 --data path/to/images --tasks classification,retrieval,dense --out table
@@ -117,16 +118,17 @@ print(speeds.to_markdown())
 # | `dense` | cosine and error of the features of all patches |
 # | `speed` | only latency (the default without `--data`) |
 #
-# Budgets are shares of the MACs (`--macs 0.7,0.5,0.35`), or measured speeds (`--faster 1.3,1.6 --runtime onnx`).
-# `--batches 1,8` adds the latency of every row. If a method cannot reach a budget, its row says so.
+# You set budgets as shares of the MACs (`--macs 0.7,0.5,0.35`), or as measured speeds (`--faster 1.3,1.6 --runtime
+# onnx`). `--batches 1,8` adds the latency of every row. If a method cannot reach a budget, its row says so.
 #
 # Open `table/index.html` in a browser to filter and sort the table. `table/rows` contains a file for every row. If you
 # stop the command and run it again, it continues with the next row. `--repeat 10` measures ten rows again with another
-# seed, and reports which results leave their intervals.
+# seed, and lists the results that fall outside their intervals.
 #
 # ## Your method in the table
 #
-# Put a function into a file. It receives the model, the calibration images and a share of the MACs:
+# To add your method to the table, put a function into a file. attnrx calls the function with the model, the calibration
+# images and a share of the MACs:
 #
 # ```python
 # import attnrx as rx
@@ -137,8 +139,8 @@ print(speeds.to_markdown())
 #     return rx.shrink(model, images, macs=macs).model
 # ```
 #
-# With the same `--out`, the command adds the rows of your method to the table. To compare with the next smaller model,
-# pass its name or folder as a method:
+# If you pass the same `--out` as before, the command adds your method's rows to the existing table. To compare with the
+# next smaller model, pass its name or folder as a method:
 #
 # ```bash
 # attnrx bench timm:deit_small_patch16_224 --data path/to/images --out table \

@@ -1,10 +1,10 @@
-"""Features of all patches from a model whose tokens are merged: for segmentation, detection and retrieval."""
+"""Gets the features of all patches from a model that merges tokens, for segmentation, detection and retrieval."""
 
 # %% [markdown]
 # # Segmentation and detection: dense features
 #
-# You need one feature per patch, although the layers process fewer tokens. Attach a token policy and call the model as
-# before. attnrx restores merged and pruned patches.
+# Segmentation and detection need one feature per patch, even if the layers process fewer tokens. Attach a token policy
+# and call the model as before. attnrx restores merged and pruned patches in the output.
 
 # %%
 import os
@@ -34,9 +34,9 @@ representatives = runs[-1].representatives()
 print(f"the patches of an image share {representatives[0].unique().numel()} tokens")
 
 # %% [markdown]
-# A timm model also has its own methods: `small.forward_features(images)` and `small.forward_intermediates(images,
-# indices=4)`. You call a transformers model as before: `small(pixel_values=images, output_hidden_states=True)`. For
-# every patch, `representatives` contains the index of the token that represents it, or -1 if the patch was pruned.
+# In the cell above, `representatives` contains the index of the token that represents each patch, or -1 if the patch
+# was pruned. A timm model keeps its methods `small.forward_features(images)` and `small.forward_intermediates(images,
+# indices=4)`. You call a transformers model as before: `small(pixel_values=images, output_hidden_states=True)`.
 #
 # ## The error of the features
 
@@ -46,14 +46,15 @@ for finding in evidence.findings:
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}".rstrip())
 
 # %% [markdown]
-# `attnrx verify small --reference MODEL --data DATA --checks features` does the same. For a model that returns
-# embeddings, `retrieval` adds the share of the nearest neighbours that it keeps. To measure what a patch classifier
-# loses, run `benchmarks/patch_probe.py`.
+# On the command line, `attnrx verify small --reference MODEL --data DATA --checks features` runs the same check. If
+# your model returns embeddings, add the check `retrieval`, which measures the share of nearest neighbours that the
+# smaller model keeps. To measure how much a classifier of patches loses, run `benchmarks/patch_probe.py`.
 #
 # ## What can go wrong
 #
-# - attnrx restores a pruned patch from the most similar kept patch. Merging (`ward`, `tome`) has a smaller error at the
-#   same cost ([Dense features: measured](../results/dense.md)).
-# - You cannot undo a heavy reduction in early layers. Measure the error before you choose a policy.
-# - `rx.export(small, "features.onnx", features=True)` writes a file that returns these features. Without
-#   `features=True` the file returns the model's usual output.
+# - You prune instead of merging. attnrx restores a pruned patch from the most similar kept patch, but merging (`ward`,
+#   `tome`) has a smaller error at the same cost ([Dense features: measured](../results/dense.md)).
+# - You remove many tokens in early layers. Their features cannot be restored well. Measure the error before you choose
+#   a policy.
+# - You export without `features=True`, and the file returns the model's usual output. `rx.export(small,
+#   "features.onnx", features=True)` writes a file that returns the features of all patches.

@@ -1,10 +1,10 @@
-"""Deploy: a folder that loads anywhere, a file that runs without attnrx, and int8."""
+"""Saves a smaller model as a folder, and exports it as a file that runs without attnrx, also in int8."""
 
 # %% [markdown]
 # # Deploy: folders, ONNX Runtime, int8
 #
-# Save a smaller model as a folder that loads anywhere, or export a file for ONNX Runtime, OpenVINO or PyTorch. The
-# exported file needs neither attnrx nor the original.
+# You can save a smaller model as a folder for attnrx, or export it as a file for ONNX Runtime, OpenVINO or PyTorch. To
+# run an exported file, you need neither attnrx nor the original model.
 
 # %%
 import os
@@ -35,9 +35,9 @@ evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.
 # %% [markdown]
 # ## A folder
 #
-# `save` writes the weights (safetensors), `config.json`, the prescription, the evidence and a model card for a hub.
-# `load` needs only the folder. `rx.push_to_hub(folder, "you/name")` publishes it, and `rx.load("hub:you/name")` loads
-# it.
+# `rx.save` writes a folder with the weights (safetensors), `config.json`, the prescription, the evidence and a model
+# card. `rx.load` needs only this folder. `rx.push_to_hub(folder, "you/name")` publishes the folder on the Hugging Face
+# Hub, and `rx.load("hub:you/name")` loads it from there.
 
 # %%
 folder = rx.save(slim, OUT / "slim", prescription=prescription, evidence=evidence)
@@ -48,9 +48,9 @@ print((folder / "README.md").read_text().splitlines()[0:6])
 # %% [markdown]
 # ## A file for ONNX Runtime
 #
-# attnrx runs the exported file and compares it with the model before it saves the file. If the outputs differ, it
-# refuses the file. A JSON file next to it contains the images' shape and scale, the class names, the versions, and the
-# difference between file and model.
+# `rx.export` runs the exported file and compares its outputs with the model's. If they differ, it does not save the
+# file and raises an error. A JSON file beside the exported file contains the shape and scale of the images, the class
+# names, the versions, and the measured difference.
 
 # %%
 exported = rx.export(slim, OUT / "slim.onnx")
@@ -58,7 +58,7 @@ for finding in exported.facts["parity"]:
     print(f"{finding['claim']}: within {finding['limit']:g}" if finding["limit"] is not None else finding["claim"])
 
 # %% [markdown]
-# You can pass the file to every verb in place of a model. So you can verify the file that you deploy:
+# `rx.verify` accepts an exported file in place of a model. So you can verify the file that you deploy:
 
 # %%
 fidelity = rx.verify(rx.load(OUT / "slim.onnx"), slim, splits.test, [rx.checks.Fidelity()])
@@ -66,13 +66,13 @@ agreement = fidelity.of("fidelity")[1]
 print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 
 # %% [markdown]
-# In the same way, export to `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, also for C++) or
-# `"openvino"`. The first two write a `.pt2` file. Opening such a file can run any code that its author put there. So
+# Other formats are `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, also for C++) and
+# `"openvino"`. The first two write a `.pt2` file. Opening a `.pt2` file can run any code that its author put there. So
 # `rx.load` opens it only with `trust=True`, and a command only with `--trust`. On a CPU that computes in bfloat16,
-# `"openvino(precision=bf16)"` is the fastest, with almost no loss ([OpenVINO](openvino_file.md)).
+# `"openvino(precision=bf16)"` is the fastest format and loses almost nothing ([OpenVINO](openvino_file.md)).
 #
-# For `int8`, NNCF quantizes the model on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). You need `pip
-# install 'attnrx[int8]'`. Measure the loss in the same way:
+# To export in 8 bits, pass `to="int8"` for ONNX Runtime or `"openvino(precision=int8)"` for OpenVINO. NNCF then
+# quantizes the model on 300 of your images. You need `pip install 'attnrx[int8]'`. Measure the loss in the same way:
 
 # %%
 int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8", calibration=splits.train)
@@ -82,12 +82,13 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Phones and browsers
 #
-# ONNX Runtime Web runs the ONNX files without changes: `ort.InferenceSession.create("slim.onnx")`. We tried a ViT-Tiny
-# in WebAssembly, both unchanged and with three stages of merging. The outputs agreed with PyTorch's to 1.5e-6
-# (onnxruntime-web 1.30 in Node). WebGPU was not tried.
+# In a browser, ONNX Runtime Web opens the ONNX files without changes: `ort.InferenceSession.create("slim.onnx")`. We
+# tested a ViT-Tiny in WebAssembly, both unchanged and with three stages of merging. The outputs agreed with PyTorch's
+# to 1.5e-6 (onnxruntime-web 1.30 in Node). We did not test WebGPU.
 #
-# For Core ML, convert the program. You can convert only models without pruned or merged tokens, because the converter
-# has no stable sort. We checked the conversion on Linux (coremltools 9.0), where Core ML does not run:
+# For Core ML, convert the exported program. Models with pruned or merged tokens cannot be converted, because the
+# converter does not support a stable sort. We tested the conversion on Linux (coremltools 9.0), where Core ML does not
+# run:
 #
 # ```python
 # rx.export(slim, "slim.pt2", to="program", batch=1)
@@ -96,7 +97,7 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # ```
 
 # %% [markdown]
-# On the command line, use `attnrx export slim --to onnx --out slim.onnx`, then `attnrx verify slim.onnx --reference
-# slim --data DATA`. In Python, `rx.exporting.compare_with_original` times a file beside the original's file in the same
-# runtime. `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, and also the original's
-# file.
+# On the command line, export with `attnrx export slim --to onnx --out slim.onnx` and verify the file with `attnrx
+# verify slim.onnx --reference slim --data DATA`. To measure the speed, call `rx.exporting.compare_with_original`, which
+# times a file and the original's file in the same runtime. `attnrx bench MODEL --runtime onnx --methods ...` times
+# several methods and the original's file in that runtime.

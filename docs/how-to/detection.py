@@ -1,12 +1,12 @@
-"""Make a whole detector smaller: boxes and classes, judged by the objects that it finds."""
+"""Makes a whole detector smaller, and judges it by the objects that it finds."""
 
 # %% [markdown]
 # # A detector
 #
-# You want a smaller detector that keeps your head, your outputs and your boxes. You judge it by the objects that it
-# finds. The module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the
-# object whose centre it contains. It is trained in half a minute on digits of different sizes in noise. Your module may
-# return any tensors, in tuples or dictionaries, before or after your own selection of boxes.
+# You want a smaller detector with the same head and the same outputs, and you judge it by the objects that it finds.
+# The example is a timm Vision Transformer with a detection head. If the centre of an object is in a patch, that patch
+# predicts the object's class and box. The page trains this detector in half a minute, on digits of different sizes in
+# noise. Your module may return any tensors in tuples or dictionaries.
 
 # %%
 import timm
@@ -38,8 +38,8 @@ class Detector(nn.Module):
 
 
 # %% [markdown]
-# A loader yields images and their objects, [batch, objects, 5]: class, centre, width and height. Lengths are shares of
-# the image side.
+# A loader yields images and their objects, [batch, objects, 5]. An object has five numbers: its class, the two
+# coordinates of its centre, its width and its height. Lengths are relative to the side of the image.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -88,11 +88,13 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two outputs in
-# different units, so you must weight them. This divergence adds the divergence of the classes in all patches and the
-# error of the boxes where the original sees an object. `metric(outputs, (images, labels))` is the number that you
-# report. This metric is the share of objects that the detector finds with the right class and an overlap (IoU) above
-# one half.
+# You pass two functions. `divergence(original, smaller)` compares the outputs of both models without labels. attnrx
+# uses it to choose the plan and to fit the weights. A detector has two outputs in different units, so the function must
+# weight them. The example adds the divergence of the classes in all patches and the error of the boxes where the
+# original sees an object.
+#
+# `metric(outputs, (images, labels))` computes the number that you report. The example computes the share of objects
+# that the detector finds with the right class and an overlap (IoU) above one half.
 
 
 # %%
@@ -130,13 +132,14 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)["boxes"]` are its boxes. You can select boxes from them as before.
+# `small.model` has the class and the outputs of your module. You can select boxes from `small.model(images)["boxes"]`
+# as before.
 #
 # ## The average precision
 #
-# AP belongs to a whole data set, because it ranks the boxes of all images by their scores. So it cannot choose a plan.
-# Measure it once, with your own evaluation. Boxes are matched with objects within one image. So you can resample images
-# to get an interval for the change of AP.
+# The average precision (AP) ranks the boxes of all images by their scores, so it has no value per image and attnrx
+# cannot plan with it. Measure it once, with your own evaluation. Each image's boxes are matched only with that image's
+# objects. So you can resample images to get an interval for the change of AP.
 
 
 # %%
@@ -179,10 +182,10 @@ print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old
 # %% [markdown]
 # ## Windows and merging
 #
-# attnrx also finds the backbone in a library's detector (ViTDet, YOLOS, LW-DETR, RF-DETR). Pass the whole detector.
+# You can also pass a whole detector from a library (ViTDet, YOLOS, LW-DETR, RF-DETR). attnrx finds the backbone in it.
 # LW-DETR and RF-DETR divide the patches of an image into windows between their blocks. attnrx can remove ranks, heads
-# and units there, too. It merges the same number of tokens in every window, and restores them before the head. The
-# example is an LW-DETR with random weights. `from_pretrained` loads yours.
+# and units in these models, too. It merges the same number of tokens in every window, and restores all patches before
+# the head. The example is an LW-DETR with random weights. Load yours with `from_pretrained`.
 
 # %%
 torch.manual_seed(0)
@@ -204,8 +207,8 @@ print(f"{100 * after / before:.0f} % of the MACs; boxes of two images: {tuple(sm
 # %% [markdown]
 # ## What can go wrong
 #
-# - If `forward` selects boxes (by a threshold, or non-maximum suppression), the sizes of its tensors depend on the
+# - `forward` selects boxes (by a threshold, or non-maximum suppression), so the sizes of its tensors depend on the
 #   image. Pass the module without this selection, and select boxes afterwards.
-# - A DETR returns queries in place of patches. Compare the same query of both models, and weight it by the scores of
-#   the original, as above.
-# - The lists of objects must have one shape for all images. Pad them in the dataset.
+# - A DETR predicts one box per query, not per patch. In your divergence, compare the same query of both models, and
+#   weight it by the original's scores, as above.
+# - Images have different numbers of objects. Pad the lists in the dataset, so that all have the same shape.

@@ -1,11 +1,11 @@
-"""Make an embedding tower smaller, and measure which neighbours it keeps."""
+"""Makes an embedding tower smaller, and measures which nearest neighbours stay the same."""
 
 # %% [markdown]
 # # An embedding tower
 #
-# A tower has no classes. Its output is a vector for retrieval, deduplication or zero-shot classification (CLIP, SigLIP,
-# DINOv2). So attnrx does not measure accuracy. It measures the cosine distance of the vectors, and which neighbours
-# stay the same.
+# An embedding tower (CLIP, SigLIP, DINOv2) returns a vector for retrieval, deduplication or zero-shot classification.
+# Because it predicts no classes, attnrx does not measure accuracy. It measures the cosine distance between the vectors
+# of both models, and how many nearest neighbours stay the same.
 
 # %%
 import os
@@ -31,8 +31,8 @@ splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 # %% [markdown]
 # ## Smaller
 #
-# If you have a target, `rx.shrink(model, splits, macs=0.6)` chooses the plan. Here you state the plan yourself. Neither
-# way uses labels.
+# If you have a target, `rx.shrink(model, splits, macs=0.6)` chooses what to remove. On this page, you write the rules
+# yourself. Neither way uses labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -44,9 +44,9 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## What it costs
 #
-# `fidelity` compares the vectors, and `retrieval` compares the neighbours of every image. To measure how many images
-# change their zero-shot class, pass a divergence of your own. If `texts` holds the text tower's vector of every class,
-# call `rx.verify(..., divergence=lambda a, b: ((a @ texts.T).argmax(-1) != (b @ texts.T).argmax(-1)).float())`.
+# The check `Fidelity` compares the vectors, and `Retrieval` compares the neighbours of every image. To measure how many
+# images change their zero-shot class, pass your own divergence. If `texts` contains the text tower's vector for every
+# class, call `rx.verify(..., divergence=lambda a, b: ((a @ texts.T).argmax(-1) != (b @ texts.T).argmax(-1)).float())`.
 
 # %%
 checks = [rx.checks.Fidelity(), rx.checks.Retrieval(ks=(1, 5))]
@@ -56,7 +56,8 @@ for finding in rx.verify(small, model, splits.test.take(256), checks).findings:
 # %% [markdown]
 # ## What can go wrong
 #
-# - Your index contains vectors of the original. The smaller model's vectors are near them, but not equal. Embed the
-#   images again, or fit the smaller model to the index that you have ([Search with an old index](old_index.md)).
-# - You can compress both towers of a pair. Load and compare each tower separately.
-# - Repair and distillation fit the vectors directly: `rx.repair(small, model, images)`, `rx.distill(...)`.
+# - Your index contains the original's vectors. The smaller model's vectors are near these vectors, but not equal. Embed
+#   the images again, or fit the smaller model to your index ([Search with an old index](old_index.md)).
+# - You want to compress both towers of a pair. Load each tower and verify it separately.
+# - The loss is too large. `rx.repair(small, model, images)` and `rx.distill(...)` fit the smaller model's vectors to
+#   the original's, without labels.

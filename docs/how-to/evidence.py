@@ -1,10 +1,10 @@
-"""Read and trust the evidence: checks, controls, paired intervals, the report."""
+"""Explains how to read evidence: checks, controls, paired intervals and the report."""
 
 # %% [markdown]
 # # Read the evidence
 #
-# A smaller model comes with claims: equal accuracy, equal predictions, lower latency. Evidence contains a measurement
-# for each claim.
+# Whoever offers a smaller model claims that its accuracy or its predictions are the same, or that it is faster.
+# Evidence contains a measurement for each claim. This page explains how to read the measurements.
 
 # %%
 import os
@@ -32,14 +32,14 @@ slim = rx.realize(model, prescription)
 # %% [markdown]
 # ## Checks
 #
-# A check is a measurement with options. If you set a limit, its finding is a *claim*. A claim holds or fails, or it is
-# undecided if there are too few images. Without a limit, the finding only reports a quantity. Set the limits before you
-# measure.
+# A *check* measures one or more quantities, and each result is called a *finding*. If you set a limit, the finding is a
+# *claim*, which holds, fails, or is undecided because there are too few images. Without a limit, the finding only
+# reports a quantity. Set the limits before you measure.
 
 # %%
 checks = [
-    rx.checks.Accuracy(most_drop=5.0),  # points of top-1 that may be lost
-    rx.checks.Fidelity(most_discrepancy=0.5),  # of the logits, relative (Eq. 46)
+    rx.checks.Accuracy(most_drop=5.0),  # how many points of top-1 accuracy the model may lose
+    rx.checks.Fidelity(most_discrepancy=0.5),  # the largest relative difference of the logits (Eq. 46)
     rx.checks.Calibration(),
     rx.checks.Costs(),
     Robustness(severities=(3,), corruptions=("gaussian_noise",)),
@@ -52,9 +52,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Intervals are paired
 #
-# Both models classify the same images. Only images where exactly one model is right change the difference. So the
-# *change* has a far narrower interval than either accuracy. If the interval contains zero, the images show neither a
-# loss nor a gain. Its lower end bounds the loss.
+# Both models classify the same images, and most answers are the same. Only images where exactly one model is right
+# affect the change of accuracy. So the *change* has a much narrower interval than either accuracy. If its interval
+# contains zero, the images show neither a loss nor a gain. The lower end of the interval bounds the loss.
 
 # %%
 before, after, change = evidence.of("accuracy")
@@ -62,15 +62,16 @@ for finding in (before, after, change):
     print(f"{finding.claim}: {finding.value:.1f} {finding.unit} [{finding.low:.1f}, {finding.high:.1f}]")
 
 # %% [markdown]
-# The divergences of images have heavy tails. With 50 images, the percentile intervals of a bootstrap contain the mean
-# in only 83 to 92 % of the cases. So attnrx studentizes means, and widens the tails for few images. Its intervals
-# contain the mean in 94 % or more (`python benchmarks/coverage.py`).
+# A few images have much larger divergences than all others (heavy tails). With 50 images, the percentile intervals of a
+# bootstrap therefore contain the mean in only 83 to 92 % of the cases. attnrx uses studentized intervals and widens
+# them for few images. They contain the mean in 94 % of the cases or more (`python benchmarks/coverage.py`).
 #
 # ## Accuracy is not enough
 #
-# A model can keep its accuracy and still be right on other images than before. So discrepancy, agreement and divergence
-# compare the outputs of reference, mask and candidate in pairs. The difference between reference and mask is the cost
-# of the *selection*. The difference between mask and candidate is the cost of the *realization*.
+# A smaller model can have the same accuracy as the original, but make its mistakes on different images. So the check
+# `Fidelity` compares outputs directly, by their discrepancy, agreement and divergence. It compares the original
+# (reference), the mask and the smaller model (candidate) in pairs. The difference between reference and mask is the
+# cost of the *selection*. The difference between mask and candidate is the cost of the *realization*.
 
 # %%
 for finding in evidence.of("fidelity"):
@@ -79,10 +80,10 @@ for finding in evidence.of("fidelity"):
 # %% [markdown]
 # ## Controls
 #
-# Would another selection with the same number of directions be as good? Controls keep the same number of directions in
-# every head, but select them at random, by the largest strengths, or evenly. The finding states how much *farther* each
-# control is from the original than the rule's selection, with a paired interval. If the interval is above zero, the
-# rule is better than the control.
+# Would a simpler selection be just as good? Controls keep the same number of directions in every head as your
+# prescription, but select them at random, by the largest strengths, or evenly. The findings tell you how much *farther*
+# each control is from the original than your prescription, with a paired interval. If the interval is above zero, your
+# prescription is better than the control.
 
 # %%
 prescriptions = control_prescriptions(diagnosis, prescription, kinds=("random", "largest"), draws=3)
@@ -95,17 +96,18 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 #
 # - You report a change without an interval, or on images that were used for the selection. Diagnose and calibrate on
 #   training images, and verify on test images.
-# - You use one seed. Every finding contains its seed. Run the command with several seeds, and compare the findings.
-# - You report latency without its conditions. The check times both models in turns, so other load slows both. It
-#   records the hardware, the batch size and the threads. Its rounds run in four new processes, because processes differ
-#   more than rounds do. The interval is a t interval over the medians of the processes. A file, or a model that cannot
-#   be pickled, is timed in one process. The finding's `interval` names the method. On another day the latency can
-#   differ by more than the interval.
+# - You use only one seed. Run the command with several seeds, and compare the findings. Every finding contains its
+#   seed.
+# - You report latency without its conditions. The latency check times both models in turns, so other load slows both.
+#   It records the hardware, the batch size and the threads. Its rounds run in four new processes, because latency
+#   differs more between processes than between rounds. The interval is a t interval over the medians of the processes.
+#   A file, or a model that cannot be pickled, is timed in one process. The finding's `interval` says how it was
+#   computed. On another day, the latency can differ by more than the interval.
 #
 # ## The report
 #
-# The report is one HTML file with all results, and needs no network. The JSON file contains every finding with value,
-# limit, interval, n and seed.
+# `rx.write_report` writes one HTML file with all results, which you can open without a network. `evidence.save` writes
+# a JSON file that contains every finding with value, limit, interval, n and seed.
 
 # %%
 evidence.save("evidence.json")
@@ -118,7 +120,7 @@ print(f"{page}: {evidence.summary}")
 # %% [markdown]
 # ## The same on the command line
 #
-# For scripts and CI: the exit code of `attnrx verify` is 1 if a claim fails.
+# In scripts and CI, check the exit code of `attnrx verify`. It is 1 if a claim fails.
 #
 # ```bash
 # attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --out evidence.json

@@ -1,10 +1,11 @@
-"""Make a fine-tuned model smaller: a replaced head, a folder of images, and the file that is deployed."""
+"""Makes a fine-tuned model with a new head smaller, with a folder of images, and writes the file to deploy."""
 
 # %% [markdown]
 # # A fine-tuned model
 #
-# You have fine-tuned a timm or transformers model on your own classes. It has a new head, and you have a folder of
-# images. One call makes it smaller. This page first makes an example model and an example folder. Use yours instead.
+# You have a timm or transformers model that you fine-tuned on your own classes, with a new head, and a folder of
+# images. One call makes the model smaller. The first cells make an example model and an example folder. Use yours
+# instead.
 
 # %%
 from pathlib import Path
@@ -42,10 +43,10 @@ for images, labels in loader:
 # %% [markdown]
 # ## Smaller
 #
-# The new head needs no configuration. attnrx adopts the model and proves that its copy has the same outputs. To set a
-# target of measured time, pass `faster=1.5` in place of `macs=0.7`. Labels are used only to measure accuracy. On images
-# that the model was trained on, as here, this accuracy is too high. Pass images that it has not seen, or
-# `{"train": loader, "test": loader_of_unseen_images}`: attnrx plans on the first and reports accuracy on the second.
+# `rx.shrink` needs no information about the new head. It proves that its copy of your model has the same outputs. To
+# plan for a measured speed, pass `faster=1.5` in place of `macs=0.7`. Labels are used only to measure accuracy. This
+# page uses the training images, so the measured accuracy is too high. Pass images that the model has not seen, or pass
+# `{"train": loader, "test": loader_of_unseen_images}`. attnrx plans on the first and reports accuracy on the second.
 
 # %%
 shrunk = rx.shrink(model.eval(), loader, macs=0.7, threads=1)
@@ -56,8 +57,8 @@ print("verified:", ", ".join(sorted({finding.check for finding in shrunk.evidenc
 # %% [markdown]
 # ## The folder
 #
-# The folder contains the model, its ONNX file with a script that runs it, the evidence and a report. The ONNX file
-# contains the class names from your image folder.
+# `shrunk.save` writes a folder with the model, an ONNX file and a script that runs it, the evidence and a report. The
+# class names from your image folder are stored with the ONNX file.
 
 # %%
 folder = shrunk.save("runs/faster")
@@ -70,17 +71,17 @@ print(rx.exporting.load_exported(folder / "model.onnx").facts["class_names"])
 # %% [markdown]
 # `python runs/faster/run_model.py IMAGE` classifies a picture with NumPy and ONNX Runtime only.
 #
-# On the command line:
+# To use the command line, save your model first:
 #
-# - timm, if the head is one linear map: `torch.save(model.state_dict(), "fine_tuned.pt")`, then `attnrx shrink
+# - A timm model whose head is one linear map: `torch.save(model.state_dict(), "fine_tuned.pt")`, then `attnrx shrink
 #   timm:vit_tiny_patch16_224 --weights fine_tuned.pt --data photos --macs 0.7 --out faster`.
-# - transformers: `model.save_pretrained("FOLDER")`, then `attnrx shrink hf:FOLDER ...`.
-# - any model: `rx.save(rx.load(model), "mine")`, then `attnrx shrink mine ...`.
+# - A transformers model: `model.save_pretrained("FOLDER")`, then `attnrx shrink hf:FOLDER ...`.
+# - Any other model: `rx.save(rx.load(model), "mine")`, then `attnrx shrink mine ...`.
 #
 # ## What can go wrong
 #
-# - You have few images. attnrx plans on a part of them and verifies on the rest. With fewer than 1,000 images the
+# - You have few images. attnrx plans on a part of the images and verifies on the rest. With fewer than 1,000 images the
 #   intervals are wide, and claims are undecided.
 # - Your head has several inputs or outputs (detection, two tasks). See [Use a model of your own](own_model.md).
-# - You compress too early. Fine-tune first, then compress. You can train a compressed model further with `rx.train` or
-#   your own loop.
+# - You compress before you fine-tune. Fine-tune first, and then compress. You can train the compressed model further
+#   with `rx.train` or your own loop.

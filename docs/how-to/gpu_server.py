@@ -1,11 +1,11 @@
-"""A GPU server: what makes large batches faster where kernel launches limit the speed, and how to record a graph."""
+"""Makes a model faster for large batches on a GPU, and records its kernels as a CUDA graph."""
 
 # %% [markdown]
 # # A GPU server
 #
-# On a GPU such as an H100, fewer MACs do not always take less time. Small models and small batches are limited by
-# kernel launches, and ranks that differ between heads cost more time than they save. At a large batch, halve the hidden
-# units in multiples of 64, merge tokens in one or two early layers, and record a CUDA graph
+# On a GPU such as an H100, a model with fewer MACs is not always faster. Small models and small batches spend most of
+# their time on kernel launches, and ranks that differ between heads cost more time than they save. For large batches,
+# halve the hidden units in multiples of 64, merge tokens in one or two early layers, and record a CUDA graph
 # ([measured](../results/gpu.md)).
 
 # %%
@@ -33,8 +33,8 @@ model = model.to(device)
 # %% [markdown]
 # ## Halve the hidden units
 #
-# attnrx selects the units by how much the block's output changes without them, and refits the second map by least
-# squares. You need no labels.
+# The rule `hidden=uniform_rank:0.5` keeps the units without which the block's output would change most. attnrx then
+# refits the MLP's second linear map by least squares. You need no labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(256), moments=True)
@@ -45,13 +45,13 @@ before, after = (rx.models.family_of(each).costs(each).macs for each in (model, 
 print(f"{100 * after / before:.0f} % of the MACs")
 
 # %% [markdown]
-# Then call `rx.distill(small, model, images)`, or `rx.repair` if nothing is merged. Both work without labels and
-# recover most of the loss.
+# To recover most of the loss, call `rx.distill(small, model, images)`, or `rx.repair` if no tokens are merged. Neither
+# needs labels.
 #
 # ## Record it
 #
-# A CUDA graph replays all kernels of a forward pass with one call. The first call with a new batch shape records the
-# graph. The returned tensor is valid only until you call the graph again.
+# A CUDA graph launches all kernels of a forward pass at once. The first call with a new batch shape records the graph.
+# The next call overwrites the returned tensor, so copy it if you need it longer.
 
 # %%
 images = torch.randn(BATCH, *rx.models.family_of(model).input_shape(model), device=device)
@@ -63,8 +63,9 @@ print(f"answers: {list(answers.shape)}")
 # %% [markdown]
 # ## What can go wrong
 #
-# - A model that was planned for a target of MACs can be slower on a GPU. State a target of time instead:
-#   `rx.shrink(model, images, faster=1.2, batch=256)` times every plan as a CUDA graph. First put the model on the
-#   device, in the precision you will use (`model.bfloat16()`).
-# - Do not expect a gain at batch 1. As graphs, models with half of the hidden units are 1.01 to 1.07 times as fast as
-#   timm's. All other reductions are slower. The graph without compression makes timm's ViT-S 6.4 times as fast.
+# - A model that was planned for a number of MACs can be slower on a GPU. Plan for a speed instead: `rx.shrink(model,
+#   images, faster=1.2, batch=256)` times every plan as a CUDA graph. First move the model to the GPU, in the precision
+#   that you will use (`model.bfloat16()`).
+# - At batch 1, compression hardly helps. If both run as graphs, models with half of the hidden units are 1.01 to 1.07
+#   times as fast as timm's. All other reductions make the model slower. A graph of timm's unchanged ViT-S is 6.4 times
+#   as fast as the model without a graph.

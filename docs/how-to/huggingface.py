@@ -1,10 +1,10 @@
-"""A model of transformers: made smaller, and run by pipeline and Trainer as before."""
+"""Makes a transformers model smaller, and uses it in `pipeline` and `Trainer` as before."""
 
 # %% [markdown]
 # # Models and pipelines of transformers
 #
-# You have an image model from transformers and want a smaller one for `pipeline` and `Trainer`. You need `pip install
-# 'attnrx[huggingface,train]'`.
+# You have an image model from transformers, and want a smaller model that still works with `pipeline` and `Trainer`.
+# You need `pip install 'attnrx[huggingface,train]'`.
 
 # %%
 import numpy
@@ -20,8 +20,8 @@ transformers.logging.set_verbosity_error()
 # ## Load
 #
 # `rx.load("hf:google/vit-base-patch16-224")` loads a model from the hub. `rx.load("hf:FOLDER")` loads a model that
-# `save_pretrained` wrote. `rx.load(model)` adopts an instance. The example is a small model with random weights, so
-# the page runs without a download. attnrx proves on random images that the copy has the same outputs.
+# `save_pretrained` wrote. `rx.load(model)` returns a copy of a model in memory, after a test on random images that the
+# copy has the same outputs. The example is a small model with random weights, so that the page runs without a download.
 
 # %%
 config = transformers.ViTConfig(
@@ -40,8 +40,8 @@ model = rx.load(original)
 # %% [markdown]
 # ## Make it smaller
 #
-# With images and a target, `rx.shrink(original, loader, macs=0.6)` chooses the ranks, units and tokens. Here you state
-# them. A loader may yield the output of a processor: `{"pixel_values": ..., "labels": ...}`.
+# `rx.shrink(original, loader, macs=0.6)` chooses ranks, units and tokens for a target. On this page, you choose them
+# with `rx.prescribe`. Your loader may yield the output of a processor: `{"pixel_values": ..., "labels": ...}`.
 
 # %%
 processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
@@ -57,8 +57,8 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## pipeline
 #
-# Load a saved folder with `rx.load`, and pass the model to a pipeline with the original's processor. The labels come
-# from the model's configuration.
+# To use the smaller model in a pipeline, load the saved folder with `rx.load`, and pass the model together with the
+# original's processor. The pipeline reads the label names from the model's configuration.
 
 # %%
 rx.save(small, "runs/small-hf")
@@ -70,8 +70,9 @@ print(sorted(answer["label"] for answer in answers))
 # %% [markdown]
 # ## Trainer
 #
-# The model takes `pixel_values` and `labels` and returns logits with a loss. So `Trainer` can evaluate and fine-tune
-# it. The ranks and the token policy do not change. (`rx.distill` and `rx.train` fit the model without labels.)
+# Like any transformers model, the smaller model takes `pixel_values` and `labels`, and returns logits and a loss. So
+# `Trainer` can evaluate and fine-tune it. Ranks and the token policy stay the same. (`rx.distill` and `rx.train` fit
+# the model without labels.)
 
 # %%
 rows = [{"pixel_values": image, "labels": label % 3} for label, image in enumerate(pixels)]
@@ -93,10 +94,10 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 # %% [markdown]
 # ## What can go wrong
 #
-# - `type(small)` is `transformers.ViTForImageClassification`, but its weights have other shapes. So `from_pretrained`
-#   of transformers refuses the folder. Attention with reduced ranks returns no attention weights
-#   (`output_attentions=True`).
-# - `rx.load` opens the folders that `trainer.save_model(folder)` and the checkpoints of `Trainer` write.
+# - `from_pretrained` cannot load the folder. `type(small)` is `transformers.ViTForImageClassification`, but its weights
+#   have other shapes. Load the folder with `rx.load`, which also loads the folders that `trainer.save_model(folder)`
+#   and the checkpoints of `Trainer` write.
+# - Attention with reduced ranks returns no attention weights (`output_attentions=True`).
 # - attnrx does not save the processor with the model. Keep the original's processor, or its folder.
 # - If `rx.load` cannot copy a model exactly, it refuses the model and names the block or the feature ([which classes
 #   are read](../models.md)).

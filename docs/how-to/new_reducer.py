@@ -1,10 +1,10 @@
-"""Add a token reducer: a class of ten lines that works in texts, files, plans and training like the others."""
+"""Adds a token reducer, a class of ten lines that works in rules, files, plans and training like built-in reducers."""
 
 # %% [markdown]
 # # Add a reducer
 #
-# A token reducer scores patches or combines tokens. A class that scores patches takes a few lines. It then works in
-# texts, saved models, checks, plans and exported files.
+# A token reducer decides which patches the next layers process. To write a reducer that scores patches and keeps the
+# best ones, you need a class of a few lines. It then works in rules, saved models, checks, plans and exported files.
 
 # %%
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import attnrx as rx
 # %% [markdown]
 # ## The class
 #
-# `Selecting` keeps the patches with the highest `relevance` [batch, patches]. A field of the class is an option in
-# texts. The example keeps the patches whose features have the largest norm, and its field chooses the norm. `state`
-# always has these fields:
+# Subclass `Selecting`, which keeps the patches with the highest `relevance` [batch, patches]. The fields of your class
+# become options in policy texts. The example keeps the patches whose features have the largest norm, and its field
+# `order` chooses the norm. The argument `state` always has these fields:
 #
 # | field | shape | is |
 # |---|---|---|
@@ -29,7 +29,7 @@ import attnrx as rx
 # | `patch_indices` | [batch, patches] | the position of every patch in the image |
 # | `stage`, `layer`, `depth` | numbers | the position of the stage in the model |
 #
-# If your class asks for them, as in `needs = ("keys",)`, `state` also has these results of the previous layer:
+# If you list them in `needs`, e.g. `needs = ("keys",)`, `state` also contains these results of the previous layer:
 #
 # | value of `needs` | shape |
 # |---|---|
@@ -55,7 +55,8 @@ rx.tokens.REDUCERS.register(LargestFeatures)  # its name in texts: largest_featu
 # %% [markdown]
 # ## Use it
 #
-# Use the reducer by its name. The loop also runs a control that keeps the same shares:
+# After registration, you can use the reducer by its name. The loop compares it with a control that keeps random
+# patches:
 
 # %%
 checks = [rx.checks.Fidelity()]
@@ -67,7 +68,8 @@ for name in ("largest_features(order=1)", "random"):
 # %% [markdown]
 # ## Save and load
 #
-# A saved model contains the reducer's text. So register the class before you load the model.
+# A saved model contains the text of its token policy, but not the code of your reducer. So register the class before
+# you load the model.
 
 # %%
 small = rx.realize(model, rx.prescribe(model, "tokens=largest_features:0.7@2,3"))
@@ -79,15 +81,16 @@ with torch.no_grad():
 # %% [markdown]
 # ## On the command line
 #
-# Put the class into a file, and pass the file to any command: `attnrx compare ... --plugin largest_features.py`. If an
-# installed package names its modules as entry points of the group `attnrx.parts`, you need no option.
+# Put the class into a file, and pass the file to any command: `attnrx compare ... --plugin largest_features.py`. You
+# need no option if your reducer is in an installed package that lists its modules as entry points in the group
+# `attnrx.parts`.
 #
 # ## In the package
 #
-# A reducer in the package is the same kind of class, in `src/attnrx/vit/tokens/`. You also need one line in `REDUCERS`,
-# one export, and one line in `tests/support/cases.py`. The laws in `tests/laws/` then check what every reducer must
-# guarantee: masks equal removal, costs are as counted, batches do not mix, exported files agree
-# ([Architecture](../architecture.md)).
+# To contribute a reducer to attnrx, put the class in `src/attnrx/vit/tokens/`. You also need one line in `REDUCERS`,
+# one export, and one line in `tests/support/cases.py`. The tests in `tests/laws/` then check what every reducer must
+# guarantee: mask and removal have equal outputs, costs equal counted operations, the images of a batch do not affect
+# each other, and exported files have the same outputs ([Architecture](../architecture.md)).
 #
 # If your reducer merges tokens, implement `Reducer.reduce` (see `Ward`). If it learns its scores, subclass
 # `attnrx_lab.tokens.Predicting` (see `Spot` in the same package).

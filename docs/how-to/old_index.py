@@ -1,10 +1,11 @@
-"""Make an embedding tower smaller, and continue to search in the index that you made with the original."""
+"""Makes an embedding tower smaller, so that you can still search in the index that the original tower computed."""
 
 # %% [markdown]
 # # Search with an old index
 #
-# You have an index with vectors of many images, made by a large tower. You want cheaper queries, and do not want to
-# embed the images again. So the smaller tower must find the original's neighbours among the original's vectors.
+# You have an index of image vectors that a large embedding tower computed. You want a smaller tower for new queries,
+# without embedding all images again. So the smaller tower must find the same neighbours as the original, among the
+# original's vectors.
 
 # %%
 import os
@@ -30,7 +31,8 @@ else:  # the features of a small ViT for handwritten digits, trained in seconds
 # %% [markdown]
 # ## Your index
 #
-# The index holds the original's vectors, [images, features]. Yours are in your database. The page computes an example.
+# The index contains the original's vectors, [images, features]. You have yours in a database. This page computes an
+# example.
 
 # %%
 with torch.no_grad():
@@ -40,8 +42,8 @@ print(f"{len(index):,} vectors of {index.shape[1]} numbers")
 # %% [markdown]
 # ## A smaller tower for this index
 #
-# `keep_index=True` fits the smaller tower to the original's vectors. Every effort then minimizes the cosine distance to
-# them. attnrx uses no labels. Pass at least 1,000 images of the kind that you search with.
+# `keep_index=True` fits the smaller tower to the original's vectors, by minimizing the cosine distance. It works with
+# every `effort` and without labels. Pass at least 1,000 images that resemble your queries.
 
 # %%
 small = rx.shrink(tower, splits, macs=0.6, keep_index=True)
@@ -50,9 +52,9 @@ print(small.summary)
 # %% [markdown]
 # ## What new queries find
 #
-# `small.evidence` contains the check `index`: every test image is a query, and the other test images are the index. To
-# search in your own index, pass it as `stored`, and use queries that it does not contain. The example also reaches the
-# same target without `keep_index`, and compares the two results:
+# `small.evidence` contains the check `index`. In this check, every test image is a query that searches among the other
+# test images. To search in your own index, pass it as `stored`, and use queries that it does not contain. The next cell
+# also shrinks the tower without `keep_index`, and compares the two results:
 
 # %%
 without = rx.shrink(tower, splits, macs=0.6)
@@ -64,8 +66,9 @@ for name, each in {"keep_index=True": small, "without": without}.items():
 # %% [markdown]
 # ## A share of the neighbours as the target
 #
-# `recall=0.95` plans for the fewest MACs that keep 95 % of the 10 nearest neighbours. attnrx tries the plans on other
-# images than it uses for the evidence. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
+# With `recall=0.95`, attnrx finds the plan with the fewest MACs that keeps 95 % of the 10 nearest neighbours. It tries
+# plans on one part of the images and measures the evidence on another part. On the command line: `attnrx shrink TOWER
+# --data images --recall 95%`.
 
 # %%
 small = rx.shrink(tower, splits, recall=0.95)
@@ -74,11 +77,12 @@ print(small.summary)
 # %% [markdown]
 # ## What can go wrong
 #
-# - In a larger index the neighbours are nearer to each other, and it is harder to keep them. Measure with your own
-#   vectors.
-# - The search here is exact. An approximate index loses some neighbours with either tower.
-# - If you add images with the smaller tower, old queries are compared with new vectors. Without `stored`, the check
-#   also measures this direction.
-# - A quick call does not distill a tower of more than 5e9 MACs per image. Pass `effort="normal"`.
-# - If no plan reaches the target, attnrx raises an error. The message states the recall of the best plan.
-# - If you embed the images again, [compare the neighbours in both indexes](embeddings.md). They are easier to keep.
+# - In a larger index, neighbours are nearer to each other, so the smaller tower keeps fewer of them. Measure with your
+#   own vectors.
+# - The search on this page is exact. An approximate index loses some neighbours with either tower.
+# - If you add images to the index with the smaller tower, the original's queries are compared with the smaller tower's
+#   vectors. Without `stored`, the check also measures this case.
+# - With `effort="quick"`, attnrx does not distill a tower of more than 5e9 MACs per image. Pass `effort="normal"`.
+# - If no plan reaches the target, attnrx raises an error. The message contains the recall of the best plan.
+# - If you embed all images again with the smaller tower, more neighbours stay the same. [Compare the neighbours in both
+#   indexes](embeddings.md).

@@ -1,11 +1,11 @@
-"""Write a model for OpenVINO, in float32, bfloat16 or int8, and time it beside the original."""
+"""Exports a model for OpenVINO in float32, bfloat16 or int8, and compares its speed with the original's."""
 
 # %% [markdown]
 # # OpenVINO
 #
-# Use OpenVINO in bfloat16 on an x86-64 CPU that computes in bfloat16 (AMX, AVX-512 BF16). On such a CPU it was the
-# fastest way that we measured, with almost no loss ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). You
-# need `pip install 'attnrx[openvino]'`.
+# If you have an x86-64 CPU that computes in bfloat16 (AMX, AVX-512 BF16), use OpenVINO in bfloat16. On such a CPU,
+# it was the fastest runtime that we measured, with almost no loss
+# ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). You need `pip install 'attnrx[openvino]'`.
 
 # %%
 import os
@@ -29,11 +29,12 @@ else:
 # %% [markdown]
 # ## Write
 #
-# attnrx runs the file, and refuses it if its outputs differ from the model's. `openvino(precision=bf16)` computes in
-# bfloat16 if the CPU can. For `openvino(precision=int8)`, NNCF quantizes the model on your images. This needs `pip
-# install 'attnrx[int8]'`. `rx.shrink(..., to="openvino(precision=int8)")` rounds the numbers while it repairs and
-# distills, so the fit corrects the rounding error. In your own code, pass the settings
-# `rx.realization.repair.Repair(bits=8)` and `rx.realization.distillation.Distill(bits=8)`.
+# `rx.export` writes the file, runs it, and raises an error if its outputs differ from the model's. With
+# `openvino(precision=bf16)`, the file computes in bfloat16 if the CPU supports it. With `openvino(precision=int8)`,
+# NNCF quantizes the model on your images, for which you need `pip install 'attnrx[int8]'`. `rx.shrink(...,
+# to="openvino(precision=int8)")` also rounds numbers to 8 bits while it repairs and distills, so the fit corrects part
+# of the rounding error. In your own code, pass the settings `rx.realization.repair.Repair(bits=8)` and
+# `rx.realization.distillation.Distill(bits=8)`.
 
 # %%
 slim = rx.realize(model, rx.prescribe(model, "tokens=ward:0.8@2"))
@@ -45,7 +46,7 @@ print(", ".join(sorted(path.name for path in OUT.glob("slim*"))))
 # %% [markdown]
 # ## Evidence about the file
 #
-# You can pass the file to every verb in place of a model.
+# `rx.verify` accepts the exported file in place of a model.
 
 # %%
 evidence = rx.verify(exported, model, splits.test, [rx.checks.Accuracy(), rx.checks.Fidelity()])
@@ -55,19 +56,20 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Speed
 #
-# attnrx times the file and the original's file in turns, in the same runtime. So the ratio is the gain of the
-# compression.
+# `compare_with_original` times the file in turns with a file of the original, in the same runtime. So the ratio shows
+# only the gain by compression, and not the gain by OpenVINO.
 
 # %%
 for found in rx.exporting.compare_with_original(exported, model, threads=1, batches=(8,), rounds=5):
     print(f"a batch of {found.batch}: {found.faster.value:.2f}x the original's file")
 
 # %% [markdown]
-# One command plans for the speed of the file, writes it and verifies it: `attnrx shrink MODEL --data DATA --faster 1.3
-# --batch 32 --threads 1 --to 'openvino(precision=bf16)' --out faster`. `--faster` is relative to OpenVINO's own file.
+# One command plans for the speed of a file, writes the file and verifies it: `attnrx shrink MODEL --data DATA --faster
+# 1.3 --batch 32 --threads 1 --to 'openvino(precision=bf16)' --out faster`. `--faster` is relative to the file that
+# OpenVINO's own converter makes of your model.
 #
 # ## What can go wrong
 #
 # - A CPU without bfloat16 computes a bfloat16 file in float32, without a message. Compare the speeds of a bfloat16 file
 #   and a float32 file.
-# - Keep the two files, `.xml` and `.bin`, together.
+# - OpenVINO needs both files, `.xml` and `.bin`, in the same folder.

@@ -1,11 +1,11 @@
-"""Use a model of your own: five lines say where its parts are, and random images prove the copy."""
+"""Uses a model of your own class, after you describe where its parts are in five lines."""
 
 # %% [markdown]
 # # Use a model of your own
 #
-# attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip. It finds the parts of many
-# other models without your help ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, describe the
-# parts with a `Reader`. The model may be any `torch.nn.Module`:
+# attnrx supports the Vision Transformers of timm, transformers, torchvision and open_clip. It also finds the parts of
+# many other models ([which ones](../models.md)). Try `rx.load(model)` first. If it raises an error, describe the parts
+# of your model with a `Reader`. The model may be any `torch.nn.Module`, such as this example:
 
 # %%
 from dataclasses import replace
@@ -64,9 +64,9 @@ mine = MyViT(depth=3).eval()
 # %% [markdown]
 # ## The reader
 #
-# All names are paths. `blocks` is a path in the model. `attention`, `norm_before` and `mlp` are paths in a block.
-# `projections` are paths in the attention, and `maps` are paths in the MLP. When you load a saved model, attnrx creates
-# the class again with `arguments`.
+# A `Reader` contains the paths of your model's parts. `blocks`, `patches`, `norm` and `head` are paths in the model.
+# `attention`, `norm_before` and `mlp` are paths in a block. `projections` and `heads` are paths in the attention, and
+# `maps` are paths in the MLP. When you load a saved model, attnrx creates an instance of your class with `arguments`.
 
 # %%
 reader = rx.Reader(
@@ -80,9 +80,9 @@ with torch.no_grad():
     print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
 
 # %% [markdown]
-# `rx.load` changes only a copy. Before it returns, it compares the logits of both models on random images. If the
-# outputs are not class logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or
-# `"embedding"`. All verbs take the model:
+# `rx.load` returns a copy, and compares the outputs of both models on random images first. If the outputs are not class
+# logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or `"embedding"`. You can then use the
+# copy like any other model:
 
 # %%
 diagnosis = rx.diagnose(model, images)
@@ -94,9 +94,9 @@ print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
 # %% [markdown]
 # ## Save and load
 #
-# A folder contains the weights, the name of the class, its arguments and the reader. It never contains code. attnrx
-# does not import or call anything because a file names it. `rx.load` finds the class if you have imported it.
-# Otherwise pass it as `factory`.
+# A saved folder contains the weights, the name of your class, its arguments and the reader, but no code. For your
+# safety, attnrx never imports or calls something because a file names it. `rx.load` finds your class if you have
+# imported it. Otherwise pass the class as `factory`.
 
 # %%
 rx.save(slim, "runs/own-model")
@@ -107,8 +107,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## What can go wrong
 #
-# attnrx refuses a reader that does not match the model. The message names what was not found, or the first block that
-# differs:
+# If a reader does not match the model, attnrx raises an error. The message names the part that was not found, or the
+# first block whose outputs differ:
 
 # %%
 try:
@@ -117,8 +117,8 @@ except rx.AttnrxError as error:
     print(str(error).partition("cannot be adopted: ")[2])
 
 # %% [markdown]
-# - The model must call the attention module with only the tokens. Masks and positions raise `NotSupported`.
-# - `nn.MultiheadAttention` with `batch_first=True` needs no `projections`.
-# - The model must pass the tokens [batch, tokens, width] to a block as its first argument.
-# - `pooling` is "class" or "mean". With any other name the model works, but you cannot prune its tokens.
-# - `maps=None` states that the MLP is of another kind (gated, experts). attnrx then does not change the MLP.
+# - The model passes masks or positions to the attention module, which raises `NotSupported`. It must pass only tokens.
+# - The attention is `nn.MultiheadAttention` with `batch_first=True`. Omit `projections`.
+# - The first argument of a block must be the tokens, [batch, tokens, width].
+# - The classifier pools in an unusual way. With a `pooling` other than "class" or "mean", you cannot prune tokens.
+# - The MLP is not two linear maps (e.g. gated, or with experts). Pass `maps=None`, and attnrx does not change the MLP.

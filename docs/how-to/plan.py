@@ -1,10 +1,10 @@
-"""Plan for a target: one budget over ranks and tokens, with predictions that are verified."""
+"""Plans ranks and tokens for a target, and verifies the plan's predictions."""
 
 # %% [markdown]
 # # Plan for a target
 #
-# State a latency, a number of MACs or a limit on the loss, not a rank or a keep ratio. `plan` divides one budget over
-# the ranks of scores, values and MLPs, and over the tokens, layer by layer.
+# You need not choose ranks and keep ratios yourself. Give `rx.plan` a latency, a number of MACs or a limit on the loss.
+# It divides this budget among the ranks of scores, values and MLPs, and the tokens, layer by layer.
 
 # %%
 import os
@@ -24,12 +24,14 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# `plan` has tables with the cost of each choice. MACs and parameters are counted in closed form, and latency is
-# measured on your machine. The sensitivity of a choice is its effect on the outputs, measured one layer at a time,
-# without labels. If sensitivities added up, dynamic programming over the layers would find the best plan. They do not
-# add up exactly. So a search tries whole plans, and then varies the best plan a few layers at a time. The search first
-# compares softened outputs, which need few images. Then it compares the best few plans on all images. More trials find
-# better plans.
+# `rx.plan` compares the cost and the effect of each choice. Costs come from a table: MACs and parameters are computed
+# by formulas, and latency is measured on your machine. The sensitivity of a choice is its effect on the outputs,
+# measured one layer at a time, without labels.
+#
+# If sensitivities added up, dynamic programming over the layers would find the best plan. Because they only
+# approximately add up, a search tries whole plans, and then varies the best plan a few layers at a time. The search
+# first compares softened outputs, which need few images. Then it compares the best few plans on all images. More trials
+# find better plans.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
@@ -42,12 +44,12 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
     print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
 
 # %% [markdown]
-# `plan.explained` has one line for every choice, with its saving and its own effect on the outputs.
+# `plan.explained` contains one line for every choice, with the cost that it saves and its effect on the outputs.
 #
-# A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
-# these predictions on other images. No mean may be worse than the predicted interval, and the check measures a latency
-# target again. A claim holds only if there are enough images to exclude twice the promised loss. With fewer images the
-# claim is undecided.
+# A plan predicts latency and quality from images that were not used to choose it. The check `Promises` verifies these
+# predictions on other images. No mean may be worse than the predicted interval, and the check measures a latency target
+# again. A claim holds only if there are enough images to exclude twice the promised loss. With fewer images, the claim
+# is undecided.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]
@@ -57,6 +59,6 @@ for finding in evidence.of("promises"):
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}, promised {promised:.3g}, limit {finding.limit:.3g}")
 
 # %% [markdown]
-# On the command line, `attnrx shrink MODEL --faster 1.6 --data DATA --out slim` does all of this. `plan.save("plan")`
-# writes files for `attnrx realize MODEL --prescription plan/prescription.json --out slim` and `attnrx verify slim
-# --reference MODEL --data DATA --checks promises`.
+# On the command line, `attnrx shrink MODEL --faster 1.6 --data DATA --out slim` runs all steps of this page. If you
+# call `plan.save("plan")` in Python, you can continue with `attnrx realize MODEL --prescription plan/prescription.json
+# --out slim` and `attnrx verify slim --reference MODEL --data DATA --checks promises`.

@@ -1,11 +1,12 @@
-"""A checkpoint that loads without attnrx: a smaller model of the library's own class, in the library's own files."""
+"""Makes a smaller model of the library's own class, and saves a checkpoint that loads without attnrx."""
 
 # %% [markdown]
 # # A checkpoint that loads without attnrx
 #
-# You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, like
-# any other checkpoint. Pass `portable=True`. The result is a model of the library's class with other sizes. On the
-# command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
+# You want a smaller model that a server, a colleague or another tool can load with only timm, transformers or
+# torchvision, like any other checkpoint. Pass `portable=True`. The result is a model of the library's class, created
+# with smaller sizes. On the command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out
+# runs/portable`.
 
 # %%
 import os
@@ -29,9 +30,10 @@ else:
 # %% [markdown]
 # ## Shrink
 #
-# All MLPs get the same width, a multiple of 8 (`multiple=`). attnrx also prunes heads if the class has an argument for
-# their number, as most transformers classes do. Your images decide which units stay in each layer. The result is
-# repaired and verified as usual. With `faster=1.3`, the speed is measured in the library's own code.
+# A portable model has one MLP width in all layers, which is a multiple of 8 (`multiple=`). attnrx also prunes heads if
+# the class has an argument for their number, as most transformers classes do. Your images decide which units each layer
+# keeps. The result is repaired and verified as usual. With `faster=1.3`, the speed is measured in the library's own
+# code.
 
 # %%
 shrunk = rx.shrink(model, splits, params=0.8, portable=True)
@@ -41,9 +43,9 @@ print(f"{type(shrunk.model).__module__}: {sum(weight.numel() for weight in shrun
 # %% [markdown]
 # ## Save
 #
-# The folder is the library's checkpoint. timm or transformers load its `config.json` and `model.safetensors`. The file
-# `attnrx.json` is for `rx.load`. Evidence, report and model card are there as in every folder. The card contains the
-# code that loads the model.
+# `shrunk.save` writes a checkpoint in the library's format. timm or transformers read `config.json` and
+# `model.safetensors`, and `rx.load` also reads `attnrx.json`. As in every folder, there are evidence, a report and a
+# model card. The card contains the code that loads the model.
 
 # %%
 folder = shrunk.save("runs/portable", onnx=False)
@@ -54,7 +56,7 @@ print(code)
 # %% [markdown]
 # ## Load it without attnrx
 #
-# This code needs only the library. The outputs are equal to the last bit.
+# The code from the model card needs only the library. The loaded model has the same outputs to the last bit.
 
 # %%
 loaded = {}
@@ -67,10 +69,10 @@ print(f"largest difference: {float(difference)}")
 # %% [markdown]
 # ## Fewer blocks
 #
-# A library's class also has an argument for its number of blocks. `least_needed_blocks` removes blocks one after the
-# other. Each time it removes the block that changes the outputs least. A plan never removes blocks. On pre-trained
-# models a removed block costs more quality than narrower MLPs that save as much
-# ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill such a model with many images.
+# You can also remove whole blocks, because the library's class has an argument for their number. `least_needed_blocks`
+# repeatedly removes the block whose removal changes the outputs least. Plans never remove blocks. On pre-trained
+# models, a removed block costs more quality than narrower MLPs that save the same number of MACs
+# ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill a model with fewer blocks on many images.
 
 # %%
 depth = rx.planning.least_needed_blocks(model, splits.train.take(64), 1)
@@ -83,21 +85,21 @@ print(f"{after} of {before} blocks")
 # %% [markdown]
 # ## A file for other runtimes
 #
-# TensorRT, Core ML and NPUs run the operations of a portable model: products, softmax, GELU and norms. Write an ONNX
-# file with a fixed number of images and with operator set 17, which older versions also support. Pass the `multiple`
-# from [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
+# TensorRT, Core ML and NPUs support all operations in a portable model: products, softmax, GELU and norms. Export an
+# ONNX file with a fixed batch size and operator set 17, which older versions of these tools also read. Pass the
+# `multiple` from [the table](runtimes.md) to `shrink`, so that the widths fill the device's tiles.
 
 # %%
 file = rx.export(shrunk.model, "runs/portable.onnx", to="onnx(opset=17)", batch=1)
 print("operator set", onnx.load(file.path).opset_import[0].version)
 
 # %% [markdown]
-# We did **not run** the commands in the next three sections, because this project has no machine with these devices.
+# We did **not run** the commands in the next three sections, because we have no machine with these devices.
 #
 # ### TensorRT
 #
-# Shrink with `portable=True, multiple=64`. We measured these widths [on a
-# GPU](../results/gpu.md#what-to-do-on-a-gpu), in PyTorch.
+# Shrink with `portable=True, multiple=64`. We measured the speed of such widths [on a
+# GPU](../results/gpu.md#what-to-do-on-a-gpu), but in PyTorch and not in TensorRT.
 #
 # ```
 # trtexec --onnx=runs/portable.onnx --fp16 --saveEngine=portable.plan
@@ -105,20 +107,21 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 #
 # ### Core ML
 #
-# Shrink with `multiple=32`. The Neural Engine aligns the last axis of a buffer to 64 bytes. These are 32 numbers in
-# half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime passes the file to Core ML:
+# Shrink with `multiple=32`. The Neural Engine aligns the last axis of a buffer to 64 bytes, which hold 32 numbers in
+# half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime can pass the file to Core
+# ML:
 #
 # ```python
 # providers = ["CoreMLExecutionProvider", "CPUExecutionProvider"]
 # session = onnxruntime.InferenceSession("runs/portable.onnx", providers=providers)
 # ```
 #
-# For an `.mlpackage`, convert the program instead of the ONNX file (see [Deploy](deploy.md#phones-and-browsers)).
+# To make an `.mlpackage`, convert a program instead of the ONNX file (see [Deploy](deploy.md#phones-and-browsers)).
 #
 # ### An NPU
 #
-# An NPU accepts only fixed shapes (OpenVINO, "Supported Devices"). The file above has fixed shapes. Shrink with
-# `multiple=64`.
+# Shrink with `multiple=64`. An NPU accepts only fixed shapes (OpenVINO, "Supported Devices"), which the exported file
+# above has.
 #
 # ```python
 # compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")
@@ -127,14 +130,15 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # %% [markdown]
 # ## What can go wrong
 #
-# - All layers have one width. After the repair, a separate width for each layer is hardly better
-#   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want separate widths, prescribe
+# - You want a different width in each layer. After the repair, separate widths are hardly better
+#   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you still want them, prescribe
 #   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`. The folder then contains
-#   `modeling.py`, a short file that creates the model. transformers treats the file as remote code
-#   (`trust_remote_code=True`). Whoever loads the model runs that file, so let them read it.
+#   `modeling.py`, a short file that creates the model. transformers treats it as remote code
+#   (`trust_remote_code=True`). Users who load the model run this file, so ask them to read it first.
 # - Reduced ranks of scores and values, and pruned or merged tokens, need attnrx. `rx.save(..., portable=True)` refuses
 #   such models.
-# - The library cannot create a head that you replaced. Create the model with the right arguments (`num_classes=10`),
-#   load the weights into it, and shrink that model.
-# - In DINOv2 of transformers, the width is a whole multiple of the embedding width. So its plans have few sizes.
-# - If you edit a file of the folder, such as `config.json`, saving again does not overwrite it.
+# - You replaced the model's head, and the library cannot create yours. Create the model with the right arguments
+#   (`num_classes=10`), load the weights into it, and shrink that model.
+# - In transformers' DINOv2, the MLP width must be an integer multiple of the embedding width. So few sizes are
+#   possible.
+# - You edited a file in the folder, such as `config.json`. Saving again does not overwrite your changes.

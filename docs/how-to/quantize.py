@@ -1,11 +1,11 @@
-"""Quantize a smaller model with the tools of NNCF, ONNX Runtime and others, and measure what each costs."""
+"""Quantizes a smaller model with NNCF, ONNX Runtime and other tools, and measures the accuracy that each tool costs."""
 
 # %% [markdown]
 # # Quantize afterwards
 #
-# You made a model smaller, and now want to run a standard tool on its file: `nncf.quantize` for OpenVINO, ONNX
-# Runtime's quantizers, or a conversion to half precision. A smaller model loses as much accuracy with them as the
-# original does. You need `pip install 'attnrx[onnx,openvino]' nncf onnxconverter-common`. The page skips a tool that is
+# You made a model smaller, and now want to quantize its file with a standard tool: `nncf.quantize` for OpenVINO, ONNX
+# Runtime's quantizers, or a conversion to half precision. Quantization costs a smaller model about as much accuracy as
+# the original. You need `pip install 'attnrx[onnx,openvino]' nncf onnxconverter-common`. The page skips tools that are
 # not installed.
 
 # %%
@@ -27,7 +27,7 @@ MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, 
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
 OUT = Path(os.environ.get("OUT", "runs/quantize"))
 OUT.mkdir(parents=True, exist_ok=True)
-logging.disable(logging.WARNING)  # of the tools
+logging.disable(logging.WARNING)  # hides the warnings of the tools
 
 # %%
 if MODEL:
@@ -53,7 +53,7 @@ def unchanged(logits) -> str:
 # %% [markdown]
 # ## NNCF, for OpenVINO
 #
-# State `model_type`. Without it NNCF also quantizes the additions between the blocks. These quantized additions ruin
+# Always pass `model_type`. Without it, NNCF also quantizes the additions between the blocks, which ruins the outputs of
 # most Vision Transformers, including timm's unchanged model.
 
 # %%
@@ -72,10 +72,11 @@ if importlib.util.find_spec("nncf"):
 # %% [markdown]
 # ## ONNX Runtime
 #
-# Name the operations, because by default ONNX Runtime's quantizers convert many more than linear maps. Dynamic
-# quantization needs no images. By default it confuses ONNX's own attention with another operation of the same name, and
-# writes a file that no session opens. Name the operations, or write the file with `to="onnx(opset=22)"`. In that file
-# attention is two products and a softmax, which take a few percent more time.
+# Pass the types of operations to quantize (`op_types_to_quantize`), because ONNX Runtime's quantizers otherwise convert
+# many more operations than linear maps. Dynamic quantization needs no images. But by default it confuses ONNX's
+# attention with another operation of the same name, and writes a file that no session can open. To avoid this error,
+# pass the types, or export the file with `to="onnx(opset=22)"`. In that file, attention consists of two products and a
+# softmax, which take a few percent more time.
 
 # %%
 maps = ["MatMul", "Gemm"]
@@ -97,8 +98,8 @@ print("dynamic:", unchanged(run(OUT / "slim-dynamic.onnx")))
 # %% [markdown]
 # ## Half precision
 #
-# On a CPU, ONNX Runtime has no scatter-add in half precision, and merging tokens needs a scatter-add. If the file must
-# run on a CPU, leave `ScatterElements` in float32.
+# Merging tokens needs a scatter-add, which ONNX Runtime does not support in half precision on a CPU. If the file must
+# run on a CPU, keep `ScatterElements` in float32.
 
 # %%
 if importlib.util.find_spec("onnxconverter_common"):
@@ -115,8 +116,8 @@ if importlib.util.find_spec("onnxconverter_common"):
 #
 # - A quantizer with other settings may also quantize the comparison of tokens. Before you deploy the file, compare its
 #   answers with the model's, as above.
-# - In some pre-trained models, single features are a hundred times larger than all others. With 8 bits such models lose
-#   much accuracy, with or without attnrx. NNCF's SmoothQuant first divides such features by a factor. To use it, write
-#   `to="int8"` ([Deploy](deploy.md)). This target is NNCF with the settings of this page.
-# - An older runtime or tool may not know the newest operator set. Then write `rx.export(..., to="onnx(opset=17)")` or
-#   `Shrunk.save(..., opset=17)`.
+# - In some pre-trained models, a few features are a hundred times larger than all others. With 8 bits, such models lose
+#   much accuracy, with or without attnrx. NNCF's SmoothQuant first divides these features by a factor. To use it,
+#   export with `to="int8"` ([Deploy](deploy.md)), which runs NNCF with the settings of this page.
+# - An older runtime or tool may not support the newest operator set. Export with `rx.export(..., to="onnx(opset=17)")`
+#   or `Shrunk.save(..., opset=17)`.

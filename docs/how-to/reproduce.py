@@ -1,11 +1,12 @@
-"""Reproduce a table of a paper: the protocol in seconds on generated images, or in full."""
+"""Reproduces a table from a paper, in full or in seconds on generated images."""
 
 # %% [markdown]
 # # Reproduce a table
 #
-# Recipes of the three papers train, prescribe, realize and measure again. They print their table beside the paper's
-# numbers. To see that a recipe runs, pass `--tiny`: it runs the whole protocol in seconds on generated images. A tiny
-# run compares only numbers that follow from formulas, such as MACs. You need `pip install 'attnrx[lab]'`.
+# `attnrx reproduce` repeats the experiments of three papers (SVDA, IrrAtt and SPOT). A *recipe* trains, prescribes,
+# realizes and measures, and prints a table with our numbers and the paper's. To test a recipe, pass `--tiny`, which
+# runs the whole protocol in seconds on generated images. A tiny run compares only numbers that follow from formulas,
+# such as MACs. You need `pip install 'attnrx[lab]'`.
 
 # %%
 import io
@@ -45,21 +46,22 @@ print("row:", row.split("|")[1].strip())
 # ## In full
 #
 # On the real data, a table takes from minutes to hours. Each training prints how long it will take. If you stop a
-# command, the next call continues where it stopped (`timeout -s INT 3600 attnrx ...` stops it after an hour). Commands
-# share a folder and its runs, so you can run several at the same time:
+# command and run it again, it continues where it stopped (`timeout -s INT 3600 attnrx ...` stops it after an hour).
+# Several commands can use the same folder at the same time, and share its runs:
 #
 # ```bash
 # for seed in 42 43 44; do attnrx reproduce svda/table1 --seeds $seed & done; wait    # trains three runs at a time
 # attnrx reproduce svda/table1                                                        # makes the table of all three
-# attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
+# attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than in the paper, as the table notes
 # ```
 #
-# The [results](../results/svda.md#at-the-papers-protocol) show our numbers beside the paper's. [One
-# list](../results/papers.md) states what is exact and what is missing.
+# The [results](../results/svda.md#at-the-papers-protocol) show our numbers and the paper's in one table. [One
+# list](../results/papers.md) says which parts of the papers are exact and which are missing.
 #
 # ## What will it take?
 #
-# `--dry-run` trains nothing. It lists every training with its images, steps, operations, and hours on one H100:
+# `--dry-run` lists every training of a recipe with its images, steps, operations, and hours on one H100, without
+# starting it:
 
 # %%
 print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
@@ -67,8 +69,8 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # %% [markdown]
 # ## On several GPUs
 #
-# The processes of a launcher compute every run together. All processes train, and the first one writes. The batch size
-# counts the images of all processes, so the protocol is still the paper's.
+# If you start a recipe with a launcher such as `torchrun`, all processes train together and the first process writes
+# the results. The batch size is the number of images over all processes, so the protocol is still the paper's.
 #
 # ```bash
 # torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 8 GPUs
@@ -84,13 +86,13 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # attnrx reproduce spot/figure3 --only deit_small --data path/to/imagenet --tuned runs/spot    # which patches it keeps
 # ```
 #
-# `--tuned` takes a model with a token policy, so the command fine-tunes nothing. The pictures are in the folder of the
-# run. In Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")` draws them for any model that prunes
-# tokens.
+# With `--tuned`, you pass a model that already has a token policy, so the command does not fine-tune a model. It writes
+# its pictures to the folder of the run. In Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")`
+# draws such pictures for any model that prunes tokens.
 #
 # ## What can go wrong
 #
-# - `datasets` downloads CIFAR-10, FashionMNIST and others, or you pass them with `--data PATH`. DTD and EuroSAT are not
-#   on the hub. The error says where their authors publish them.
-# - If the paper does not state a setting, the recipe chooses one and may differ from the paper. The table lists each
-#   case.
+# - You have no access to the hub, from which `datasets` downloads CIFAR-10, FashionMNIST and others. Pass your copy
+#   with `--data PATH`. DTD and EuroSAT are not on the hub, and the error says where their authors publish them.
+# - The paper does not mention a setting, so the recipe chooses a value that may differ from the paper's. The table
+#   lists all such settings.

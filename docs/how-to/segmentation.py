@@ -1,11 +1,11 @@
-"""Make a whole segmentation model smaller, judged by a divergence and a metric of your own, e.g. the mean IoU."""
+"""Makes a whole segmentation model smaller, and judges it by your own divergence and metric, e.g. the mean IoU."""
 
 # %% [markdown]
 # # A segmentation model, and a measure of your own
 #
-# You want a smaller module that keeps your decoder and your outputs. Plan and verify it by the measure that matters in
-# your task. The module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits.
-# Your module may return any tensors, in tuples or dictionaries.
+# You want a smaller segmentation model with the same outputs, and you judge it by your own measure, e.g. the mean IoU.
+# The example is a timm Vision Transformer with a decoder, which the page trains in seconds on mosaics of four digits.
+# Your module may return any tensors in tuples or dictionaries.
 
 # %%
 import timm
@@ -33,7 +33,7 @@ class Segmenter(nn.Module):
 
 
 # %% [markdown]
-# A loader yields images and their masks, which contain the class of every pixel.
+# A loader yields images and masks. A mask contains the class of every pixel in its image.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -63,10 +63,11 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` returns one number per image, the distance of the outputs from the original's. Plans,
-# the repair of weights, distillation and the evidence use it. It needs no labels. `metric(outputs, (images, labels))`
-# is the number that you report. It receives labels of any shape, as your loader yields them. Without these functions,
-# attnrx compares the outputs by their squared error and does not read the labels.
+# You pass two functions. `divergence(original, smaller)` returns one number per image, which measures how far the
+# outputs are from the original's. attnrx uses it for plans, repair, distillation and evidence, without labels.
+# `metric(outputs, (images, labels))` also returns one number per image, whose mean you report. Labels may have any
+# shape that your loader yields. If you pass neither function, attnrx compares outputs by their squared error and does
+# not read the labels.
 
 
 # %%
@@ -92,13 +93,15 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)` has outputs of the same form as `model(images)`, and
-# `small.model.decoder` is its decoder. attnrx made the plan on a part of `data`. The numbers above are from the rest.
+# `small.model` has the class of your module. `small.model(images)` returns outputs in the same form as `model(images)`,
+# and `small.model.decoder` is its decoder. attnrx planned on one part of `data`, and measured the numbers above on the
+# rest.
 #
 # ## What can go wrong
 #
-# - An IoU over the pixels of all images is not a mean over images. Pass `metric_of_set(outputs, labels)`, which returns
-#   one number for a whole set. attnrx resamples images to compute its interval. `rx.verify(small.model, model,
-#   test_data, metric=...)` measures either kind on other images.
-# - A divergence without gradients (an argmax) can choose plans. The fits of weights then use the squared error instead.
-# - The masks must have one shape. Resize them in the dataset.
+# - Your metric is not a mean over images, e.g. an IoU over the pixels of all images. Pass
+#   `metric_of_set(outputs, labels)`, which returns one number for a whole set. attnrx resamples images to compute its
+#   interval. `rx.verify(small.model, model, test_data, metric=...)` measures either kind of metric on other images.
+# - Your divergence has no gradient (e.g. it uses an argmax). attnrx can still plan with it, but fits the weights by the
+#   squared error instead.
+# - The masks have different shapes. Resize them in the dataset.

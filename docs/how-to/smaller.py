@@ -1,10 +1,10 @@
-"""Make a ViT smaller with your own images: diagnose, prescribe, realize, verify, save."""
+"""Makes a ViT smaller with your own images, in five steps: diagnose, prescribe, realize, verify, save."""
 
 # %% [markdown]
 # # Make a classifier smaller
 #
-# You have a trained model and images like those it was trained on. You want a smaller model, with evidence of the
-# quality that it loses. You need labels only to measure accuracy. Nothing is trained.
+# You have a trained classifier, and images like the ones it was trained on. This page makes the model smaller in five
+# steps, without training, and measures how much quality it loses. You need labels only to measure accuracy.
 
 # %%
 import os
@@ -19,9 +19,9 @@ DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a kn
 # %% [markdown]
 # ## A model and images
 #
-# `rx.load` adopts a timm or Hugging Face model. It returns a copy with the same logits, and attnrx can decompose and
-# compress the attention of the copy. You can pass an instance instead of a name. `rx.adapt_preprocessing` puts the
-# images on the scale that the model was trained with. It raises DataError for images that do not fit.
+# `rx.load` loads a timm or Hugging Face model by its name, or copies a model that you pass. The result has the same
+# logits, and attnrx can decompose and compress its attention. `rx.adapt_preprocessing` normalizes the images as the
+# model expects. It raises `DataError` if the images do not fit the model.
 
 # %%
 if MODEL:
@@ -34,9 +34,9 @@ else:
 # %% [markdown]
 # ## Diagnose
 #
-# A diagnosis is one pass over some images, without labels. For every layer it contains the directions and strengths of
-# the scores (the layer's *spectrum*), and named readings for every head and direction. It also contains the moments of
-# the inputs of values and MLP.
+# `rx.diagnose` runs the model once on some images, without labels. For every layer, the diagnosis contains the
+# directions and strengths of the attention scores (the layer's *spectrum*), and measurements (*readings*) for every
+# head and direction. It also contains second moments of the inputs to values and MLPs.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96))
@@ -46,9 +46,9 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # %% [markdown]
 # ## Prescribe
 #
-# Write one rule for every map: `qk` for the scores, `vo` for value and output, `fc1` and `fc2` for the MLP.
-# `total_rank:0.5` keeps half of the directions of every layer, and divides them among the heads by their spectra. The
-# prescription states a reason for every head.
+# `rx.prescribe` decides which directions to keep. Write one rule for every map: `qk` for the scores, `vo` for value and
+# output projections, `fc1` and `fc2` for the MLP. `total_rank:0.5` keeps half of the directions in every layer, and
+# divides them among the heads by their spectra. The prescription contains a reason for every head.
 
 # %%
 prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5")
@@ -57,8 +57,8 @@ for layer, ranks in enumerate(prescription.ranks, start=1):
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# attnrx computes the cost of a prescription in closed form, before it builds anything. If you have a target, `rx.plan`
-# chooses the ranks of every layer ([how](plan.md)).
+# You can compute the cost of a prescription before you build the smaller model. If you have a target, `rx.plan` chooses
+# the ranks of every layer ([how](plan.md)).
 
 # %%
 costs = rx.planning.prescribed_costs(model, prescription)
@@ -67,8 +67,9 @@ print(f"share of the MACs: {costs.macs / rx.models.family_of(model).costs(model)
 # %% [markdown]
 # ## Realize
 #
-# Realize the prescription as a mask (same shapes, zeros) or as a smaller model. Both are copies, and their logits are
-# equal. Your original model does not change.
+# `rx.realize` applies the prescription to a copy of the model. The copy is a smaller model or, with `by="mask"`, a
+# model of the same size in which removed directions are set to zero. Both have equal logits. Your original model does
+# not change.
 
 # %%
 masked = rx.realize(model, prescription, by="mask")
@@ -84,7 +85,7 @@ with torch.inference_mode():
 print(f"mask and smaller model differ in their logits by at most {difference:.1e}")
 
 # %% [markdown]
-# `repair` recovers part of the loss without labels. It fits every block to the outputs of the original's block.
+# `rx.repair` recovers part of the loss without labels. It fits every block to the outputs of the original's block.
 
 # %%
 repaired = rx.repair(slim, model, splits.train.take(512))
@@ -95,9 +96,9 @@ print("after: ", [f"{value:.1e}" for value in repaired.after])
 # %% [markdown]
 # ## Verify
 #
-# The findings are paired on the same images: accuracy before and after, distance of the logits, and savings. Each has
-# an interval. Without `checks=`, `verify` runs the standard checks, which include latency and calibration ([how to read
-# them](evidence.md)).
+# `rx.verify` measures both models on the same test images: accuracy before and after, the distance of the logits, and
+# the savings. Measured quantities have intervals. If you omit `checks=`, `rx.verify` runs the standard checks, which
+# include latency and calibration ([how to read them](evidence.md)).
 
 # %%
 checks = [rx.checks.Accuracy(most_drop=2.0), rx.checks.Fidelity(), rx.checks.Costs()]
@@ -109,9 +110,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Save
 #
-# The folder contains the weights, the prescription with its reasons, the evidence, and a model card. The tensors of the
-# prescription are in a file with their hash in its name. `rx.load` loads the folder. If you save into the folder again,
-# attnrx replaces all of these files at once. It keeps every file that it did not write.
+# `rx.save` writes a folder with the weights, the prescription and its reasons, the evidence, and a model card. The
+# tensors of the prescription are in a separate file, whose name contains their hash. `rx.load` loads the folder. If you
+# save into the folder again, attnrx replaces all of these files at once, and keeps files that it did not write.
 
 # %%
 folder = rx.save(repaired.model, "slim", prescription=prescription, evidence=evidence)

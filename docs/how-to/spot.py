@@ -1,12 +1,12 @@
-"""Train SPOT on a model of your own: predictors of token relevance, and the control that they must beat."""
+"""Trains SPOT's predictors of token relevance in your own model, and compares them with a random control."""
 
 # %% [markdown]
 # # SPOT with a model of your own
 #
-# SPOT predicts from a token and from the attention of earlier layers whether to keep the token. Its predictors start at
-# random. So train them for some epochs, with the loss of the task and with `keep_ratio`. `keep_ratio` pulls the shares
-# of the sampled masks to the policy's shares. The training changes the whole model. The predictors have ten times the
-# learning rate.
+# SPOT prunes tokens with learned predictors. A predictor decides whether to keep a token, from the token's features and
+# the attention of earlier layers. Predictors start with random weights, so you must train the model for some epochs.
+# Use the loss of your task and the loss `keep_ratio`, which pulls the share of kept tokens towards the policy's share.
+# The training changes all weights. In this example, predictors have ten times the learning rate of other weights.
 
 # %%
 import os
@@ -50,7 +50,8 @@ for epoch in run.history:
 # %% [markdown]
 # ## The control
 #
-# The control is the same training with random tokens. If SPOT does not beat it, the gain comes from the fine-tuning.
+# Fine-tuning can recover accuracy even if the wrong tokens are pruned. So train a control in the same way, but with
+# randomly selected tokens. If SPOT is not better than the control, its selection of tokens does not help.
 
 # %%
 random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
@@ -65,9 +66,9 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # %% [markdown]
 # ## A loop of your own
 #
-# `reducing` is a module with the interface of the original, so any loop can train it. In training mode it samples masks
-# and processes all tokens. In evaluation mode it removes tokens. Add the term of `KeepRatio` to your task's loss.
-# `rx.train` computes both.
+# You can train `reducing` in your own loop, because it has the interface of the original. In training mode it samples
+# masks and processes all tokens. In evaluation mode it removes tokens. Add the loss term of `KeepRatio` to your task's
+# loss, as `rx.train` does.
 #
 # ## On the command line
 #
@@ -79,6 +80,7 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 #
 # ## What can go wrong
 #
-# - Without training, the predictors of `spot` are random, and so `spot` keeps random patches.
-# - After one to three epochs, merging without training was closer to the original than every trained reducer
+# - You use `spot` without training. Its predictors are then random, so it keeps random patches.
+# - You can train for only a few epochs. After one to three epochs, every trained reducer was farther from the original
+#   than merging without training
 #   ([measured](../results/spot.md#which-reducer-is-closest-to-the-dense-model-after-distillation)). Try `ward` first.

@@ -1,7 +1,7 @@
-"""A model and images for trying the pages: a small ViT, trained on handwritten digits in seconds.
+"""A small ViT and images of handwritten digits, with which the how-to pages run in seconds.
 
-Use it with `from stand_in import model, splits`. The model comes from timm if timm is installed, otherwise from attnrx.
-If the training has already finished in the folder, its result is loaded.
+Import both with `from stand_in import model, splits`. The model is a timm model if timm is installed, and otherwise one
+of attnrx's own. It is trained on the first import and loaded from `runs/stand-in` afterwards.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def _of_timm():
         embed_dim=SIZES["width"],
         depth=SIZES["depth"],
         num_heads=SIZES["heads"],
-        # Digits fill the images, so nothing is cropped.
+        # The digits fill the images, so the images must not be cropped.
         pretrained_cfg_overlay={"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0, "interpolation": "bilinear"},
     )
 
@@ -33,7 +33,7 @@ def _of_timm():
 torch.manual_seed(0)
 fresh = rx.load(_of_timm()) if importlib.util.find_spec("timm") else rx.models.build_model("dense:digits", **SIZES)
 for weight in fresh.parameters():
-    if weight.ndim == 2:  # as wide as usual for a net trained from scratch: attention becomes selective sooner
+    if weight.ndim == 2:  # larger initial weights than the default, so that attention becomes selective sooner
         torch.nn.init.xavier_uniform_(weight)
 splits = rx.adapt_preprocessing(rx.load_data("digits"), fresh)
 training = rx.TrainingConfig(

@@ -1,11 +1,11 @@
-"""Train an SVDA ViT, which learns the strengths of its directions, and prescribe by energy retention."""
+"""Trains an SVDA ViT, which learns the strengths of its directions, and prunes it by energy retention."""
 
 # %% [markdown]
 # # Train an SVDA ViT
 #
-# In SVDA attention every direction of every head has a learned strength. The rows of query and key have norm one, so a
-# strength measures how important its direction is. In each head, energy retention keeps the strongest directions that
-# together hold a given share of the head's energy.
+# In an SVDA model, every score direction of every head has a learned strength. Query and key rows have norm one, so a
+# strength measures how important its direction is. The rule *energy retention* prunes such a model. In each head, it
+# keeps the strongest directions that together have a given share of the head's energy (the sum of squared strengths).
 
 # %%
 import os
@@ -22,8 +22,9 @@ EPOCHS = int(os.environ.get("EPOCHS", "6"))  # the paper trains 80
 # %% [markdown]
 # ## Train
 #
-# By default strengths start at one and move apart slowly. In a short training, let them start higher and learn faster
-# than the other weights. Over 80 epochs you need neither. The paper does not state the initial strengths.
+# By default, strengths start at one and change slowly. For a short training, set higher initial strengths
+# (`strength_init`) and a higher learning rate for them (`strength_learning_rate`). For the paper's 80 epochs, you need
+# neither. The paper does not mention the initial strengths.
 
 # %%
 splits = rx.load_data(DATA)
@@ -32,7 +33,7 @@ scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
 model = rx.models.build_model(NAME, seed=0, **shape, **scale)
 torch.manual_seed(0)
 for weight in model.parameters():
-    if weight.ndim == 2:  # a wider start, for so few epochs; leave it out in a long training
+    if weight.ndim == 2:  # larger initial weights for this short training; omit them in a long training
         torch.nn.init.xavier_uniform_(weight)
 config = rx.TrainingConfig(
     epochs=EPOCHS,
@@ -49,9 +50,9 @@ run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# The table shows the effect of the settings on the digits. The model has two layers of four heads with 16 directions.
-# It is trained for 600 steps of 64 images at a learning rate of 2e-3, with one seed. Ranks and strengths are means over
-# the heads. The retained rank is the number of directions that together hold 90 % of the energy.
+# The table shows how the settings affect a model for the digits, which has two layers of four heads with 16 directions
+# per head. It was trained for 600 steps of 64 images at a learning rate of 2e-3, with one seed. Ranks and strengths are
+# means over the heads. The retained rank is the number of directions that together have 90 % of the energy.
 #
 # | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
 # |---|---|---|---|---|---|
@@ -62,13 +63,14 @@ print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 # | `strength_decay=10` | 0.02 | 8.8 | 8.5 | 0.000 | 76.0 % |
 # | `strength_learning_rate=10` | 2.03 | 12.3 | 10.9 | 0.028 | 80.8 % |
 #
-# You can stop the run at any step. The same call continues it, bit for bit on a CPU. On a GPU the backward pass of
-# fused attention is deterministic only after `torch.use_deterministic_algorithms(True)`.
+# You can stop the training at any step, and continue it with the same call. On a CPU, the result equals an
+# uninterrupted training bit for bit. On a GPU, the backward pass of fused attention is deterministic only after
+# `torch.use_deterministic_algorithms(True)`.
 #
 # ## Diagnose
 #
-# The effective rank of every head (Eq. 24) measures how evenly its strengths are spread. If all strengths are equal, it
-# is the number of directions. If one direction dominates, it is one.
+# A diagnosis contains the effective rank of every head (SVDA, Eq. 24), which measures how even its strengths are. If
+# all strengths are equal, the effective rank is the number of directions. If one direction dominates, it is one.
 
 # %%
 diagnosis = rx.diagnose(run.model, splits.validation)
@@ -79,8 +81,8 @@ for number, layer in enumerate(diagnosis.layers, start=1):
 # %% [markdown]
 # ## Prescribe
 #
-# `rho` is the kept share of the energy. The removed directions hold at most 1 - rho of the energy. The reason states a
-# bound. No masked score changes by more than this bound.
+# The rule `EnergyRetention(rho)` keeps at least the share `rho` of every head's energy, so the removed directions have
+# at most the share 1 - rho. The reason in the prescription contains an upper bound for the change of a score.
 
 # %%
 for rho in (0.95, 0.90, 0.80):
@@ -90,15 +92,15 @@ prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# Rules combine. `energy_retention:0.90 & threshold:0.1` keeps the directions that both rules keep.
-# `energy_retention:0.90 | top_rank:8` keeps the directions that either rule keeps.
+# You can combine rules. `energy_retention:0.90 & threshold:0.1` keeps the directions that both rules keep.
+# `energy_retention:0.90 | top_rank:8` keeps the directions that at least one of the rules keeps.
 #
 # ## Realize in three ways
 #
-# Deleting directions changes the norms of query and key rows, so there are [three compressions](../exact.md).
-# `compress` equals the mask up to rounding and saves the least. `renormalized` is the paper's compression. `refit` is
-# as small as `renormalized`, and fits the kept strengths on some images. If the strengths differ much, as here,
-# `compress` is the nearest to the original.
+# Deleting directions from an SVDA model changes the norms of query and key rows, so there are [three
+# compressions](../exact.md). `compress` equals the mask up to rounding, but saves the least. `renormalized` is the
+# paper's compression. `refit` gives a model of the same size, and also fits the kept strengths on some images. If
+# strengths differ a lot, as in this model, `compress` is nearest to the original.
 
 # %%
 masked = rx.realize(run.model, prescription, by="mask")

@@ -1,10 +1,11 @@
-"""Prune and merge tokens without training (ToMe, EViT)."""
+"""Prunes and merges tokens without training (ToMe, EViT)."""
 
 # %% [markdown]
 # # Prune or merge tokens
 #
-# A ViT's arithmetic is mostly proportional to the number of patches. A *policy* names a token reducer, the layers
-# before which it runs, and the share of patches that it keeps. It needs no diagnosis.
+# Most of a ViT's arithmetic is proportional to the number of patches, so removing patches makes the model faster. You
+# write a *policy*, which contains the name of a token reducer, the layers before which it runs, and the share of
+# patches that it keeps. You need no diagnosis.
 
 # %%
 import os
@@ -26,9 +27,10 @@ else:
 # %% [markdown]
 # ## Without training
 #
-# ToMe merges the patches with the most similar keys. EViT keeps the patches with the highest class attention and fuses
-# the rest into one token. `random` is the control that both must beat. A keep ratio of 0.7 keeps 70 % of the remaining
-# patches at every stage. Every layer's number of tokens is known, so you know the costs before you call `realize`.
+# The next cell compares three reducers. `tome` (ToMe) merges the patches with the most similar keys. `evit` (EViT)
+# keeps the patches to which the class token attends most, and fuses the rest into one token. `random` is a control that
+# both must beat. With a ratio of 0.7, every stage keeps 70 % of the remaining patches. So the number of tokens in every
+# layer, and the cost of the model, are known in advance.
 
 # %%
 before = rx.models.family_of(model).costs(model)
@@ -41,7 +43,7 @@ for name in ("random", "tome", "evit"):
 print("; ".join(prescription.tokens.reasons))
 
 # %% [markdown]
-# The next cell prints the change of accuracy, paired on the same images, with 95 % intervals:
+# The next cell prints how much the accuracy changes on the same images, with 95 % intervals:
 
 # %%
 checks = [rx.checks.Accuracy(), rx.checks.Fidelity()]
@@ -62,6 +64,6 @@ for name, slim in slims.items():
 # attnrx costs timm:vit_tiny_patch16_224 --tokens tome:13@every
 # ```
 #
-# For reducers that learn which patches to keep, see [SPOT](spot.md). To write your own reducer, you need [ten
+# To train a reducer that learns which patches to keep, see [SPOT](spot.md). To write your own reducer, you need [ten
 # lines](new_reducer.md). The [reference](../api/tokens.md) lists all reducers. The [results](../results/spot.md)
-# contain measurements on a real ViT-Tiny.
+# contain measurements on a pre-trained ViT-Tiny.

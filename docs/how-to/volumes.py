@@ -1,16 +1,16 @@
-"""Make a volume model and a time series model smaller: models of your own class, with inputs that are not images."""
+"""Makes a volume model and a time series model smaller, whose classes are your own and whose inputs are not images."""
 
 # %% [markdown]
 # # Volumes and series
 #
-# Your model does not take images, but volumes [batch, channels, depth, height, width] or series [batch, steps,
-# channels]. Pass `inputs` to describe the arguments of its forward. Everything else is as for images. The result is a
-# module of your class.
+# attnrx also works on models whose inputs are not images, such as volumes [batch, channels, depth, height, width] or
+# series [batch, steps, channels]. Pass `inputs` to describe the arguments of your model's `forward`. All other steps
+# are the same as for images. The result is a module of your class.
 #
 # ## A volume
 #
-# The model is a Vision Transformer of your own class, with patches of 4 x 4 x 4 voxels. It is trained in seconds on
-# balls, boxes and sticks in noise.
+# The example is a Vision Transformer of a custom class, with patches of 4 x 4 x 4 voxels. The page trains it in seconds
+# to distinguish balls, boxes and sticks in noise.
 
 # %%
 import torch
@@ -83,8 +83,8 @@ fitted, tested = TensorDataset(*volumes(800, 0)), TensorDataset(*volumes(300, 1)
 original = trained(VolumeViT(), fitted, nn.functional.cross_entropy, 8)
 
 # %% [markdown]
-# `inputs` is an example of what you pass to the forward: a tensor, a tuple of arguments, or a mapping of named
-# arguments. You can then pass tensors, datasets and loaders of such volumes to the verbs.
+# To load the model, pass an example of its inputs as `inputs`: a tensor, a tuple of arguments, or a mapping of named
+# arguments. Then you can pass tensors, datasets and loaders of such volumes to all functions.
 
 # %%
 model = rx.load(original, inputs=fitted.tensors[0][:4])
@@ -94,8 +94,8 @@ diagnosis = rx.diagnose(model, fitted.tensors[0][:256])
 # ## All axes
 #
 # attnrx finds the blocks by their names and shapes. It then runs the model on random volumes to find the patch
-# embedding, the norms and the MLPs. The attention must have an attribute with its number of heads, here `num_heads`.
-# Then attnrx can remove scores, values, heads, units and tokens, as in an image model.
+# embedding, the norms and the MLPs. If the attention has an attribute with its number of heads (here `num_heads`),
+# attnrx can reduce scores, values, heads, units and tokens, as in an image model.
 
 # %%
 for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"):
@@ -106,15 +106,15 @@ for text in ("qk=total_rank:0.5", "hidden=uniform_rank:0.5", "tokens=ward:0.5@2"
             print(f"  {finding.claim}: {finding.value:.1f} {finding.unit}")
 
 # %% [markdown]
-# Some volume decoders read several blocks, as in UNETR. Such decoders get all patches, because attnrx restores removed
-# patches where the decoder reads them. If attnrx does not know the kind of attention, it does not change the
-# attention. Then `hidden` removes units of the MLPs.
+# Some volume decoders, such as UNETR's, use the outputs of several blocks. These decoders still get all patches,
+# because attnrx restores removed patches in the outputs that they use. If attnrx does not support a model's kind of
+# attention, it does not change the attention. You can then remove hidden units from the MLPs (`hidden`).
 #
 # ## A series
 #
-# The example is a model like PatchTST. Every channel is cut into patches of 8 steps, all channels share one encoder,
-# and a head predicts the next 8 steps. The loader yields the past and the future, so `inputs` selects the past of a
-# batch.
+# The second example predicts time series, like PatchTST. It cuts every channel into patches of 8 steps, applies the
+# same encoder to all channels, and predicts the next 8 steps. The loader yields the past and the future. The model
+# needs only the past, so `inputs` is a function that selects the past from a batch.
 
 # %%
 STEPS, CHANNELS, AHEAD = 64, 3, 8
@@ -157,12 +157,13 @@ small = rx.shrink(forecaster, loader, macs=0.7, inputs=lambda batch: batch[0], m
 print(small.summary())
 
 # %% [markdown]
-# `small.model` is a `SeriesTransformer` with the same inputs as yours. Without a `metric`, the futures are not read.
+# `small.model` is a `SeriesTransformer` with the same inputs as your model. Without a `metric`, attnrx ignores the
+# futures that the loader yields.
 #
 # ## What can go wrong
 #
-# - All items must have one shape. Cut series and volumes to it in the dataset. If you pad them and use a mask, the mask
-#   is a second input.
-# - Integers and masks are inputs too. Return a tuple or a mapping.
+# - Series or volumes have different shapes. Cut them to one shape in the dataset. If you pad them and use a mask, the
+#   mask is a second input.
+# - Your model has several inputs, e.g. integers or masks. Return a tuple or a mapping of all inputs.
 # - The output for an item must not depend on the other items in its batch. Normalize over steps, not over the batch.
-# - If a module takes one tensor, export it with `rx.export`. Export other modules with `torch.onnx.export`.
+# - `rx.export` exports modules that take one tensor. Export other modules with `torch.onnx.export`.

@@ -1,4 +1,4 @@
-"""The reference of the command line, from the parsers themselves."""
+"""Writes the command-line reference, from the argument parsers of the commands."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from attnrx.cli.main import EPILOG
 
 
 def command_pages() -> str:
-    """Gives a section for every command: what it does, an example, and its options in tables."""
+    """Returns a Markdown section for every command, with its purpose, an example and tables of its options."""
     return "\n\n".join((_overview(), *(_command(name) for name in COMMANDS)))
 
 
@@ -42,7 +42,7 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
 
 
 def _spelled(action: argparse.Action) -> str:
-    """Writes an option as it is typed, with what stands for its value."""
+    """Returns an option as users type it, with a placeholder for its value."""
     value = ""
     if action.nargs != 0:
         choices = None if action.choices is None else "{" + ",".join(map(str, action.choices)) + "}"
@@ -54,7 +54,7 @@ def _spelled(action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    """Keeps what Markdown would take for markup."""
+    """Returns text for a table cell, in which characters that Markdown would interpret are escaped."""
     text = text.replace("%%", "%")
     for mark in "\\|<>*_[]{}":
         text = text.replace(mark, f"\\{mark}" if mark not in "<>" else {"<": "&lt;", ">": "&gt;"}[mark])
@@ -62,7 +62,7 @@ def _cell(text: str) -> str:
 
 
 def _wrapped(example: str, width: int = 88) -> str:
-    """Breaks a long command before its options, as a shell reads it."""
+    """Returns a long command on several lines, divided before its options and continued by backslashes."""
     lines, line = [], ""
     for part in example.replace(" --", "\n--").split("\n"):
         if line and len(line) + len(part) > width:

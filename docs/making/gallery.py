@@ -1,4 +1,6 @@
-"""Pictures of reports for docs/gallery.md, light and dark; Chromium takes them. In the root of a checkout:
+"""Makes the pictures in docs/gallery.md, which are light and dark screenshots of reports in Chromium.
+
+To make them again, run in the root of a checkout:
 
 make demo && .venv/bin/python docs/making/gallery.py
 """
@@ -12,13 +14,13 @@ import attnrx as rx
 
 ASSETS = Path(__file__).parents[1] / "assets" / "gallery"
 MODEL, OUT = "runs/demo/train/cluttered-digits", Path("runs/gallery")
-WIDTH = 860  # of the page in pixels
-# The page, and the element that a picture shows.
+WIDTH = 860  # the width of the browser window in pixels
+# Each picture's name, with its report page and the CSS selector of the element that it shows.
 PICTURES = {"tokens": ("tokens.html", "#tokens .sample-stages .patches"), "maps": ("report.html", "#maps .figures")}
 
 
 def make_pages() -> None:
-    """Makes the demonstration's model smaller, and shows the tokens of a test image in it."""
+    """Shrinks the model of `make demo` and writes two reports: one of the shrunk model, and one of merged tokens."""
     model = rx.load(MODEL)
     splits = rx.adapt_preprocessing(rx.load_data("cluttered-digits"), model)
     rx.shrink(model, splits, macs=0.4, folder=OUT).save(OUT, onnx=False)
@@ -30,7 +32,7 @@ def make_pages() -> None:
 
 
 def take_pictures() -> None:
-    """Writes one picture per part and colour scheme."""
+    """Writes a screenshot of every element in `PICTURES`, in both colour schemes."""
     ASSETS.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -1,10 +1,11 @@
-"""A how-to: one Python file whose comments are prose, made into a page, and run cell by cell to record what it prints.
+"""Converts how-tos, which are Python files with prose in comments, to pages that show what each cell prints.
 
-Cells begin at `# %%` (code) and `# %% [markdown]` (prose, every line a comment). A file runs as it is. Run as a script,
+A code cell begins at `# %%`, and a prose cell, in which every line is a comment, at `# %% [markdown]`. You can run a
+how-to like any Python file. To record the outputs that the pages show, run
 
     python docs/making/literate.py docs/how-to/*.py
 
-this runs the files in a scratch folder and writes what each cell printed beside them, in NAME.json, for their pages.
+which runs each file in a scratch folder, and writes the output of each code cell to NAME.json beside the file.
 """
 
 import io
@@ -23,7 +24,7 @@ NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Cell:
-    """Prose or code, and the line of the file where it begins."""
+    """A cell of a how-to, with its `kind` ("prose" or "code"), its text, and the line where it begins."""
 
     kind: str
     text: str
@@ -31,12 +32,12 @@ class Cell:
 
 
 def how_tos(folder: Path) -> list[Path]:
-    """Gives the files of a folder that have cells."""
+    """Returns the Python files in a folder that contain cells."""
     return [path for path in sorted(folder.glob("*.py")) if cells(path.read_text())]
 
 
 def cells(source: str) -> list[Cell]:
-    """Cuts a file into its cells; what stands before the first mark is for people who open the file."""
+    """Divides the source of a how-to into cells. The text before the first cell is not shown on the page."""
     found: list[tuple[str, int, list[str]]] = []
     for number, line in enumerate(source.splitlines(), start=1):
         mark = MARK.match(line)
@@ -48,7 +49,7 @@ def cells(source: str) -> list[Cell]:
 
 
 def page(source: str, printed: list[str], name: str) -> str:
-    """Gives the page: prose as it is, code as code, and below each cell what it printed."""
+    """Returns a how-to as a Markdown page, with the recorded output below each code cell."""
     parts = []
     outputs = iter(printed)
     for cell in cells(source):
@@ -64,16 +65,16 @@ def page(source: str, printed: list[str], name: str) -> str:
 
 
 def _shown(said: str) -> str:
-    """Shows what a cell printed: a table of Markdown as a table, all else as it is."""
+    """Returns a cell's output as Markdown. Tables are shown as tables, and all other text as a code block."""
     if all(line.startswith("|") for line in said.splitlines()):
         return said
     return f'```{{.text .printed title="prints"}}\n{said}\n```'
 
 
 def run(path: Path) -> list[str]:
-    """Runs a file cell by cell in one namespace and gives what each cell printed."""
+    """Runs the cells of a file in one namespace, and returns the output of each code cell."""
     source = path.read_text()
-    sys.path.insert(0, str(path.parent))  # as for a script
+    sys.path.insert(0, str(path.parent))  # Python does the same for scripts
     space: dict[str, object] = {"__name__": "__main__", "__file__": str(path)}
     printed = []
     for cell in cells(source):
@@ -87,17 +88,17 @@ def run(path: Path) -> list[str]:
 
 
 def without_numbers(printed: list[str]) -> list[str]:
-    """Gives the words of what was printed: numbers differ from machine to machine, and so do widths of columns."""
+    """Returns the outputs without numbers and column widths, because these differ between machines."""
     return [" ".join(re.sub(r"-+", "-", NUMBER.sub("#", text)).split()) for text in printed]
 
 
 def recorded(path: Path) -> list[str]:
-    """Reads what a file printed when it was last recorded."""
+    """Returns the recorded outputs of a how-to's code cells."""
     return json.loads(path.with_suffix(".json").read_text())
 
 
 def record(path: Path) -> None:
-    """Runs a file and writes what it printed."""
+    """Runs a how-to and writes the outputs of its code cells to a JSON file beside it."""
     path.with_suffix(".json").write_text(json.dumps(run(path), indent=1) + "\n")
 
 

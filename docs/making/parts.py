@@ -1,4 +1,4 @@
-"""The interchangeable parts of attnrx, from its registries: a table of each kind, and its documentation."""
+"""Writes tables and reference sections for attnrx's plug-ins (rules, checks, reducers, losses), from its registries."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from attnrx.vit.maps import TOKENS
 
 Registry = Mapping[str, type]
 
-# Every kind of part: its registry, name in text -> class.
+# Every kind of plug-in with its registry, which maps names in texts to classes.
 REGISTRIES: Mapping[str, Registry] = {
     "rules": rx.rules.RULES,
     "checks": rx.checks.CHECKS,
@@ -25,13 +25,13 @@ REGISTRIES: Mapping[str, Registry] = {
 
 def _address(kind: str, part: type) -> str:
     home = getattr(rx, kind).__name__
-    if part.__module__.startswith("attnrx_lab."):  # which has checks of its own
+    if part.__module__.startswith("attnrx_lab."):  # the laboratory registers its own checks and reducers
         home = f"attnrx_lab.{kind}" if part.__module__.startswith(f"attnrx_lab.{kind}.") else part.__module__
     return f"{home}.{part.__name__}"
 
 
 def table(kind: str) -> str:
-    """Returns a table of the parts: name in text, purpose, options."""
+    """Returns a Markdown table of all plug-ins of a kind, with their names in texts, purposes and options."""
     rows = [
         f"| [`{name}`][{_address(kind, part)}] | {first_sentence(part)} | {_knobs(part)} |"
         for name, part in REGISTRIES[kind].items()
@@ -40,14 +40,14 @@ def table(kind: str) -> str:
 
 
 def entries(kind: str) -> str:
-    """Returns the documentation of every part, from its docstring."""
+    """Returns a reference section for every plug-in of a kind. mkdocstrings fills it from the docstring."""
     return "\n\n".join(
         f"::: {_address(kind, part)}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind].values()
     )
 
 
 def exports(package: str) -> str:
-    """Returns a table of everything that a package exports, and its documentation."""
+    """Returns a table of all names that a package exports, followed by a reference section for each."""
     home = importlib.import_module(f"attnrx.{package}")
     rows = [f"| [`{name}`][attnrx.{package}.{name}] | {first_sentence(getattr(home, name))} |" for name in home.__all__]
     documented = (f"::: attnrx.{package}.{name}" for name in home.__all__)
@@ -55,7 +55,7 @@ def exports(package: str) -> str:
 
 
 def families() -> str:
-    """Returns a table of the model names."""
+    """Returns a table of the model names that `attnrx.load` accepts."""
     rows = [f"| `{name}` | attnrx's own, random weights unless a file is given |" for name in rx.models.model_names()]
     rows += [
         f"| `{name}:NAME` | adopted from {family.library}, with the same outputs |"
@@ -65,7 +65,7 @@ def families() -> str:
 
 
 def datasets() -> str:
-    """Returns a table of the named datasets."""
+    """Returns a table of the datasets that `attnrx.load_data` knows by name."""
     rows = [
         f"| `{name}` | {card.geometry.size} px, {card.geometry.channels} channels |"
         for name, card in rx.data.DATASETS.items()
@@ -74,7 +74,7 @@ def datasets() -> str:
 
 
 def runtimes() -> str:
-    """Returns the table of runtimes: what plans may choose for each."""
+    """Returns a table of the runtimes, with what plans may choose for each of them."""
     head = "| where | named by | axes | heads | ranks | widths | stages | source |"
     rows = []
     for runtime in RUNTIMES.values():
@@ -95,7 +95,7 @@ def runtimes() -> str:
 
 
 def public_names() -> str:
-    """Returns a table of the public names."""
+    """Returns a table of all public names in `attnrx`, with the first sentence of each docstring."""
     rows = []
     for name in rx.__all__:
         part = getattr(rx, name)
@@ -109,7 +109,7 @@ def public_names() -> str:
 
 
 def first_sentence(part: Any) -> str:
-    """Gives the first sentence of a docstring, on one line of a table."""
+    """Returns the first sentence of a docstring on one line, for a table."""
     paragraph = (inspect.getdoc(part) or "").partition("\n\n")[0]
     text = " ".join(paragraph.split())
     sentence = re.match(r".*?\.(?=\s+[A-Z`]|$)", text)
@@ -117,7 +117,7 @@ def first_sentence(part: Any) -> str:
 
 
 def _knobs(part: type) -> str:
-    """Gives the fields of a part with their defaults, as they are written in text."""
+    """Returns the options of a plug-in with their defaults, in the form in which users write them."""
     if not dataclasses.is_dataclass(part):
         return ""
     shown = []

@@ -1,22 +1,23 @@
-"""The drawings of docs/idea.md: the three tables of score directions, their zero patterns, and the two realizations.
+"""Draws the figures of docs/idea.md: the three tables of score directions, their zero patterns, and two realizations.
 
-Each is one small SVG, drawn cell by cell. Colours are classes that assets/site.css gives, so light and dark follow.
+Each drawing is a small SVG that consists of square cells. The style sheet assets/site.css defines the colours of the
+cells, so that they follow the light or dark theme of the page.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-CELL = 12  # side of a cell with its gap, in pixels
-GAP = 14  # between tables
+CELL = 12  # the side of a cell with its gap, in pixels
+GAP = 14  # the gap between tables, in pixels
 
-# A cell is a letter: 0-2 the head that owns what is drawn, s shared, z a zero that was written, . an empty cell.
+# Each letter is a cell: 0, 1 or 2 is the head that owns it, s means shared, z is a zero from a mask, . is empty.
 Table = Sequence[str]
 
 
 @dataclass(frozen=True)
 class Titled:
-    """A table under a title: rows are directions, drawn as strongly as `shades` say."""
+    """A table with a title. Each row is a direction, and `shades` contains the opacity of each row."""
 
     title: str
     rows: Table
@@ -25,7 +26,7 @@ class Titled:
 
 
 def drawing(tables: Sequence[Titled], description: str) -> str:
-    """Draws tables side by side as one SVG; `description` is what it shows, for those who cannot see it."""
+    """Returns an SVG that shows the tables side by side. Screen readers read the `description`."""
     parts, left, height = [], 0, 0
     top = 34 if any(table.under for table in tables) else 20
     for table in tables:
@@ -53,13 +54,13 @@ NAMES = {"0": "first", "1": "second", "2": "third", "s": "shared", "z": "zero", 
 
 
 def figure(tiles: Sequence[tuple[str, str]], caption: str, kind: str = "wide") -> str:
-    """Sets drawings with a line below each in a row that wraps on narrow screens."""
+    """Returns an HTML figure with a row of drawings, which wraps on narrow screens, and a line below each drawing."""
     shown = "".join(f"<div>{drawn}<p>{below}</p></div>" for drawn, below in tiles)
     return f'<figure class="tiles {kind}"><div class="row">{shown}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def _owned(blocks: Sequence[int]) -> list[str]:
-    """Gives the strengths of heads that own so many directions each: one row a direction, one column a head."""
+    """Returns a table of strengths in which head h owns `blocks[h]` directions, with one row per direction."""
     return [
         "".join(str(owner) if head == owner else "." for head in range(len(blocks)))
         for owner, count in enumerate(blocks)
@@ -68,7 +69,7 @@ def _owned(blocks: Sequence[int]) -> list[str]:
 
 
 def tables() -> str:
-    """The three tables of one layer, row by row the same directions."""
+    """Returns the figure of a layer's three tables, in which row r always belongs to the same direction."""
     rows = [str(owner) * 8 for owner in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     three = [Titled("query", rows, "direction x width"), Titled("key", rows, "direction x width")]
     three.append(Titled("strength", _owned((3, 3, 3)), "direction x head"))
@@ -82,7 +83,7 @@ def tables() -> str:
 
 
 def _falling(blocks: Sequence[int]) -> list[float]:
-    """Gives shades that fall within every head."""
+    """Returns opacities that decrease within every head, from its strongest to its weakest direction."""
     return [1 - 0.75 * place / count for count in blocks for place in range(count)]
 
 
@@ -96,7 +97,7 @@ PATTERNS: Sequence[tuple[str, Table, str, Sequence[float]]] = (
 
 
 def patterns() -> str:
-    """The zero patterns of the strengths in the papers."""
+    """Returns the figure of the zero patterns that the papers' strengths have."""
     tiles = [
         (drawing([Titled(name, rows, shades=shades)], f"The strengths of {name}: {below}."), below)
         for name, rows, below, shades in PATTERNS
@@ -109,7 +110,7 @@ def patterns() -> str:
 
 
 def realizations() -> str:
-    """What the two realizations do to the tables."""
+    """Returns the figure that shows how a mask and a compression change the tables of a layer."""
     kept = "110101011"
     owners = "000111222"
     whole = _layer(owners)
@@ -144,5 +145,5 @@ PICTURES: Mapping[str, Callable[[], str]] = {"tables": tables, "patterns": patte
 
 
 def picture(name: str) -> str:
-    """Gives one picture as HTML."""
+    """Returns one of `PICTURES` as HTML, by its name."""
     return PICTURES[name]()

@@ -1,1 +1,1 @@
-"""The model side: attention, tokens, kernels, costs, and the models of libraries."""
+"""Everything about the models: attention layers, token reducers, C++ kernels, costs, and adapters for libraries."""

@@ -1,4 +1,4 @@
-"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how to compare two models' outputs."""
+"""The kinds of model outputs (class or label logits, numbers, embeddings, maps) and how to compare them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +20,11 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import family_of, known_family, num_outputs, stated_outputs
 from attnrx.vit.models.parts.record import record_of
 
-# The number of images among which the nearest neighbours of an embedding are searched. A neighbour is harder to keep
-# among more images. With a fixed number, results on different numbers of images can be compared.
+# GROUP is the number of images among which nearest neighbours are searched. A compressed model keeps fewer neighbours
+# if there are more images to choose from. With a fixed number, you can compare results on different numbers of images.
 GROUP = 64
-# How many queries are compared with an index at once, and the rounding error of the similarity of float32 vectors.
+# QUERIES is how many queries are compared with an index at once, which limits memory. EQUALLY_NEAR is the rounding
+# error of a cosine similarity in float32.
 QUERIES, EQUALLY_NEAR = 512, 1e-7
 Rows = Float[Tensor, "images features"]
 PerImage = Float[Tensor, "images"]
@@ -31,12 +32,21 @@ Decisions = Int[Tensor, "images *labels"]
 
 
 class OutputKind(ABC):
-    """How outputs are compared: by a divergence per image, and by a decision per image that each model makes.
+    """Base class of output kinds, which define how the outputs of two models are compared.
 
-    `noun`, `distance`, `decision` and `accuracy` are the words in findings. `columns` are the headings for accuracy and
-    divergence in tables. `returns` is used in errors. `unit` is the unit of the divergence, and `flip_divergence` is a
-    divergence at which a decision may change. If `has_decisions` is false, there are no decisions, and so neither
-    agreement nor accuracy.
+    Outputs are compared by a divergence per image, and by the decision that each model makes per image.
+
+    Attributes:
+        name: The name of the kind in files.
+        noun: The word for an output in findings.
+        distance: The word for the divergence in findings.
+        decision: The word for a decision in findings.
+        accuracy: The word for the share of correct decisions in findings.
+        columns: The table headings for accuracy and divergence.
+        returns: What a model with such outputs returns, in the words of error messages.
+        unit: The unit of the divergence.
+        flip_divergence: A divergence at which a decision may change.
+        has_decisions: Whether outputs lead to decisions. Otherwise evidence contains neither agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -50,44 +60,44 @@ class OutputKind(ABC):
     flip_divergence: ClassVar[float]
     has_decisions: ClassVar[bool] = True
     needed_images: ClassVar[float] = 1.0
-    """The share of the usual number of images that makes a mean divergence as precise as for logits."""
+    """How many images a mean divergence needs, relative to logits, for the same precision."""
     note: str = ""
-    """A note on such outputs, which a call logs first and adds to its evidence."""
+    """A note for users on how these outputs are compared. It is logged, and stored in the evidence."""
 
     @abstractmethod
     def divergence(self, base: Rows, other: Rows) -> PerImage:
-        """Returns the divergence of `other` from `base` per image."""
+        """Returns one divergence of `other` from `base` per image."""
 
     @abstractmethod
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns a divergence per image that varies less between images, for searching plans."""
+        """Returns a divergence per image that varies less between images. The search for plans uses it."""
 
     @abstractmethod
     def decisions(self, outputs: Rows) -> Decisions:
-        """Returns the decision per image: a number, or one number per label."""
+        """Returns each image's decision: one integer (e.g. the predicted class), or one integer per label."""
 
     def labels(self, decisions: Decisions, labels: Decisions) -> Decisions:
-        """Returns the label that follows from each decision, given the true labels of all images."""
+        """Returns the predicted label for each decision. `labels` are the true labels of all images."""
         return decisions
 
     def agreement(self, decisions: Decisions, others: Decisions) -> PerImage:
-        """Returns the share of equal decisions per image."""
+        """Returns, per image, the share of decisions that are equal in both models."""
         return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
-        """Returns whether the label that follows from the decision is true. With several labels, all must be true."""
+        """Returns whether the predicted label of each image is correct. If there are several labels, all must be."""
         return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
-        """Returns the log-probability of an answer drawn from the outputs, summed over the images.
+        """Draws a random answer per image from the model's outputs, and returns the sum of the log-probabilities.
 
-        The second moment of its gradient is the Fisher information, the curvature of the divergence.
+        The expected square of this sum's gradient is the Fisher information, which is the curvature of the divergence.
         """
 
 
 class Logits(OutputKind):
-    """Class logits: the Kullback-Leibler divergence in nats, and the predicted class."""
+    """Class logits, compared by the Kullback-Leibler divergence in nats and by the predicted class."""
 
     name, noun, unit, flip_divergence = "logits", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
@@ -98,7 +108,7 @@ class Logits(OutputKind):
         return width
 
     def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
-        """Returns one logit per class. Their softmax is the predicted probabilities."""
+        """Returns one logit per class, so that their softmax gives the predicted probabilities."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -106,12 +116,12 @@ class Logits(OutputKind):
         return (log_base.exp() * (log_base - log_other)).sum(-1)
 
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
+        """Returns the limit of T^2 KL(base || other) per image as the softmax temperature T goes to infinity.
 
-        The limit is half the variance, over the classes, of the difference of the logits. All classes contribute to it,
-        so it varies much less between images than the divergence, which a few images dominate.
+        The limit is half the variance of the logit differences over the classes. Its mean needs fewer images than the
+        mean divergence, which a few images dominate, because here all classes contribute.
         """
-        # A variance ignores constants, so logits and log-probabilities give the same result.
+        # A variance ignores added constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
 
     def decisions(self, outputs: Rows) -> Decisions:
@@ -124,11 +134,11 @@ class Logits(OutputKind):
 
 
 class BinaryLogit(Logits):
-    """One logit per image for class 1 against class 0, by the sigmoid. Class 1 is predicted above zero.
+    """One logit per image, whose sigmoid is the probability of class 1. The model predicts class 1 above zero.
 
-    The divergence is computed between the two Bernoulli distributions. Its softened limit is an eighth of the squared
-    difference of the logits. A classifier with one logit looks like a regression model, unless you state which one it
-    is (`load(..., outputs="regression")`).
+    The divergence is the KL divergence between two Bernoulli distributions. Its softened limit is an eighth of the
+    squared difference of the logits. A regression model may also have one output. attnrx cannot distinguish the two, so
+    load a regression model with `load(..., outputs="regression")`.
     """
 
     name = "binary_logit"
@@ -141,16 +151,16 @@ class BinaryLogit(Logits):
         return 2
 
     def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
-        # The softmax of (0, z) is the pair 1 - sigmoid(z), sigmoid(z). The softmax of only z would be constant.
+        # The softmax of (0, z) is (1 - sigmoid(z), sigmoid(z)). A softmax over z only would always be 1.
         return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
 
 
 class Multilabel(OutputKind):
-    """One logit per label, each with its own sigmoid. A label is predicted above zero.
+    """One logit per label, each with its own sigmoid. The model predicts a label if its logit is above zero.
 
-    The divergence is computed between Bernoulli distributions and summed over the labels. Its softened limit is an
-    eighth of the squared differences. Agreement is the share of equal label decisions. An answer is correct if all of
-    its labels are correct.
+    The divergence is the KL divergence between Bernoulli distributions, summed over the labels. Its softened limit is
+    an eighth of the squared logit differences. Agreement is the share of labels on which both models decide alike. An
+    answer is correct if all labels are correct.
     """
 
     name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
@@ -158,13 +168,13 @@ class Multilabel(OutputKind):
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
     def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
-        """Returns one logit per label. Its sigmoid is the predicted probability."""
+        """Returns one logit per label, so that its sigmoid gives the predicted probability."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
         base, other = (self.label_logits(rows.double()) for rows in (base, other))
         total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
-        for sign in (1, -1):  # the label is present or absent
+        for sign in (1, -1):  # sums over the two cases: the label is present or absent
             before, after = (nn.functional.logsigmoid(sign * logits) for logits in (base, other))
             total = total + (before.exp() * (before - after)).sum(-1)
         return total
@@ -182,7 +192,10 @@ class Multilabel(OutputKind):
 
 
 class LabelProbabilities(Multilabel):
-    """One probability per label, for a module that ends with a sigmoid. Compared like `Multilabel`, by their logits."""
+    """One probability per label, from a module that ends with a sigmoid.
+
+    Probabilities are converted to logits and then compared like `Multilabel`.
+    """
 
     name, noun = "label_probabilities", "probability"
     returns = "one probability per label"
@@ -192,10 +205,11 @@ class LabelProbabilities(Multilabel):
 
 
 class Regression(OutputKind):
-    """Numbers, compared by the squared error of each output relative to the reference's variance over the images.
+    """Numbers of a regression, compared by their squared error relative to the variance of the original's outputs.
 
-    The divergence is the mean over the outputs, so outputs with different units count the same. Over all images, it is
-    the lost share of the variance. There is no decision.
+    Each output's squared error is divided by that output's variance over the images. The divergence is the mean over
+    the outputs, so outputs with different units have equal weight. Averaged over all images, the divergence is the
+    share of the variance that the smaller model fails to explain. Regressions have no decisions.
     """
 
     name, noun, unit, flip_divergence = "regression", "output", "", 0.05
@@ -211,7 +225,7 @@ class Regression(OutputKind):
         return self.divergence(base, other)
 
     def decisions(self, outputs: Rows) -> Decisions:
-        """Raises an error, because there are no decisions.
+        """Raises an error, because regressions have no decisions.
 
         Raises:
             InvalidInput: Always.
@@ -224,28 +238,28 @@ class Regression(OutputKind):
 
     def _scale(self, base: Rows) -> Float[Tensor, "numbers"]:
         variance, square = base.var(0, correction=0), base.square().mean(0)
-        # Equal outputs, or the outputs for one image, have no variance.
+        # The variance is zero if all outputs are equal or there is only one image. The mean square then replaces it.
         return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
 
 
 class Map(Regression):
-    """A map per image, or any other tensor.
+    """A map per image, e.g. for segmentation, or any other tensor.
 
-    The divergence is the squared error relative to the variance of the reference's numbers over all images and
-    positions, averaged over the numbers of an image. It is 0 for equal maps and about 1 for a constant map. If the maps
-    differ by no shift or scale, it is one minus the squared correlation. For several tensors, it is their mean.
+    The divergence is an image's mean squared error, divided by the variance of the original's numbers over all images
+    and positions. It is 0 for equal maps and about 1 for a constant map. If the maps differ neither by a shift nor by a
+    scale, it is one minus the squared correlation. If a model returns several tensors, it is the mean over them.
     """
 
     name, noun = "map", "number of a map"
     returns = "a map per image"
-    needed_images = 0.25  # an image's divergence is a mean over its positions, so it varies less between images
+    needed_images = 0.25  # an image's divergence is a mean over many positions, so it varies less between images
     note = (
         "the outputs are compared as maps, by the squared error relative to the variance of the reference's numbers; "
         "there is no decision, and so neither agreement nor accuracy."
     )
 
     def __init__(self, sizes: tuple[int, ...] = ()):
-        """`sizes` has the count of numbers per image for each tensor, in the order of a row. One tensor needs none."""
+        """Stores how many numbers per image each tensor has, in the order of a row. Omit `sizes` for one tensor."""
         self.sizes = sizes
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -253,7 +267,7 @@ class Map(Regression):
         return torch.stack([super(Map, self).divergence(*pair) for pair in pairs]).mean(0)
 
     def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
-        # Divided by the root of the number of outputs, because the divergence is a mean.
+        # The divergence is a mean over the outputs, so the noise is divided by the square root of their number.
         drawn = [super(Map, self).drawn(part, generator) / part.shape[1] ** 0.5 for part in self._tensors(outputs)]
         return torch.stack(drawn).sum()
 
@@ -265,7 +279,7 @@ class Map(Regression):
 
 
 class Several(Map):
-    """Several tensors per image. The divergence is the mean over the tensors of `Map`'s divergence."""
+    """Several tensors per image. The divergence of `Map` is computed for each tensor and then averaged."""
 
     name, noun, returns = "several", "number of the outputs", "several tensors per image"
     note = (
@@ -276,9 +290,10 @@ class Several(Map):
 
 
 class Embeddings(OutputKind):
-    """Embeddings, compared by the cosine distance and by the nearest neighbour among `GROUP` consecutive images.
+    """Embeddings, compared by their cosine distance and by each image's nearest neighbour.
 
-    The label that follows from a decision is the neighbour's label, so accuracy is 1-nearest-neighbour accuracy.
+    Neighbours are searched among `GROUP` consecutive images. The predicted label of an image is its neighbour's label,
+    so accuracy is 1-nearest-neighbour accuracy.
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
@@ -290,7 +305,7 @@ class Embeddings(OutputKind):
         return 1 - torch.cosine_similarity(base.double(), other.double(), dim=-1)
 
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns half of the squared distance of the embeddings, relative to the mean squared norm of the base."""
+        """Returns half the squared distance between embeddings, divided by the mean squared norm of `base`."""
         base, other = base.double(), other.double()
         return (base - other).square().sum(-1) / (2 * base.square().sum(-1).mean())
 
@@ -301,24 +316,24 @@ class Embeddings(OutputKind):
         return labels[decisions]
 
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
-        # Embeddings are compared by their angle, so their lengths do not matter.
+        # Embeddings are compared by their angles, so they are normalized first.
         direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
         return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
 
 def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
-    """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
+    """Returns the indices of every image's `k` nearest neighbours by cosine similarity.
 
-    If the last group has too few images, neighbours are repeated.
+    Neighbours are searched among `GROUP` consecutive images. If the last group has too few images, neighbours are
+    repeated.
     """
-    # With groups of consecutive images, memory is linear in the number of images, and the task is equally hard for any
-    # number.
+    # Searching in groups keeps memory linear in the number of images, and the task equally hard for any number.
     unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
     for start in range(0, len(unit), GROUP):
         group = unit[start : start + GROUP]
         similarity = group @ group.T
-        similarity.fill_diagonal_(-torch.inf)  # an image is not its own neighbour, unless it is alone in its group
-        # Stable, because equal similarities, e.g. of repeated images, must have the same order in both models.
+        similarity.fill_diagonal_(-torch.inf)  # an image is its own neighbour only if its group has no other image
+        # A stable sort gives equal similarities (e.g. of repeated images) the same order in both models.
         order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
         neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
     return torch.cat(neighbours)
@@ -327,11 +342,16 @@ def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
 def recalled(
     base: tuple[Rows, Rows], other: tuple[Rows, Rows], ks: Sequence[int], own: Int[Tensor, "images"] | None = None
 ) -> Float[Tensor, "images ks"]:
-    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` also finds.
+    """Returns the share of each query's k nearest neighbours in `base` that `other` also finds, for every k in `ks`.
 
-    The search is exact. Each pair contains the embeddings of the queries and of the index, in the same order, and they
-    are compared by cosine similarity. If the queries are in the index, `own` are their rows in it, because an image is
-    not its own neighbour.
+    The search is exact and uses the cosine similarity.
+
+    Args:
+        base: The original model's embeddings of the queries and of the index.
+        other: The smaller model's embeddings of the same queries and the same index, in the same order.
+        ks: The numbers of neighbours.
+        own: The row of each query in the index, if the queries are in the index. A query is then not counted as its own
+            neighbour.
     """
     pairs = [tuple(nn.functional.normalize(rows.double(), dim=-1) for rows in pair) for pair in (base, other)]
     shares = [torch.zeros(0, len(ks), dtype=torch.float64, device=base[0].device)]
@@ -344,7 +364,7 @@ def recalled(
             similarities.append(similarity)
         nearest, matched = similarities[0].topk(max(ks)).values, similarities[1].topk(max(ks)).indices
         matched = similarities[0].gather(1, matched)
-        # Counted by the k-th neighbour's similarity, because repeated images are equally near and any of them counts.
+        # A match counts if it is as near as the k-th neighbour. If images are repeated, any of the copies then counts.
         found = [(matched[:, :k] >= nearest[:, k - 1, None] - EQUALLY_NEAR).double().mean(1) for k in ks]
         shares.append(torch.stack(found, dim=1))
     return torch.cat(shares)
@@ -367,22 +387,22 @@ KINDS: dict[str, OutputKind] = {
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Returns one number per image from the outputs of the original and of the smaller model, as the models return them.
+# A user's divergence returns one number per image, given the outputs of the original and of the smaller model.
 Divergence = Callable[[Any, Any], PerImage]
-# Returns one number per image from the outputs of a model, and a pair of images and labels.
+# A user's metric returns one number per image, given a model's outputs and a pair of images and labels.
 Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
-# Returns one number from the outputs of a model for all images, and their labels.
+# A user's metric of a set returns one number, given a model's outputs for all images, and all labels.
 SetMetric = Callable[[Any, Tensor], float | Tensor]
-MOST_NUMBERS = 2**26  # outputs to compare: 256 MiB in float32, and several times this in sums
-CHUNK = 64  # images per call of a user's function
-SHIFT = 0.1  # the shift of the outputs that measures the curvature of a divergence, in standard deviations
+MOST_NUMBERS = 2**26  # the most output numbers to compare: 256 MiB in float32, and several times as much in sums
+CHUNK = 64  # images per call to a user's function
+SHIFT = 0.1  # the shift of the outputs, in standard deviations, at which a divergence's curvature is measured
 
 
 @dataclass(eq=False)
 class Judgement:
-    """The user's functions that compare the outputs of models during one call.
+    """The user's functions that compare model outputs during one call of attnrx.
 
-    `templates` contains the outputs of the call's models for one image, by input shape.
+    `templates` caches a model's outputs for one image, by input shape. It shows how to convert rows back to outputs.
     """
 
     divergence: Divergence | None = None
@@ -392,11 +412,11 @@ class Judgement:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether labels of any shape are allowed, because a user's function reads them."""
+        """Whether labels may have any shape, because only a user's function interprets them."""
         return self.metric is not None or self.metric_of_set is not None
 
     def template(self, model: nn.Module) -> Any:
-        """Returns the outputs of a model for one image."""
+        """Returns a model's outputs for one blank image, from the cache if possible."""
         shape = family_of(model).input_shape(model)
         if shape not in self.templates:
             image = torch.zeros(1, *shape).to(next(model.parameters()))
@@ -405,11 +425,17 @@ class Judgement:
         return self.templates[shape]
 
     def measured(self, model: nn.Module, rows: Rows, others: Any, what: str) -> Tensor:
-        """Returns one number per image from "divergence" with other rows, or from "metric" with images and labels.
+        """Calls the user's "divergence" or "metric" in chunks, and returns one number per image.
+
+        Args:
+            model: The model whose outputs show how to convert rows back to outputs.
+            rows: A model's outputs, one row per image.
+            others: For "divergence" the other model's rows, and for "metric" a pair of images and labels.
+            what: Which function to call, "divergence" or "metric".
 
         Raises:
             UserCodeError: The function raised an exception.
-            InvalidInput: The function does not return one finite number per image.
+            InvalidInput: The function did not return one finite number per image.
         """
         function, parts, template = getattr(self, what), [], self.template(model)
         for start in range(0, len(rows), CHUNK):
@@ -428,11 +454,11 @@ class Judgement:
         return torch.cat(parts)
 
     def measured_set(self, model: nn.Module, rows: Rows, labels: Tensor) -> float:
-        """Returns the result of `metric_of_set` for all these images.
+        """Calls the user's `metric_of_set` once for all images, with labels of any shape, and returns its result.
 
         Raises:
             UserCodeError: The function raised an exception.
-            InvalidInput: The function does not return one finite number.
+            InvalidInput: The function did not return one finite number.
         """
         function = self.metric_of_set
         with user_code(f"metric_of_set ({name_of(function)})", UserCodeError):
@@ -456,8 +482,11 @@ _JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
 def judging(
     divergence: Divergence | None, metric: Metric | None = None, metric_of_set: SetMetric | None = None
 ) -> Iterator[None]:
-    """Compares all outputs in this context by a user's functions. Without any, the outer context's functions stay."""
-    # Not stored on a model, because it may be impossible to send a function to another process.
+    """Sets the user's functions that compare outputs inside the context.
+
+    If all three are None, the functions of an outer context remain in use.
+    """
+    # The functions are not stored on a model, because a model with a lambda could not be sent to another process.
     if divergence is None and metric is None and metric_of_set is None:
         yield
         return
@@ -469,7 +498,10 @@ def judging(
 
 
 def judged(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the arguments `divergence`, `metric` and `metric_of_set` of a verb apply to its whole call (`judging`)."""
+    """Decorates a function so that its arguments `divergence`, `metric` and `metric_of_set` are used in its whole call.
+
+    The functions are set by `judging`, so inner calls need not pass them on.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -480,19 +512,19 @@ def judged(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_judgement() -> Judgement:
-    """Returns the functions of the current call. A missing function is None."""
+    """Returns the user's functions in the current call. Functions that the user did not pass are None."""
     return _JUDGEMENT.get() or Judgement()
 
 
 def name_of(function: Any) -> str:
-    """Returns the name of a user's function in words, e.g. "mean iou"."""
+    """Returns the name of a user's function with spaces, e.g. "mean iou" for `mean_iou`."""
     return getattr(function, "__name__", type(function).__name__).replace("_", " ").strip()
 
 
 def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputKind:
-    """Returns the same kind with the user's divergence."""
+    """Returns a copy of `kind` that uses the user's divergence."""
     base, name = type(kind), name_of(judgement.divergence)
-    judgement.template(model)  # made now, because later calls of the model may be recorded
+    judgement.template(model)  # cached now, because later calls of the model may be recorded
 
     class Judged(base):  # type: ignore[misc, valid-type]
         distance, columns, unit = name, (kind.columns[0], name), ""
@@ -504,11 +536,12 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
         def softened(self, base: Tensor, other: Tensor) -> Tensor:
             values = self.divergence(base, other)
-            # A function of decisions (e.g. an intersection over union) has no gradient. A fit then uses the kind's own.
+            # A divergence of decisions (e.g. an intersection over union) has no gradient. Fits of weights then use the
+            # kind's softened divergence.
             return super().softened(base, other) if other.requires_grad and not values.requires_grad else values
 
         def drawn(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-            # The divergence is quadratic near equal outputs. Its gradient at a small random shift is therefore its
+            # Near equal outputs, the divergence is quadratic. Its gradient at a small random shift is therefore the
             # curvature times the shift.
             noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
             shifted = outputs.detach() + SHIFT * outputs.detach().std() * noise
@@ -521,22 +554,27 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
 
 def most_images(model: nn.Module) -> int:
-    """Returns the largest number of images whose outputs can be compared in memory. Maps have a number per pixel."""
+    """Returns the largest number of images whose outputs fit in memory for a comparison (see `MOST_NUMBERS`)."""
     numbers = sum(output_sizes(model).values()) or 1
     return max(MOST_NUMBERS // max(numbers, 1), 2)
 
 
 def output_sizes(model: nn.Module) -> Mapping[str, int]:
-    """Returns how many numbers per image each tensor of a whole module, or of its file, has. Other models have {}."""
+    """Returns how many numbers per image each output tensor has, by the tensor's name.
+
+    The sizes are known for modules that attnrx adopted whole, and for files exported from them. For other models, the
+    result is empty.
+    """
     record = record_of(model)
     found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
     return found if isinstance(found, Mapping) else {}
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns the kind of a model's outputs: the stated one, else its family's, or logits if it has no family.
+    """Returns how a model's outputs are compared.
 
-    If the call has a divergence (`judging`), the kind uses it.
+    The user's statement has priority, followed by the kind that the model's family reports. Models without a family
+    have logits. If the current call has a user's divergence (`judging`), the returned kind uses it.
     """
     family = known_family(model)  # not `family_of`, which raises an error: checks also take modules without a family
     name = stated_outputs(model) or ("logits" if family is None else family.output_kind(model))
@@ -551,7 +589,7 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
-# The kind names that `state_outputs_` accepts, by the words in which a user states them.
+# The words by which users can state a model's outputs, and the names of the kinds that they select.
 STATEMENTS = {
     "classes": "logits",
     "multilabel": "multilabel",

@@ -1,4 +1,4 @@
-"""The static shape of an attention layer, as plain data to build, cost and reload it, and its spectrum."""
+"""Plain data about attention layers: a spec, from which layers are built and costs are computed, and the spectrum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +14,18 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 @dataclass(frozen=True)
 class FormTraits:
-    """The properties of a form of attention that costs, rules, backends and realizations depend on.
+    """The properties of an attention form that costs, rules, backends and realizations depend on.
 
-    `has_strengths`: every direction has a learned strength in every head that uses it. `shares_directions`: all heads
-    share one set of directions. `norms` are the ways to normalize query and key rows, the default first. `rotates`:
-    pairs of rows are rotated by angles that depend on the token's position. `mixes_blocks`: the shared directions are
-    in blocks, and a matrix mixes the blocks' score maps. `has_distances`: in a window, every query is also multiplied
-    with vectors for its row and column distances to the keys. `attention.forms.register_form` registers the traits
-    together with the class that computes the scores.
+    Register the traits together with the class that computes the scores (`attention.forms.register_form`).
+
+    Attributes:
+        has_strengths: Whether every direction has a learned strength in every head that uses it.
+        shares_directions: Whether all heads share one set of directions.
+        norms: The supported normalizations of query and key rows, starting with the default.
+        rotates: Whether pairs of rows are rotated by angles that depend on the token's position.
+        mixes_blocks: Whether shared directions form blocks whose score maps are mixed by a matrix.
+        has_distances: Whether queries are also multiplied by position vectors, one for every row and column distance
+            to the keys in a window.
     """
 
     has_strengths: bool
@@ -32,7 +36,7 @@ class FormTraits:
     has_distances: bool = False
 
 
-# Other packages can add forms (`attention.forms.register_form`).
+# Other packages can add attention forms with `attention.forms.register_form`.
 FORMS = Registry[FormTraits](
     "form of attention",
     named={
@@ -48,47 +52,57 @@ INNER_NORMS = ("query_norm", "key_norm", "output_norm")
 
 @dataclass(frozen=True)
 class Compression:
-    """A way to delete the parts that a prescription removes (`realize(by=NAME)`).
+    """A way to delete what a prescription removes, selected by `realize(by=NAME)`.
 
-    With `keeps_norms`, a layer that divides rows by their norms keeps the rows that only the norms need, and so it
-    equals the mask. Without it, the layer divides by the norms over the kept directions. `fit` is called with the
-    model, the prescription and images. It returns the prescribed layers with strengths that are fitted to the images.
+    Some layers divide query and key rows by their norms over all directions. If `keeps_norms` is true, such a layer
+    keeps the rows that only these norms need, and the compressed model has the same outputs as the mask. If it is
+    false, the layer divides by the norms over the kept directions. `fit`, if not None, is called with the model, the
+    prescription and images, and returns the prescribed layers with strengths that were fitted to the images.
     """
 
     keeps_norms: bool = True
     fit: Callable[..., Sequence[Any]] | None = None
 
 
-# A form of attention is registered together with its own ways to compress.
+# `attention.forms.register_form` adds the compressions that are specific to a form.
 COMPRESSIONS = Registry[Compression]("compression", named={"compress": Compression()})
 
 
 def compression_of(by: str) -> Compression | None:
-    """Returns the compression called `by`, or None for a mask, which deletes nothing.
+    """Returns the compression that is registered as `by`, or None for "mask", which deletes nothing.
 
     Raises:
-        UnknownName: No installed package has registered such a compression.
+        UnknownName: No installed package has registered a compression with this name.
     """
     return None if by == "mask" else COMPRESSIONS[by]
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The number of directions and value dimensions of every head in a layer.
+    """The structure of an attention layer: its form, and the number of directions and value dimensions of every head.
 
-    `ranks` are the numbers of score directions per stored head. `heads` are the indices of these heads in the original
-    model. `norms` is the normalization of the query and key rows: "none", "kept" (the norm over the kept directions) or
-    "original" (the norm over all `original_rank` directions, which the projections then still compute). In a form that
-    mixes blocks, block b contains `blocks[b]` neighbouring shared directions. A block may be empty. `value_ranks` are
-    the value dimensions per stored head (default: head_dim). `biases` are the projections that have a bias. `scale` is
-    stored because it does not depend on the rank.
-
-    In the rotary form, the last 2 len(pairs[h]) rows of a head are the real parts of the rotated pairs, followed by the
-    imaginary parts. `pairs[h]` are their indices among the frequencies of the original head (default: all). The rows
-    before them are ordinary directions. With `pair_bias`, a bias per pair of tokens is added to the scores.
-    `inner_norms` are modules of the original library. The layer applies them to every head's query and key, and to the
-    concatenated outputs of the heads before the output projection. In the axial form, `window` is the number of rows
-    and columns of tokens for which the layer has distances.
+    Attributes:
+        form: The name of the attention form, e.g. "dense".
+        width: The number of features per token.
+        head_dim: The value dimension of a head in the original model.
+        ranks: The number of score directions per stored head.
+        heads: The index of each stored head in the original model.
+        scale: The factor of the scores. Removing directions does not change it.
+        original_rank: The number of score directions per head in the original model. If heads share directions, it
+            counts all heads together.
+        norms: The normalization of query and key rows: "none", "kept" (by the norm over the kept directions) or
+            "original" (by the norm over all original directions, which the projections then still compute).
+        value_ranks: The value dimension per stored head, or None if all are `head_dim`.
+        biases: The names of the projections that have a bias.
+        blocks: The number of neighbouring shared directions in every block, for forms that mix blocks. A block may be
+            empty.
+        pairs: The frequencies of each head's rotated pairs, as indices among the original head's frequencies, for the
+            rotary form (default: all). A head stores its unrotated rows first, then the real parts of all pairs, and
+            then the imaginary parts.
+        pair_bias: Whether a bias per pair of tokens is added to the scores.
+        inner_norms: Norms from the original library that the layer applies: to query and key of every head, or to the
+            concatenated outputs of the heads before the output projection.
+        window: The number of token rows and token columns in a window, for the axial form.
     """
 
     form: str
@@ -108,11 +122,11 @@ class AttentionSpec:
     window: tuple[int, int] | None = None
 
     def __post_init__(self):
-        # Set the defaults that depend on other fields. The class is frozen.
+        # Some defaults depend on other fields. object.__setattr__ is needed because the class is frozen.
         if self.traits.rotates and self.pairs is None:  # `traits` raises an error for unknown forms
             object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
-            object.__setattr__(self, "value_ranks", None)  # one form for equal layers, so they compare as equal
+            object.__setattr__(self, "value_ranks", None)  # so that specs of equal layers compare as equal
         if self.norms not in self.traits.norms:
             raise InvalidInput(
                 f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(self.traits.norms)}."
@@ -141,7 +155,7 @@ class AttentionSpec:
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
         if any(not 0 <= rank <= self.head_dim for rank in self.value_dims):
             raise InvalidInput(f"value ranks {self.value_dims} must lie in 0..{self.head_dim}.")
-        # If a head does not use a shared direction, its strength there is zero. The projection serves all heads.
+        # All heads use the same projections. A head that does not need a shared direction has strength zero there.
         if self.traits.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
         if self.traits.mixes_blocks != (self.blocks is not None):
@@ -162,12 +176,12 @@ class AttentionSpec:
             raise InvalidInput(f"pairs of {len(self.pairs)} heads for {len(self.heads)} heads: give one tuple each.")
         frequencies = range(self.original_rank // 2)
         for rank, pairs in zip(self.ranks, self.pairs, strict=True):
-            # A pair is two rows, its real and its imaginary part.
+            # Each pair consists of two rows, the real part and the imaginary part.
             if 2 * len(pairs) > rank or len(set(pairs)) < len(pairs) or any(pair not in frequencies for pair in pairs):
                 raise InvalidInput(f"pairs {pairs} are no distinct pairs of a head with rank {rank}.")
 
     def _check_extensions(self) -> None:
-        # A head of rank 0 returns a mean of the values, so it has no softmax to which a bias could be added.
+        # A head of rank 0 returns a mean of the values. It computes no scores to which a bias could be added.
         if self.pair_bias and not all(self.ranks):
             raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
         if self.traits.has_distances != (self.window is not None):
@@ -185,22 +199,22 @@ class AttentionSpec:
 
     @cached_property
     def traits(self) -> FormTraits:
-        """The traits of the form, looked up only once because forward passes use them."""
+        """The traits of the layer's form, cached because every forward pass reads them."""
         return FORMS[self.form]
 
     @property
     def has_norms(self) -> bool:
-        """Whether the rows of query and key are normalized."""
+        """Whether query and key rows are divided by their norms."""
         return self.norms != "none"
 
     @property
     def num_distances(self) -> int:
-        """The number of possible row and column distances between two tokens in the window."""
+        """The number of row distances and column distances between tokens in a window, or 0 without a window."""
         return 0 if self.window is None else 2 * sum(self.window) - 2
 
     @property
     def fixes_scores(self) -> bool:
-        """Whether directions cannot be removed because query or key is normalized over all of them."""
+        """Whether directions cannot be removed because the library normalizes query or key over all directions."""
         return "query_norm" in self.inner_norms or "key_norm" in self.inner_norms
 
     @property
@@ -210,56 +224,56 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are dot products of the projected rows and nothing else."""
+        """Whether scores are plain dot products, without positions, biases or norms."""
         return self.form == "dense" and not self.pair_bias and not self.fixes_scores
 
     @property
     def keeps_original_norms(self) -> bool:
-        """Whether rows are divided by the norms over all original directions."""
+        """Whether query and key rows are divided by their norms over all original directions."""
         return self.norms == "original"
 
     @property
     def attends(self) -> bool:
-        """Whether any token attends to another one."""
+        """Whether the layer has any heads, so that tokens attend to each other."""
         return bool(self.heads)
 
     @property
     def value_dims(self) -> tuple[int, ...]:
-        """The value dimensions of each stored head."""
+        """The value dimension of each stored head."""
         return (self.head_dim,) * len(self.heads) if self.value_ranks is None else self.value_ranks
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The number of rows of the query projection, for every owner of directions.
+        """The number of rows that the query projection (and the key projection) stores for each head.
 
-        Without shared directions, it is the rank of every head, or all rows if the original norms are needed. Shared
-        directions have one owner. If they are in blocks, there is one number per block.
+        The number is the rank of the head, or the original rank if the layer needs the original norms. If heads share
+        directions, there is one number for all heads, or one per block.
         """
         if self.blocks is not None:
             return self.blocks
         if self.traits.shares_directions:
             return self.ranks[:1]
         if self.keeps_original_norms:
-            # A head without directions attends uniformly, and needs no norms.
+            # A head of rank 0 attends uniformly, so it needs no norms and no rows.
             return tuple(self.original_rank if rank else 0 for rank in self.ranks)
         return self.ranks
 
     def has_bias(self, projection: str) -> bool:
-        """Whether the projection "query", "key", "value" or "output" has a bias."""
+        """Whether the projection with this name ("query", "key", "value" or "output") has a bias."""
         return projection in self.biases
 
     def with_shared_directions(self, rank: int, blocks: tuple[int, ...] | None = None) -> "AttentionSpec":
-        """Returns the layer with heads that share `rank` directions, in a form that shares directions.
+        """Returns a spec in which all heads share `rank` directions, divided into `blocks` if these are not None.
 
-        With `blocks`, the form also mixes blocks. The new original rank counts the directions of all heads together. A
-        layer without any direction has no blocks.
+        The new `original_rank` counts the directions of all heads together. `blocks` is ignored if `rank` is 0.
 
         Raises:
-            NotSupported: No installed package has registered such a form.
+            NotSupported: No installed package has registered a form that shares directions, or the layer has relative
+                positions per axis.
         """
         if self.traits.has_distances:
             raise NotSupported("heads with relative positions decomposed by axis cannot share their directions.")
-        # If the layer already shares directions, its original rank counts all heads together.
+        # If the layer already shares directions, `original_rank` already counts all heads together.
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = _sharing_form(mixes_blocks=blocks is not None)
         return replace(
@@ -270,12 +284,16 @@ class AttentionSpec:
     def with_ranks(
         self, ranks: Sequence[int], heads: Sequence[int], norms: str, pairs: Sequence[tuple[int, ...]] | None = None
     ) -> "AttentionSpec":
-        """Returns the layer with other ranks, heads (a subset of its own) and norms. Scale and value ranks are kept.
+        """Returns a spec with other ranks, heads and norms. The scale and each head's value dimension stay the same.
 
-        The rotary form keeps these `pairs`. By default it keeps the first pairs of each head, as many as its rank
-        allows.
+        Args:
+            ranks: The new rank of each head in `heads`.
+            heads: The original indices of the heads to keep, in their new order.
+            norms: The new normalization of query and key rows.
+            pairs: The pairs that each head keeps in the rotary form. By default, a head keeps as many of its first
+                pairs as its rank allows.
         """
-        # The keys are indices in the original model, because a compressed layer stores heads in another order.
+        # Heads are identified by their indices in the original model, because compression changes their order.
         value_dim_of = dict(zip(self.heads, self.value_dims, strict=True))
         value_ranks = tuple(value_dim_of[head] for head in heads)
         if self.pairs is not None and pairs is None:
@@ -288,7 +306,7 @@ class AttentionSpec:
 
 
 def _sharing_form(*, mixes_blocks: bool) -> str:
-    """Returns the first registered form whose heads share directions, with or without mixed blocks."""
+    """Returns the name of the first registered form that shares directions and does (or does not) mix blocks."""
     for form, traits in FORMS.items():
         if traits.shares_directions and traits.mixes_blocks == mixes_blocks:
             return form
@@ -297,16 +315,26 @@ def _sharing_form(*, mixes_blocks: bool) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Spectrum(Displayed):
-    """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, where x ends with a 1.
+    """The directions and strengths of one map in a layer, from which rules choose what to keep.
 
-    `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest
-    rank, and `used` is False on the padding. With `norms` other than "none", a score is divided by the row norms of
-    query and key. The norms are over the kept directions ("kept") or over all original ones ("original"). `heads` are
-    the indices of the heads in the original model. Rules get the other maps of a layer in the same format, and `map` is
-    the map's name.
+    For attention scores, `score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, where x
+    is a token with a 1 appended. Rules get the other maps of a layer in the same format.
 
-    In rotary attention, `pairs` are the frequencies that rotate the rows, or -1 for unrotated rows. `fixed` are the
-    layer's maps (LAYER_MAPS) from which nothing can be removed, because a norm runs over all their features.
+    Attributes:
+        query: The query rows, with the bias as last column. The `owners` axis has one entry per head, or one entry if
+            heads share directions. Rows are padded to the largest rank.
+        key: The key rows, in the same format.
+        strength: The strength of every direction in every head.
+        used: False for padding, and True for all other directions.
+        scale: The factor of the scores.
+        norms: How scores are normalized: not at all ("none"), or by the norms of query and key over the kept directions
+            ("kept") or over all original directions ("original").
+        heads: The index of each head in the original model.
+        map: The name of the map, e.g. "qk".
+        shared: Whether all heads share their directions.
+        pairs: In rotary attention, the frequency that rotates each row, or -1 for unrotated rows.
+        fixed: The layer's maps (see `LAYER_MAPS`) from which nothing can be removed, because a norm runs over all their
+            features.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -329,7 +357,7 @@ class Spectrum(Displayed):
             raise InvalidInput(
                 f"strength {tuple(self.strength.shape)}, used {tuple(self.used.shape)}, heads {self.heads} disagree."
             )
-        # Shared directions have one table of rows, but strengths per head.
+        # If heads share directions, there is one table of rows for all heads, but strengths still differ by head.
         for table in (self.query, self.key):
             if table.shape[:2] != (1 if self.shared else heads, directions):
                 whose = "shared directions" if self.shared else "directions of their own"
@@ -339,15 +367,18 @@ class Spectrum(Displayed):
 
     @property
     def has_norms(self) -> bool:
-        """Whether the scores are divided by the norms of the rows."""
+        """Whether scores are divided by the norms of query and key rows."""
         return self.norms != "none"
 
     @property
     def has_own_order(self) -> bool:
-        """Whether only strengths rank directions. Another basis would change norms or shared directions."""
+        """Whether directions must be ranked in their present basis, by their strengths.
+
+        Rules must not choose another basis (e.g. by an SVD) if that would change norms or shared directions.
+        """
         return self.has_norms or self.shared
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:
-        """The number of used directions per head, as a float that can be averaged."""
+        """The number of directions per head, without padding. The dtype is floating so that ranks can be averaged."""
         return self.used.sum(-1).to(self.strength.dtype)

@@ -1,4 +1,4 @@
-"""Attention of any form, with irregular ranks, executed by interchangeable backends."""
+"""Attention layers in which every head may have its own rank, and the backends that compute them."""
 
 from attnrx.vit.attention.attention import BACKENDS, Attention, backend_of, use_backend, using
 from attnrx.vit.attention.backends import (

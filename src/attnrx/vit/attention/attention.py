@@ -1,4 +1,4 @@
-"""The attention layer: a score form, values, an output projection, and a backend that executes them."""
+"""The attention layer, which combines a score form, value and output projections, and a backend."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,17 +42,17 @@ from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec, Spectrum
 
 BACKENDS = Registry[type[Backend]]("backend", Auto, Eager, Fused, Native)
-"""The classes of the backends, by name."""
+"""The backend classes by name."""
 MOST_PLANS = 1024
-"""The most plans that a layer caches. There is one for every batch and image size. A full cache is cleared."""
+"""The largest number of plans that a layer caches, one for every batch and image size. A full cache is cleared."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The computation of one layer in one context: the backend, the buckets and the padded row counts.
+    """How a layer is computed for inputs of one shape: the backend, the buckets and the padded sizes.
 
-    `value_dims` has the padded value dimension of every head, and `widths` the padded value dimension of every bucket.
-    `joint` tells whether `Backend.attend_fused_qkv` computes the layer.
+    `value_dims` is the padded value dimension per head, and `widths` is the same per bucket. `rows` is the padded
+    number of query and key rows per head. If `joint` is true, `Backend.attend_fused_qkv` computes the layer.
     """
 
     backend: Backend
@@ -64,9 +64,10 @@ class LayerPlan:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of any form, in which every head has its own rank and value dimension.
+    """Multi-head attention in which every head can have its own rank and value dimension.
 
-    Heads are in storage order, and `spec.heads` are their indices in the original model.
+    Heads are numbered in the order in which the layer stores them. `spec.heads` contains their indices in the original
+    model. `spec.form` chooses how scores are computed.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
@@ -79,8 +80,8 @@ class Attention(nn.Module):
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._packed: PackedWeights | None = None
-        # The number of heads and their width. It is None if heads have different widths or are padded, or if anything
-        # happens between the projections and the products.
+        # `equal_heads` is the number of heads and their common width. It is None if widths differ, if heads are padded,
+        # or if the layer needs any operation between the projections and the attention products.
         is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
         self.equal_heads = (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else None
         self._plans_of: Backend | None = None
@@ -94,27 +95,27 @@ class Attention(nn.Module):
     ) -> TokenBatch:
         """Returns the attention output of `tokens`.
 
-        If `key_tokens` are given, keys and values are computed from them, and `tokens` must be their first tokens.
-        Otherwise keys and values are computed from `tokens`. `positions` contains rotations and biases of pairs for all
-        tokens of an image. The layer selects the entries of the patches that `kept_patches` returns.
+        Keys and values are computed from `key_tokens`, or from `tokens` if `key_tokens` is None. If you pass
+        `key_tokens`, `tokens` must be the first tokens in it. `positions` contains rotations and biases for all tokens
+        of an image. The layer selects the entries for the patches that `kept_patches` returns.
 
         Raises:
-            InvalidInput: The layer has a bias per pair of tokens, but `positions` have none.
+            InvalidInput: The layer needs a bias per pair of tokens, but `positions` contains none.
         """
         if not self.spec.attends:
-            return self.output(tokens[..., :0])  # without heads only the output bias is left
+            return self.output(tokens[..., :0])  # without heads, the layer adds only its output bias
         if self._is_short and positions is None:
             return self._traced(tokens, tokens if key_tokens is None else key_tokens)
         source = tokens if key_tokens is None else key_tokens
-        # The plan depends on the number of keys, because it determines the size of the maps even if queries are few.
+        # The plan depends on the number of keys, because `key_tokens` holds all tokens even if there are few queries.
         plan, scores = self.plan(source), self.scores
         if positions is not None and self.kept_patches is not None:
-            # The library computes positions for all patches of an image, including pruned ones.
+            # The model's library computes positions for all patches of an image, including pruned patches.
             positions = positions.of_patches(self.kept_patches())
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
         shared = sides if key_tokens is None else sides[1:]
         joint = joint_product(source, shared, self._packed)
-        # Under autocast the product has a lower precision than the tokens.
+        # Under autocast, the joint product has a lower precision than the tokens, so `joint.dtype` is checked.
         if plan.joint and key_tokens is None and joint is not None and joint.dtype == tokens.dtype:
             rotation = scores.rotation_table(positions) if isinstance(scores, RotaryForm) else None
             bias = self._bias(positions, tokens.shape[1])
@@ -123,28 +124,28 @@ class Attention(nn.Module):
         parts = () if joint is None else joint.split_with_sizes([sum(rows) for _, rows in shared], -1)
         query = parts[0] if len(parts) == 3 else scores.query.padded(tokens, plan.rows, scores.query_factor)
         key, value = parts[-2:] or [side.padded(source, rows) for side, rows in sides[1:]]
-        # Per bucket: [batch, heads, keys, width].
+        # Each bucket's values have the shape [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
         return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
 
     @property
     def _is_short(self) -> bool:
-        """Whether a graph is recorded, and all heads compute plain products of equal widths."""
+        """Whether a compiler records this call and all heads compute plain products of equal widths."""
         if self.equal_heads is None or not is_traced() or has_fixed_weights():
             return False
         return type(self.backend) in (Auto, Fused, AttentionCapture)
 
     def takes_few_queries(self, tokens: TokenBatch) -> bool:
-        """Whether queries may have fewer tokens than keys and values."""
-        # A head of rank 0 has no backend.
+        """Whether `forward` may get fewer query tokens than key tokens."""
+        # Heads of rank 0 bypass the backend's attention, so a layer with such heads needs all queries.
         return self._is_short or (all(self.spec.ranks or (0,)) and self.plan(tokens).backend.takes_few_queries)
 
     def _traced(self, tokens: TokenBatch, key_tokens: TokenBatch) -> TokenBatch:
-        """Returns the same as `forward` inside a recorded graph, for heads of equal widths.
+        """Returns the same output as `forward` while a compiler records a graph, for heads of equal widths.
 
-        A compiler adds a guard for every number that a decision depends on, and checks all guards in every call. A plan
-        would add guards for the numbers of every head.
+        `torch.compile` adds a guard for every number that the code reads, and checks all guards in every call. This
+        method reads only two numbers. A `LayerPlan` would add guards for the sizes of every head.
         """
         assert self.equal_heads is not None
         (heads, width), backend = self.equal_heads, self.backend
@@ -154,13 +155,13 @@ class Attention(nn.Module):
         return self.output(backend.attend(factors, value.transpose(1, 2)).transpose(1, 2).flatten(2))
 
     def pack_(self) -> None:
-        """Moves the weights of queries, keys and values into one weight, whose rows they become (`PackedWeights`)."""
+        """Moves the query, key and value weights into one joint weight (see `PackedWeights`)."""
         self._packed = PackedWeights.of_(self._projections)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns one weight and bias for queries, keys and values, or None if they are not packed.
+        """Returns the joint weight and bias of queries, keys and values, or None if they are not packed.
 
-        `parameters` are the weights and biases of the projections, of any shape.
+        `parameters` lists the weights and biases of the projections, which may have any shape.
         """
         return None if self._packed is None else self._packed.last(parameters)
 
@@ -171,7 +172,7 @@ class Attention(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
         before = addresses_of(parameters_of(self._projections))
         super()._apply(*args, **kwargs)
-        # Weights that did not move are not packed, because another module may share them.
+        # Weights that kept their addresses are not packed, because another module may share them.
         if addresses_of(parameters_of(self._projections)) != before:
             self.pack_()
         return self
@@ -187,27 +188,27 @@ class Attention(nn.Module):
             "to='openvino(precision=int8)'."
         )
 
-    # torch.ao.quantization (e.g. quantize_dynamic) sets this on every module before it replaces any.
+    # torch.ao.quantization (e.g. quantize_dynamic) sets `qconfig` on every module before it replaces modules.
     qconfig = property(fset=_refuse_quantization)
 
     def _projected(self, features: Tensor, value_dims: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:
-            # Zeros of the padding would change the statistics of the norm.
+            # The norm must not see the padding, because zeros would change its mean and variance.
             head_dim, (width,) = self.spec.head_dim, set(value_dims)
             if width != head_dim:
                 features = features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
             return self.output(self.inner_norms["output_norm"](features))
-        # Without a norm, padding costs nothing, because zero columns are added to the weight, not to the features.
+        # Without a norm, the features stay padded. Zero columns in the weight cancel the padding at no cost.
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
-        """Returns the bias of token pairs for the stored heads and the first `queries` tokens, or None without one."""
+        """Returns the bias per pair of tokens for the stored heads and the first `queries` tokens, or None."""
         bias, heads = None if positions is None else positions.bias, self.spec.heads
         if bias is None:
             if not self.spec.pair_bias:
                 return None
             raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
-        # Indexing copies, so the bias is returned without indexing if all heads or all queries are needed.
+        # Indexing copies the bias, so heads and queries are only selected if some of them are not needed.
         if heads != tuple(range(bias.shape[1])):
             bias = torch.cat([bias[:, head : head + 1] for head in heads], 1)
         return bias if queries == bias.shape[2] else bias[:, :, :queries]
@@ -220,13 +221,13 @@ class Attention(nn.Module):
         buckets: tuple[Bucket, ...],
         positions: Positions | None,
     ) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the scores: projected rows with inner norms, positions and biases of token pairs."""
+        """Returns the score factors of every bucket, after inner norms, positions and pair biases were applied."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
-        # The last layer's class-token shortcut has only the first tokens as queries, so it needs the first positions.
+        # The last layer may compute only the class token. Its queries then need only the first positions.
         of_queries = positions
         if positions is not None and query.shape[1] < key.shape[1]:
             of_queries = positions.of_first(query.shape[1])
-        # Norms come before rotations, as in timm. Their weights are per direction, but a rotation mixes directions.
+        # As in timm, norms come before rotations. A norm has a weight per direction, and a rotation mixes directions.
         query = self.scores.at_positions(sides[0], rows, of_queries)
         key = self.scores.at_positions(sides[1], rows, positions)
         factors = self.scores(query, key, buckets)
@@ -239,22 +240,23 @@ class Attention(nn.Module):
     def _normed(self, features: Tensor, name: str, rows: tuple[int, ...]) -> Tensor:
         if name not in self.inner_norms:
             return features
-        # All heads have all directions (spec.fixes_scores), padded to one width. The norm must not include the padding.
+        # No direction was removed from this layer (spec.fixes_scores), and all heads are padded to one width. The norm
+        # must not include the padding.
         rank, (width,) = self.spec.original_rank, set(rows)
         parts = features.unflatten(-1, (len(rows), width))  # batch, tokens, heads, width
         normed = self.inner_norms[name](parts[..., :rank])
         return F.pad(normed, (0, width - rank)).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy or a pickle, without cached plans and without the packed weights."""
+        """Returns the state for copies and pickles, without the cached plans and the packed weights."""
         return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
-        """Returns how the backend computes these tokens. Plans are cached by shape."""
+        """Returns how the backend computes tokens of shape [batch, tokens, width]. Plans are cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
-        # `backend` is a plain attribute that anyone may replace, so it is compared with the backend of the plans.
+        # Users may replace the `backend` attribute, so the cached plans are dropped if their backend is another one.
         if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
             self._plans_of, self._plans = self.backend, {}
         if context not in self._plans:
@@ -269,19 +271,19 @@ class Attention(nn.Module):
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def spectrum(self) -> Spectrum:
-        """Returns the score directions in float64: one table per owner, with the biases as last column."""
+        """Returns the score directions of all heads in float64, with the biases as last column of each table."""
         spec = self.spec
         ranks, width = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
         strength = torch.zeros(len(ranks), width, dtype=torch.float64)
-        # A boolean mask is filled row by row, so head by head, which is the order of the stored strengths.
+        # Assigning to a boolean mask fills it row by row, so strengths are assigned head by head, as they are stored.
         strength[used] = self.scores.strengths().detach().cpu().double().flatten()
         shared, pairs = spec.traits.shares_directions, row_pairs(spec) if spec.traits.rotates else None
-        # Shared directions have one table, even if they are divided into blocks.
+        # Directions that heads share are returned as one table, even if they are divided into blocks.
         rows = (sum(spec.rows),) if shared else spec.rows
         owners = rows if shared else ranks
         tables = [_table(side, rows, owners, width) for side in (self.scores.query, self.scores.key)]
-        # A norm over all directions of a map depends on each of them, so none can be removed.
+        # A norm over all directions of a map depends on every direction, so no direction can be removed.
         fixed = (*(("qk",) if spec.fixes_scores else ()), *(("vo", HEADS) if spec.fixes_values else ()))
         return Spectrum(
             tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads,
@@ -289,11 +291,11 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def value_factors(self) -> dict[str, Tensor]:
-        """Returns small factors from which the SVD of every head's value map can be computed, in float64.
+        """Returns small float64 matrices from which the SVD of every head's value map can be computed.
 
-        value_factor and readout_factor, [heads, _, v_head_dim], are the factors R of QR decompositions V = Q R. V is a
-        head's transposed value rows or its columns of the output projection, padded with zeros. value_bias is
-        [heads, v_head_dim].
+        `value_factor` and `readout_factor`, [heads, _, v_head_dim], are the factors R of QR decompositions V = Q R. For
+        `value_factor`, V contains the head's transposed value rows. For `readout_factor`, V contains the head's columns
+        of the output projection. Both are padded with zeros. `value_bias` is [heads, v_head_dim].
         """
         value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
         rows = _table(self.value, value_dims, value_dims, width)
@@ -301,7 +303,7 @@ class Attention(nn.Module):
         weights = self.output.weight.detach().cpu().double().split(value_dims, dim=1)
         for padded, weight in zip(columns, weights, strict=True):
             padded[: weight.shape[1]] = weight.mT
-        # Orthonormal factors change no singular value, so the SVD of W_O W_V needs only the product of the two small R.
+        # Orthonormal factors do not change singular values. The SVD of W_O W_V therefore only needs the two small R.
         factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
 
@@ -316,10 +318,10 @@ def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], widt
 
 @contextmanager
 def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[None]:
-    """Runs each layer on another backend inside the context, and restores its own backend afterwards."""
-    # As a tuple, because an iterator would be exhausted when the backends are restored.
+    """Replaces the backends of the layers inside the context, and restores the previous backends afterwards."""
+    # `layers` is iterated twice, and an iterator would be exhausted when the backends are restored.
     layers = tuple(layers)
-    # The plans are restored, too. Plans of the other backend would keep it, and what it observes, in memory.
+    # Cached plans are restored, too. They refer to the temporary backend and would keep what it observed in memory.
     before = [(layer.backend, layer._plans_of, layer._plans) for layer in layers]
     try:
         for layer, backend in zip(layers, backends, strict=True):
@@ -331,33 +333,34 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
 
 
 def backend_of(name: str) -> Backend:
-    """Returns a backend by its name, one of BACKENDS.
+    """Returns a new backend by its name in `BACKENDS`.
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: Its kernel cannot be built on this machine.
+        NotSupported: The backend's kernel cannot be built on this machine.
     """
     kind = BACKENDS[name]
     if kind is Native:
-        # `Native` would fall back to `Fused`, but a backend that you request by name must not be replaced silently.
+        # Without its kernel, `Native` falls back to `Fused`. A backend requested by name must not change silently.
         required_library()
     return kind()
 
 
 @checked(backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
-    """Sets the backend of every layer of the model, in place, and returns the model.
+    """Sets the backend of every attention layer in place, and returns the model.
 
-    The names are "auto", "eager" (the reference), "fused" and "native". New models use "auto". It chooses "native" for
-    float32 inference on a CPU, and otherwise the backend that is usually fastest. Layers whose attention is captured
-    for a token reducer keep their backend. The choice is not saved, because the fastest backend depends on the machine.
+    Backends are "auto", "eager" (the reference), "fused" and "native". New models use "auto", which chooses "native"
+    for float32 inference on a CPU and otherwise the backend that is usually fastest. Layers that pass their attention
+    to a token reducer or an observer keep their backend. Saved models do not store the backend, because the fastest
+    one depends on the machine.
 
     Args:
-        model: The model.
-        backend: The name of a backend, or a backend.
+        model: A model with attnrx attention layers. It is changed in place.
+        backend: The name of a backend, or a `Backend`.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
         UnknownName: No backend has this name.

@@ -1,8 +1,9 @@
-"""Backends, which compute the outputs of the heads from score factors and values, in buckets of heads.
+"""Attention backends, which compute the outputs of the heads from score factors and values.
 
-Most of them differ only in how they compute: the reference (`Eager`), fused attention, the C++ kernel, `Auto` (the
-default), which chooses one of these, and attention for exported files (`Portable`). Others also pass the attention to a
-token reducer, which weights tokens by their size, or to an observer.
+A backend divides the heads into buckets and computes each bucket at once. `Eager` is the reference. `Fused` calls
+PyTorch's fused kernels, and `Native` calls the C++ kernel. `Auto`, the default, chooses between them. `Portable` is for
+exported files. `AttentionCapture` also passes the attention to a token reducer, and `Observed` passes it to an
+observer.
 """
 
 from abc import ABC, abstractmethod
@@ -19,27 +20,28 @@ from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec
 
-# With fewer tokens (of all images together), the launch overhead of an operation exceeds its arithmetic.
+# A batch with fewer tokens (summed over its images) spends more time on launching operations than on arithmetic.
 FEW_TOKENS = 1024
-# A head's keys are transposed once for all its queries. With fewer queries, this costs more than it saves.
+# The C++ kernel transposes a head's keys once for all its queries. With fewer queries, this costs more than it saves.
 FEW_QUERIES = 8
-# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. Measured ratio
-# of CPU times, padded to exact groups: 1.07 to 1.27 at a share of 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97
-# (three heads, 197 tokens, batch 1 and 8, ONNX Runtime and OpenVINO, one thread of a Xeon with AVX-512, 2026-11-27).
+# `Portable` computes groups of equal heads one by one if they need at most this share of the arithmetic of padded
+# heads. Measured CPU times of padded heads, divided by the times of exact groups: 1.07 to 1.27 at a share of 0.87, 0.99
+# to 1.17 at 0.93, 0.93 to 1.00 at 0.97 (three heads, 197 tokens, batch 1 and 8, ONNX Runtime and OpenVINO, one thread
+# of a Xeon with AVX-512, 2026-11-27).
 NARROW = 0.95
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
 HeadOutputs = Float[Tensor, "batch queries features"]
 """The outputs of all heads, concatenated."""
 BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
-"""The values of every bucket, heads first."""
+"""One tensor of values per bucket, with the heads before the keys."""
 
 
 class AttentionContext(NamedTuple):
-    """The shape, device and recording state of one call.
+    """The input shape, device and recording state of one call to a layer.
 
-    `free` is true if the call records neither gradients nor a graph. Only then may buffers be reused and the batch be
-    computed in chunks. In an export for batches of any size, the number of images is unknown.
+    `free` is true if the call records neither gradients nor a graph. Only then can backends cache plans and use
+    kernels without gradients. In an export for any batch size, `images` is symbolic.
     """
 
     images: int | torch.SymInt
@@ -52,9 +54,9 @@ class AttentionContext(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor) -> "AttentionContext":
         """Returns the context of tokens of shape [batch, tokens, width]."""
-        # A run that computes the constants of a graph must take the same path as the graph.
+        # A run with fixed weights computes the constants for a graph, so it must use the same operations as the graph.
         free = not (is_recorded() or has_fixed_weights())
-        # A recorded graph must not depend on the threads of the machine that records it.
+        # A recorded graph must not depend on how many threads the recording machine has.
         threads = torch.get_num_threads() if free else 0
         return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)
 
@@ -63,11 +65,11 @@ class AttentionContext(NamedTuple):
         return self.free and self.device == "cpu"
 
     def has_fewer_than(self, count: int) -> bool:
-        """Whether all images together certainly have fewer than `count` tokens.
+        """Whether the whole batch certainly has fewer than `count` tokens.
 
-        It is False during export, because True would fix the batch size. In a strict export (Dynamo), a symbolic size
-        is an int.
+        Returns False during export, because a comparison would fix the batch size in the graph.
         """
+        # In a strict export (Dynamo), a symbolic size is an int, so `isinstance` below would not detect it.
         if torch.compiler.is_exporting():
             return False
         total = self.images * self.tokens
@@ -76,10 +78,10 @@ class AttentionContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring heads that are computed together.
+    """Neighbouring heads that a backend computes together, from `start` up to but excluding `stop`.
 
-    Every head is projected to `rank` directions, which is at least the largest rank among them. It enters the kernel
-    with `width` directions, padded with zeros at the end.
+    Every head in a bucket is projected to `rank` directions, which is at least its own rank. Zeros then pad the
+    projected rows to `width` for the attention kernel.
     """
 
     start: int
@@ -89,31 +91,34 @@ class Bucket:
 
     @property
     def heads(self) -> slice:
-        """The heads of the bucket, in storage order."""
+        """The bucket's heads, as a slice of the heads in storage order."""
         return slice(self.start, self.stop)
 
 
 HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
-"""The buckets of the heads, and the padded value dimension of every head."""
+"""A layer's buckets, and the padded value dimension of every head."""
 
 
 class Mixture(ABC):
-    """The scores of one bucket's heads, computed as weighted sums of score maps that all heads share."""
+    """Scores that are weighted sums of a few score maps, which all heads of a bucket share."""
 
     @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
-        """Returns the scores of the heads."""
+        """Returns the attention scores of every head, multiplied by `scale`."""
 
     @abstractmethod
     def native_outputs(
         self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
     ) -> HeadOutputs:
-        """Returns the outputs of all buckets' heads, which the C++ kernel computes from their mixtures."""
+        """Computes the outputs of all heads with the C++ kernel, from one mixture per bucket, and returns them."""
 
 
 @dataclass(frozen=True)
 class GridScores:
-    """Terms that are added to the scores of keys in a grid. A query has one number per row and one per column."""
+    """Relative position scores for keys in a grid, stored as one number per grid row and one per grid column.
+
+    The sum of the two numbers is added to a key's score.
+    """
 
     rows: Float[Tensor, "batch heads queries rows"]
     columns: Float[Tensor, "batch heads queries columns"]
@@ -124,18 +129,21 @@ class GridScores:
     def features(
         self, scale: float
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns features of queries and keys. Their product, times the scale, is added to the scores."""
+        """Returns additional query and key features, whose dot product times `scale` equals the relative scores.
+
+        Fused kernels can then compute the relative scores together with the other scores.
+        """
         numbers = torch.cat([self.rows, self.columns], -1) * (1 / scale)
         sizes = self.rows.shape[-1], self.columns.shape[-1]
         places = places_in_grid(*sizes, numbers.dtype, numbers.device)
-        # Fused kernels load features in steps, so the width is rounded up.
+        # Fused kernels load features in steps of `Fused.STEP`, so the width is rounded up to a multiple.
         added = -sum(sizes) % Fused.STEP
         return F.pad(numbers, (0, added)), F.pad(places, (0, added)).expand(*numbers.shape[:2], -1, -1)
 
 
 @kept
 def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "tokens lines"]:
-    """Returns ones at the row and at the column of every token in a grid, in row-major order."""
+    """Returns the one-hot row and column of every token in a grid, concatenated. Tokens are in row-major order."""
     of_rows, of_columns = (torch.eye(size, dtype=dtype, device=device) for size in (rows, columns))
     return torch.cat([of_rows.repeat_interleave(columns, 0), of_columns.repeat(rows, 1)], 1)
 
@@ -144,10 +152,10 @@ def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.de
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    Forms that normalize or rotate the rows of query and key have already done so. `strength` is None if all strengths
-    are one. There is one owner per head, or only one if all heads share directions. A `mixture` computes the
-    same scores with fewer operations, as weighted sums of maps that heads share. `bias` and `grid`, if not None, are
-    added to the scores. `bias` is for all images, or for each image.
+    `query` and `key` are already normalized and rotated, if the form does so. Their `owners` axis has one entry per
+    head, or a single entry if all heads share directions. `strength` is None if all strengths are one. A `mixture`
+    computes the same scores with fewer operations. `bias` and `grid` are added to the scores if they are not None. The
+    first axis of `bias` has size 1 if all images share the bias.
     """
 
     bucket: Bucket
@@ -160,7 +168,7 @@ class ScoreFactors:
     grid: GridScores | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key for the fused kernels: `sides`, plus the features of `grid`."""
+        """Returns query and key for kernels that compute plain dot products, with the features of `grid` appended."""
         query, key = self.sides()
         if self.grid is None:
             return query, key
@@ -168,16 +176,16 @@ class ScoreFactors:
         return torch.cat([query, of_queries], -1), torch.cat([key, of_keys], -1)
 
     def sides(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key, heads first, with the strength multiplied into the query."""
-        # Fused kernels have no diagonal between query and key, so the strength is multiplied into the query. It differs
-        # by head, so shared rows [batch, tokens, 1, width] are repeated for all heads. For keys, a view is enough.
+        """Returns query and key with the head axis first. The query is multiplied by the strength."""
+        # Fused kernels compute plain dot products, so the query is multiplied by the strength. Strengths differ by
+        # head, so the product repeats shared rows [batch, tokens, 1, width] for all heads. For keys, a view is enough.
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
 
 
 def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads of equal rank and equal value dimension, without padding."""
+    """Groups neighbouring heads of equal rank and equal value dimension, so that no head needs padding."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
         if buckets and buckets[-1].rank == rank and (value_dims is None or value_dims[head] == value_dims[head - 1]):
@@ -188,27 +196,33 @@ def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = N
 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have directions, at one rank and width. Heads of rank 0 are not grouped."""
-    # All ranks above 0 are replaced by the common rank, because equal ranks form one bucket.
+    """Groups neighbouring heads with ranks above 0 into buckets that are padded to `rank` and `width`.
+
+    Heads of rank 0 form separate buckets without padding.
+    """
+    # `exact_buckets` groups equal ranks, so all ranks above 0 are replaced by the common rank.
     grouped = exact_buckets(tuple(rank if head_rank else 0 for head_rank in ranks))
     return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)
 
 
 TokenSizes = Callable[[], Float[Tensor, "batch keys"] | None]
-"""Returns how many original tokens each token represents, or None if each represents one."""
+"""A function that returns how many original tokens each token represents, or None if each represents only itself."""
 
 
 class Backend(ABC):
-    """Executes softmax(scores) @ value for all heads. Up to rounding, every backend returns the same as `Eager`."""
+    """Base class of backends, which compute softmax(scores) @ value for all heads.
+
+    All backends return the same outputs as `Eager`, up to rounding.
+    """
 
     watches = False
-    """Whether a callback receives every call. Then a call must contain the whole batch."""
+    """Whether the backend passes intermediate results to a callback. Callers must then not divide the batch."""
 
     takes_few_queries = False
-    """Whether queries may have fewer tokens than keys and values."""
+    """Whether the backend accepts fewer query tokens than key tokens."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """`sizes` weight the keys in backends that use them. `log_sizes` are their logarithms."""
+        """Stores the functions that return token sizes, by which some backends weight keys, and their logarithms."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -217,12 +231,15 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns what is added to the scores: the bias of pairs, and the logarithm of each size (-inf for size 0)."""
+        """Returns the sum of the pair bias and the logarithms of the token sizes, to be added to the scores.
+
+        The logarithm of size 0 is -inf. Returns None if there is neither a bias nor a size.
+        """
         bias = None if bias is None else bias.to(like.dtype)
         sizes = self.token_sizes()
         if sizes is None:
             return bias
-        # A pruned token has the score -inf. Prefix tokens are never pruned, so every row has a finite score.
+        # Pruned tokens get the score -inf. Prefix tokens are never pruned, so every row keeps a finite score.
         logs = sizes.to(like.dtype).log() if self.log_sizes is None else self.log_sizes()
         assert logs is not None
         mask = logs.to(like.dtype)[:, None, None]
@@ -230,23 +247,29 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Returns the buckets of neighbouring heads, and every head's padded value dimension.
+        """Returns the buckets of neighbouring heads, and the padded value dimension of every head.
 
-        All heads in a bucket have the same padded value dimension.
+        Heads in the same bucket have the same padded value dimension.
         """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
-        """Returns the backend that computes in this context. It is the backend itself, unless it delegates."""
+        """Returns the backend that computes calls in this context, e.g. the backend that `Auto` chooses.
+
+        Most backends return themselves.
+        """
         return self
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether `attend_fused_qkv` can compute this layer. The scores must have no strengths and no norms."""
+        """Whether `attend_fused_qkv` can compute this layer. It requires scores without strengths and norms."""
         return False
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        """Returns the outputs of all heads from the features of one product. Heads must have equal widths here."""
+        """Returns the outputs of all heads from the jointly projected queries, keys and values.
+
+        The implementation in this base class requires heads of equal widths.
+        """
         features, heads = joint.features, len(joint.rows)
-        # [batch, tokens, heads, width] each: views of the features.
+        # Query, key and value are views of the features, [batch, tokens, heads, width] each.
         query, key, value = features.view(*features.shape[:2], 3, heads, -1).unbind(2)
         bias = None if joint.bias is None else joint.bias.to(features.dtype)
         bucket = Bucket(0, heads, joint.rows[0], joint.rows[0])
@@ -255,58 +278,64 @@ class Backend(ABC):
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        """Returns the output of one bucket's heads, at the width of their values."""
+        """Returns the outputs of one bucket's heads, [batch, heads, queries, v_head_dim]."""
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        """Returns the mean of the values, weighted by the sizes of the keys. It is zero if there are no keys.
+        """Returns the mean of the values, weighted by the token sizes, or zero if there are no keys.
 
-        Heads without directions return this mean.
+        A head of rank 0 attends uniformly, so this mean is its output for every query.
         """
         sizes = self.token_sizes()
         if sizes is not None:
             return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
-        # The mean over an empty axis is NaN, but softmax over no keys times no values is zero.
+        # The mean over an empty axis would be NaN, but attention without keys must return zero.
         return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
 
     def __call__(
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
-        """Returns the concatenated outputs of all heads, from the values of every bucket."""
-        # Buckets of rank 0 have values but no factors, so the factors are consumed separately.
+        """Returns the concatenated outputs of all heads, given `values` for every bucket.
+
+        `factors` contains entries only for buckets with ranks above 0.
+        """
+        # Buckets of rank 0 have values but no factors, so the two sequences are not zipped.
         remaining_factors, outputs = iter(factors), []
         for bucket, value in zip(buckets, values, strict=True):
             if bucket.rank:
                 outputs.append(self.attend(next(remaining_factors), value))
             else:
-                # Scores of zero mean uniform attention, so every query gets the same mean, without a product.
+                # Scores of zero mean uniform attention, so every query gets the mean of the values.
                 queries = factors[0].query.shape[1] if factors else value.shape[2]
                 outputs.append(self.mean(value).expand(-1, -1, queries, -1))
-        # [batch, heads, queries, width] to [batch, queries, heads * width], the input of the output projection.
+        # Reshapes [batch, heads, queries, width] to [batch, queries, heads * width] for the output projection.
         flat = [output.transpose(1, 2).flatten(2) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
 class Eager(Backend):
-    """The reference: scores, softmax, weighted sum of the values. `sizes`, if not None, weight the keys."""
+    """The reference backend, which computes scores, softmax and the weighted sum of the values in separate steps.
+
+    If there are token sizes, they weight the keys.
+    """
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups only neighbours of equal shape, so nothing is padded."""
+        """Groups neighbouring heads of equal shape, so that no head is padded."""
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        """Computes scores (SVDA, Eq. 2), attention (SVDA, Eq. 3) and the weighted sum of the values."""
+        """Computes the scores (SVDA, Eq. 2), the attention (SVDA, Eq. 3) and the weighted sum of the values."""
         logits, mask = scores(factors), self.mask(value, None)
         return torch.softmax(logits if mask is None else logits + mask, dim=-1) @ value
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are plain products of projected rows, and all ranks and value dimensions are the same number."""
+    """Whether scores are plain dot products and all heads have the same rank, which is also their value dimension."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
 
 def fused_attention(joint: JointFeatures, mask: Float[Tensor, "images _ _ keys"] | None) -> HeadOutputs:
-    """Returns the outputs of heads of equal widths, computed by PyTorch's fused kernel with as few views as possible.
+    """Computes heads of equal widths with PyTorch's fused kernel, using few views, and returns their outputs.
 
     `mask` is added to the scores.
     """
@@ -321,7 +350,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
-        # The query is scaled, not the map, because the map is larger if there are more tokens than directions.
+        # Scaling the queries is cheaper than scaling the scores, because there are fewer directions than keys.
         query, key = factors.sides()
         products = (query * factors.scale) @ key.transpose(-1, -2)
     if factors.grid is not None:
@@ -330,37 +359,37 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
 
 
 class Fused(Backend):
-    """Fused attention with all heads padded to one rank, and query and key padded to the width of the values.
+    """PyTorch's fused attention, with all heads padded to one width.
 
-    PyTorch's fused kernels require equal widths of query, key and value, and otherwise fall back to a slow path.
-    The scale is always passed, because its default depends on the padded rank.
+    Query, key and value get the same width, because PyTorch's fused kernels are slow for different widths. The scale is
+    always passed, because PyTorch's default would depend on the padded rank.
     """
 
     takes_few_queries = True
 
-    # Projecting fewer rows saves arithmetic, but scattering them again costs time. If the rank is above this share of
-    # the values' width, the costs are larger. The rows are then padded in the weights, and the compressed layer runs
-    # exactly like the original. With few tokens there is little arithmetic to save, so the share is smaller.
+    # Projecting fewer rows saves arithmetic, but padding the projected features costs time. If the rank is above this
+    # share of the width, padding the features costs more than it saves. The weights are padded instead, so the layer
+    # runs like the original layer. With few tokens there is little arithmetic to save, so the share is smaller.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
-    # The kernels load features in steps of this size. A width between two steps is slower than the next step.
+    # Fused kernels load features in steps of this size. A width between two steps is slower than the next step.
     STEP = 8
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups all heads that have directions. Queries, keys and values have one width.
+        """Groups all heads with ranks above 0, and pads queries, keys and values to one width.
 
-        The heads are padded to the largest rank, or to the full width if that is not slower.
+        The projections are padded to the largest rank, or to the full width if that is not slower.
         """
         width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        # A bucket of rank `width` is padded in the weights. A bucket of smaller rank is padded after the projection.
+        # For a bucket of rank `width`, the weights are padded. For a smaller rank, the projected features are padded.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
     @classmethod
     def width(cls, spec: AttentionSpec) -> int:
-        """Returns the width of the heads in the kernel."""
+        """Returns the width to which all heads are padded for the kernel."""
         largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
-        # Rounded up to the next step, but not beyond the original width.
+        # The width is rounded up to the next step, but never above the original width.
         stepped = -(-largest // cls.STEP) * cls.STEP
         return stepped if stepped <= original else largest
 
@@ -368,7 +397,7 @@ class Fused(Backend):
         return has_equal_heads(spec) and self.width(spec) == spec.ranks[0]
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        if type(self).attend is not Fused.attend:  # a subclass computes something else
+        if type(self).attend is not Fused.attend:  # a subclass may compute something different
             return super().attend_fused_qkv(joint)
         return fused_attention(joint, None if joint.bias is None else joint.bias.to(joint.features.dtype))
 
@@ -378,15 +407,16 @@ class Fused(Backend):
 
 
 def runs_on(context: AttentionContext) -> bool:
-    """Whether the kernel is built, and supports tensors of this context."""
+    """Whether the C++ kernel is available and supports the device, dtype and recording state of this context."""
     return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
 class Native(Eager):
-    """Queries, keys and values of any widths, all heads in one call, for inference in float32 on a CPU.
+    """The C++ kernel for float32 inference on a CPU, which computes all heads in one call.
 
-    The wheel contains the kernel, or the user's compiler builds it on first use. Without a kernel, or while gradients
-    or a graph are recorded, `Fused` runs instead. Pass `sizes` only after `runs` has returned True.
+    Queries, keys and values may have any widths. The wheel contains the compiled kernel, or the user's compiler builds
+    it on first use. Without a kernel, or while gradients or a graph are recorded, `Fused` runs instead. Because `Fused`
+    ignores token sizes, pass `sizes` only after `runs` returned True.
     """
 
     takes_few_queries = True
@@ -396,19 +426,22 @@ class Native(Eager):
 
     @staticmethod
     def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether there is a kernel for this layer in this context."""
+        """Whether the C++ kernel can compute this layer in this context."""
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Pads nothing, unless there are few tokens and each bucket needs operations. Then all heads are one bucket."""
+        """Groups heads of equal shape, without padding.
+
+        If there are few tokens and every bucket needs separate operations, heads are instead padded to one rank.
+        """
         if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
         rank = max(spec.ranks, default=0)
         return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        # The kernel multiplies the projected rows directly, so a layer with strengths, shared rows or norms needs
-        # operations in between. Rotations and biases are arguments of the kernel.
+        # The kernel multiplies projected queries and keys directly. Strengths, shared rows and norms need operations
+        # between projection and kernel, but rotations and biases are arguments of the kernel.
         has_products = not (
             spec.traits.has_strengths
             or spec.traits.shares_directions
@@ -425,8 +458,8 @@ class Native(Eager):
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
         first, has_both = factors[0].query, factors[0].mixture is not None and factors[0].bias is not None
-        # Under autocast, projections return a lower precision than the layer's float32 inputs. No kernel takes both a
-        # mixture and a bias.
+        # Under autocast, projections return a lower precision than float32, which the kernel does not support. The
+        # kernels also do not support a mixture together with a bias.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32 or has_both:
             return super().__call__(buckets, factors, values)
         return native_outputs(buckets, factors, values, self.token_sizes())
@@ -438,7 +471,7 @@ def native_outputs(
     values: BucketValues,
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
-    """Returns the concatenated outputs of all heads from the C++ kernel."""
+    """Computes all heads with the C++ kernel and returns their concatenated outputs."""
     mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     if mixtures:
         return mixtures[0].native_outputs(mixtures, factors[0].scale, values, sizes)
@@ -447,7 +480,7 @@ def native_outputs(
     for bucket, value in zip(buckets, values, strict=True):
         if bucket.rank:
             query, key = next(remaining_factors).folded()
-        else:  # without features of queries and keys, the kernel returns the mean of the values
+        else:  # if queries and keys have no features, the kernel returns the mean of the values
             query, key = value.new_empty(len(value), value.shape[1], tokens, 0), value[..., :0]
         queries.append(query)
         keys.append(key)
@@ -456,30 +489,30 @@ def native_outputs(
 
 
 class Auto(Fused):
-    """Chooses the C++ kernel (`Native`) for inference on a CPU, and a fused kernel otherwise.
+    """The default backend, which uses `Native` for float32 inference on a CPU and otherwise `Fused`.
 
-    Heads that mix the maps of blocks never use the fused kernel.
+    Layers whose heads mix the score maps of shared blocks use `Eager` instead of `Fused`.
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         if Native.runs(spec, context):
             return Native()
-        # A fused kernel would compute every head from all shared directions, not each block's map once.
+        # `Eager` computes each shared block's map once. A fused kernel would compute it again for every head.
         return Eager() if spec.traits.mixes_blocks else Fused()
 
 
 class Portable(Eager):
-    """Attention in few graph operations, for exported files. It uses torch's scaled dot products.
+    """Scaled dot-product attention in few graph operations, for exported files.
 
-    The graph is the same for all batch sizes, threads and machines. Neighbouring heads of equal widths are one
-    operation. If padding all heads to one width adds little arithmetic, all heads are one operation. Queries and values
-    may have different widths. `sizes`, if not None, weight the keys.
+    The graph does not depend on the batch size, the number of threads or the machine. One operation computes
+    neighbouring heads of equal widths. If padding adds little arithmetic, one operation computes all heads. Queries and
+    values may have different widths. If there are token sizes, they weight the keys.
     """
 
     takes_few_queries = True
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        # A head without directions gets rank 1. Its zero rows result in a uniform map, with keys weighted by size.
+        # A head of rank 0 is padded to rank 1. Its zero rows give all keys the same score, apart from token sizes.
         ranks = tuple(max(rank, 1) for rank in spec.ranks)
         rank, width = max(ranks), max((*spec.value_dims, 1))
         if sum(ranks) + sum(spec.value_dims) > NARROW * len(ranks) * (rank + width):
@@ -496,10 +529,10 @@ class Portable(Eager):
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """The captured attention of one layer.
+    """The quantities that a token reducer gets from one attention layer.
 
-    `attention` are full maps, and `class_attention` their rows of the first token. `keys` are the mean over the heads'
-    keys, and `value_norms` the norms of the values.
+    `attention` contains the full maps. `class_attention` contains only the first row of each map, where the class token
+    is the query. `keys` is the mean of the keys over the heads. `value_norms` contains the norm of each value vector.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
@@ -509,11 +542,11 @@ class CapturedAttention:
 
 
 class AttentionCapture(Backend):
-    """Attention over tokens of different sizes, with all heads in one padded bucket.
+    """Attention that weights tokens by their sizes and passes quantities to a token reducer.
 
-    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` their logarithms. The backend calls
-    `receive` with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". If neither full
-    maps nor gradients of the sizes are needed, it uses a fused kernel.
+    `sizes` returns the size of every token, or None if all sizes are 1. `log_sizes` returns their logarithms. The
+    backend calls `receive` with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". It
+    uses a fused kernel unless full maps or gradients of the sizes are needed.
     """
 
     takes_few_queries = True
@@ -529,14 +562,14 @@ class AttentionCapture(Backend):
         self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself, or the C++ kernel if at most class attention has to be captured."""
+        """Returns a C++ backend if the kernel runs and at most class attention is wanted, and otherwise itself."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
         return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Puts all heads into one bucket of the values' width, because the fused kernels require equal widths."""
-        # If no head has directions, rank 1 is used. Its zero rows result in uniform maps, which can also be captured.
+        """Puts all heads into one bucket with one width, because fused kernels require equal widths."""
+        # If all heads have rank 0, they are padded to rank 1. Zero rows then give uniform maps that can be captured.
         rank = max((*spec.ranks, 1))
         width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
@@ -552,8 +585,8 @@ class AttentionCapture(Backend):
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.token_sizes()
         query, key = factors.folded()
-        # The logarithm of size 0 is -inf and has an infinite gradient, so sampled sizes cannot be the mask of a fused
-        # kernel (see `sized_softmax`). Besides, a fused kernel never has full maps in memory.
+        # A fused kernel cannot be used for learned sizes or full maps. Learned sizes may be 0, where the logarithm is
+        # -inf and has an infinite gradient (see `sized_softmax`). Fused kernels never store full maps.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
             attention = sized_softmax(scores(factors), sizes)
@@ -562,7 +595,7 @@ class AttentionCapture(Backend):
         if self.wanted:
             first = None
             if "class_attention" in self.wanted:
-                # A fused kernel returns no maps, so one of their rows, [batch, heads, 1, keys], is computed separately.
+                # Fused kernels return no maps, so the class token's row, [batch, heads, 1, keys], is computed here.
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
@@ -574,13 +607,13 @@ class AttentionCapture(Backend):
             return sized_softmax(scores(factors), sizes) @ value
         mask = self.mask(query, factors.bias)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
-        # The ONNX export decomposes the kernel with a mask into products, whose output has another memory layout.
+        # With a mask, the ONNX export replaces the kernel by products, whose output has a different memory layout.
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
 
     def pass_on(
         self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
-        """Passes the requested quantities to `receive`. The first row of the attention belongs to the class token."""
+        """Passes the quantities in `wanted` to `receive`. The first row of `attention` is the class attention."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]
@@ -593,9 +626,9 @@ class AttentionCapture(Backend):
 def capture_uniform(
     capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Float[Tensor, "batch tokens width"]
 ) -> None:
-    """Passes uniform attention to `receive`, as a hook after a layer whose backend captures nothing.
+    """Passes uniform attention to `capture.receive`, as a forward hook of a layer whose backend captures nothing.
 
-    Such layers have no heads, or another backend computes them.
+    The token reducer then gets a result even from a layer without heads.
     """
     (batch, count), spec = output.shape[:2], layer.spec
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
@@ -604,7 +637,10 @@ def capture_uniform(
 
 
 class NativeCapture(Native):
-    """The C++ kernel, which returns no attention, plus the attention of the first token with one row per head."""
+    """The C++ kernel, together with a separate computation of the class token's attention.
+
+    The kernel returns only outputs, so the class token's row of every map is computed in PyTorch.
+    """
 
     def __init__(self, sizes: TokenSizes | None, receive: Callable[[CapturedAttention], None]):
         super().__init__(sizes)
@@ -612,17 +648,18 @@ class NativeCapture(Native):
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether the scores are products of rows, without positions and without biases of token pairs."""
+        """Whether the kernel runs and scores are plain dot products, without positions and pair biases."""
         plain = spec.form == "dense" and not spec.pair_bias
         return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        return self  # not `Fused`, to which `Native` may fall back: it would capture nothing
+        return self  # `Native` may fall back to `Fused`, which would capture nothing
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
         features, rows, num_rows = joint.features, tuple(joint.rows), sum(joint.rows)
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
-        # One product computes all heads, because their queries form a block diagonal matrix.
+        # One product computes the scores of all heads, because `rows_by_head` turns the queries into a block-diagonal
+        # matrix.
         logits = (query * rows_by_head(rows, joint.scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
         return super().attend_fused_qkv(joint)
@@ -649,7 +686,7 @@ class NativeCapture(Native):
 
 @kept
 def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns a float32 matrix on the CPU that has `scale` where a direction belongs to a head, and 0 elsewhere."""
+    """Returns a block-diagonal float32 matrix on the CPU, with `scale` where a direction belongs to a head."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 
@@ -657,13 +694,13 @@ def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads di
 class Observation:
     """All intermediate results of one layer, with heads in storage order.
 
-    Directions and value dimensions are zero-padded to the largest rank. `query` and `key` are the rows that enter the
-    scores, before the strength is applied. If the form has norms, the rows are already divided by them. Then score =
-    scale * (query * strength) @ key^T, attention = softmax(score), and output = attention @ value. The layer's result
-    is the sum over heads of output @ readout, plus a bias.
+    `query` and `key` are already normalized and rotated, but not yet multiplied by the strength. The results are
+    computed as score = scale * (query * strength) @ key^T, attention = softmax(score), and output = attention @ value.
+    The layer returns the sum of output @ readout over the heads, plus a bias. Directions and value dimensions are
+    padded with zeros.
     """
 
-    # Padded, because heads of different ranks must fit one tensor. Zeros change neither scores nor outputs.
+    # Heads of different ranks are padded to fit in one tensor. The zeros change neither scores nor outputs.
     query: Float[Tensor, "batch tokens heads directions"]
     key: Float[Tensor, "batch tokens heads directions"]
     strength: Float[Tensor, "heads directions"] | None
@@ -676,10 +713,11 @@ class Observation:
 
 
 class Observed(Backend):
-    """Computes like `Eager`, with all heads in one padded bucket, and passes the intermediate results to `observe`.
+    """Computes attention like `Eager`, with all heads in one padded bucket, and passes the results to `observe`.
 
-    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. If it replaces a `capture`
-    backend, it weights tokens by their size and captures the same quantities.
+    A head of rank 0 has zero scores and therefore uniform attention. Pass the layer's `AttentionCapture` backend as
+    `capture` if the layer has one. Tokens are then weighted by their sizes, and `capture` still receives its
+    quantities.
     """
 
     watches = True
@@ -723,19 +761,19 @@ class Observed(Backend):
 def sized_softmax(
     logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the attention in which every key is weighted by its size. A key of size 0 has weight zero.
+    """Returns a softmax in which every key is weighted by its size. A key of size 0 gets no attention.
 
-    Adding the logarithm of the size to the scores (-inf for 0) would return the same. Here, however, the gradient for
-    the sizes is finite everywhere, because a size-zero key's score is clamped to the largest score of the other keys.
-    The gradient is smaller than in DynamicViT's formula (Rao et al., 2021), where it grows exponentially with the
-    scores of removed keys.
+    Adding the logarithms of the sizes to the scores would return the same attention. But the gradient of log(0) is
+    infinite. Here, gradients of the sizes are finite, because the score of a removed key (size 0) is clamped to the
+    largest score of the other keys. The clamp also keeps the gradients smaller than DynamicViT's formula (Rao et al.,
+    2021), where they grow exponentially with the scores of removed keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
     weights = sizes[:, None, None, :]
-    # Softmax does not depend on the subtracted constant, which therefore needs no gradient. The constant is the largest
-    # score of the keys that are present. Without the clamp, a removed key's larger score could overflow, and infinity
-    # * 0 is NaN.
+    # A softmax does not depend on the subtracted constant, so the constant needs no gradient. It is the largest score
+    # of the keys that are present. Without the clamp, exp of a removed key's larger score could overflow to infinity,
+    # and infinity * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
     weighted = (logits - largest).clamp(max=0.0).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The forms of attention, which compute the factors of the scores from tokens and their positions."""
+"""Attention forms: modules that compute score factors from tokens and their positions."""
 
 import itertools
 import math
@@ -26,12 +26,12 @@ Keys = Float[Tensor, "batch keys rows"]
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The rotations and biases of the tokens in one layer, for all images or for each image.
+    """Rotary positions and relative position biases for the tokens of one layer.
 
-    `cos` and `sin` are the rotation of every patch, for each frequency of the original head. They have one entry for
-    all heads, or one per original head. The first `prefix` tokens come before the patches and are not rotated. `bias`
-    is added to the scores of every pair of tokens, including the prefix. The first axis has one entry for all images,
-    or one per image.
+    `cos` and `sin` rotate every patch, with one angle per frequency of the original head. Their head axis has size 1 if
+    all heads share the angles. The first `prefix` tokens come before the patches and are not rotated. `bias` is added
+    to the scores of all pairs of tokens, including the prefix. The first axis has size 1 if all images share the
+    values.
     """
 
     prefix: int
@@ -40,26 +40,27 @@ class Positions:
     bias: Float[Tensor, "_ _ tokens tokens"] | None = None
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
-        """Returns the positions of the remaining tokens.
+        """Returns the positions of the patches that remain in the layer.
 
-        `indices` are the patches of these tokens, or None for all patches. A token with the index -1 belongs to no
-        patch, so it is not rotated and has no bias.
+        `indices` selects these patches. None selects all patches. A token with the index -1 belongs to no patch, so it
+        is not rotated and has no bias.
         """
         if indices is None:
             return self
-        # gather refuses -1, so such tokens get the entries of patch 0, which are then overwritten.
+        # `gather` does not accept -1. Tokens with this index first get the entries of patch 0, and these are then
+        # overwritten.
         added, safe = indices < 0, indices.clamp_min(0)
         cos = sin = bias = None
         if self.cos is not None and self.sin is not None:
-            # They are rotated by zero, so cos is 1 and sin is 0, [images, kept, heads, pairs].
+            # Tokens with the index -1 are rotated by zero (cos 1, sin 0). Both tables are [images, kept, heads, pairs].
             cos = _gathered(self.cos, safe).masked_fill(added[..., None, None], 1.0)
             sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
         if self.bias is not None:
-            # A bias is for all tokens, but `indices` are for patches, so the prefix tokens are added first.
+            # `bias` covers all tokens, but `indices` only patches, so the indices of the prefix tokens are added.
             first = torch.arange(self.prefix, device=indices.device).expand(indices.shape[0], -1)
             tokens = torch.cat([first, self.prefix + safe], dim=1)
             images, heads, count = indices.shape[0], *self.bias.shape[1:3]
-            # First the queries are selected, [images, heads, kept, tokens], then the keys, [images, heads, kept, kept].
+            # Selects the queries, [images, heads, kept, tokens], and then the keys, [images, heads, kept, kept].
             rows = tokens[:, None, :, None].expand(-1, heads, -1, count)
             bias = self.bias.expand(images, -1, -1, -1).gather(2, rows)
             bias = bias.gather(3, tokens[:, None, None, :].expand(-1, heads, tokens.shape[1], -1))
@@ -68,7 +69,7 @@ class Positions:
         return replace(self, cos=cos, sin=sin, bias=bias)
 
     def of_first(self, count: int) -> "Positions":
-        """Returns the positions with the rotations of only the first `count` tokens."""
+        """Returns positions that contain the rotations of the first `count` tokens only."""
         if self.cos is None or self.sin is None:
             return self
         patches = max(count - self.prefix, 0)
@@ -82,7 +83,10 @@ def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor
 
 
 class ScoreForm(nn.Module, ABC):
-    """Computes score factors from tokens by two projections and the operations of the form."""
+    """Base class of attention forms, with the query and key projections of a layer.
+
+    A subclass computes the score factors from the projected rows.
+    """
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -92,56 +96,63 @@ class ScoreForm(nn.Module, ABC):
 
     @property
     def query_factor(self) -> float:
-        """The factor of the projected query rows. It is `spec.scale` if the form does not multiply the scores by it."""
+        """The number by which queries are multiplied in the projection.
+
+        A form that returns `spec.scale` here does not multiply the scores by it again.
+        """
         return 1.0
 
     @abstractmethod
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of every bucket that has directions, in order. Heads of rank 0 have no factors.
+        """Returns the score factors of every bucket whose rank is above 0, in the order of the buckets.
 
-        `query` and `key` are the outputs of the two projections, padded to `rows`.
+        `query` and `key` are the outputs of the two projections, padded to `self.rows(buckets)` rows per head.
         """
 
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns the projected rows, padded to `rows`, with the positions of their tokens applied."""
+        """Returns the projected `features` (padded to `rows` per head) after the rotation by their tokens' positions.
+
+        Forms without rotations return `features` unchanged.
+        """
         return features
 
     def strengths(self) -> Tensor:
-        """Returns the strengths of the stored directions of every head, in storage order."""
+        """Returns one strength per stored direction, head by head in storage order."""
         return torch.ones(sum(self.spec.ranks))
 
     @abstractmethod
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Writes the strengths of the stored directions of every head, in storage order."""
+        """Replaces the strengths, given as one tensor per head in storage order."""
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns how many rows of query and key each owner has."""
+        """Returns the padded number of query and key rows per head (or per owner, if heads share directions)."""
         per_bucket = zip(buckets, self.rows_by_bucket(buckets), strict=True)
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Returns every bucket that has directions, with its rows of query and of key."""
+        """Returns every bucket whose rank is above 0, with its query rows and its key rows."""
         rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
     def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
-        """Returns, for every bucket, the number of projected rows of a head."""
+        """Returns the number of projected rows per head, for every bucket."""
         return [bucket.rank for bucket in buckets]
 
 
 class DenseForm(ScoreForm):
-    """Plain dot products of query and key, without strengths and without norms."""
+    """Plain dot products of query and key rows, as in a standard ViT."""
 
     @property
     def query_factor(self) -> float:
-        # Folded into constant weights, the scale costs no operation. A norm of the queries would undo it.
+        # If weights are constant, the scale is folded into them and needs no operation. A norm of the queries would
+        # cancel a folded scale.
         return self.spec.scale if has_fixed_weights() and not self.spec.fixes_scores else 1.0
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the projected rows, followed by zeros up to the width of their bucket."""
+        """Returns the projected rows of every bucket, padded with zeros to the bucket's width."""
         scale = self.spec.scale / self.query_factor
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, scale)
@@ -149,7 +160,7 @@ class DenseForm(ScoreForm):
         )
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Multiplies the query rows by the strengths, because the form stores no strengths."""
+        """Multiplies the query weights by the strengths, because this form stores no strengths."""
         factors = torch.cat([torch.zeros(0), *strengths])
         if not torch.equal(factors, torch.ones_like(factors)):
             self.query.weight.mul_(factors.to(self.query.weight)[:, None])
@@ -158,23 +169,24 @@ class DenseForm(ScoreForm):
 
 
 class RotaryForm(DenseForm):
-    """Dot products of query and key with rotary positions (Su et al., 2021).
+    """Dot products of query and key rows with rotary positions (RoPE, Su et al., 2021).
 
-    Pairs of rows are rotated by the position of their token. A pair (a, b) becomes (a cos - b sin, b cos + a sin) with
-    the angle of its frequency. So the scores depend on the differences of positions. A head's rows before its pairs
-    are not rotated.
+    Pairs of rows are rotated by an angle that depends on the token's position. A pair (a, b) becomes (a cos - b sin,
+    b cos + a sin). The scores then depend only on differences of positions. Each head stores the rows that are not
+    rotated before its pairs.
     """
 
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
         cos, sin, prefix = required_rotation(positions)
-        # A gather replaces a loop over the pairs of every head. Each row is multiplied by its cosine, and its partner
-        # times the signed sine is added. Rows that are not rotated use an appended column with cosine 1 and sine 0.
+        # Indexing replaces a loop over the pairs of every head. Each row is multiplied by its cosine. Then its partner,
+        # multiplied by the signed sine, is added. Rows that are not rotated use an appended column with cosine 1 and
+        # sine 0.
         heads, pairs = cos.shape[2:]
         column, partner, sign = rotation_index(self.spec, rows, heads, pairs, features.device)
         first, rest = features[:, : min(prefix, features.shape[1])], features[:, prefix:]
-        if not rest.shape[1]:  # only prefix tokens, as queries of the last layer's class-token shortcut
+        if not rest.shape[1]:  # the last layer may compute only prefix tokens, which are not rotated
             return features
         cos, sin = (side.flatten(2).to(features.dtype) for side in (cos, sin))
         cos = F.pad(cos, (0, 1), value=1.0)[..., column]
@@ -182,7 +194,7 @@ class RotaryForm(DenseForm):
         return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
 
     def rotation_table(self, positions: Positions | None) -> RotationTable:
-        """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
+        """Returns the cosines and sines of the kept pairs in the C++ kernel's format, in float32."""
         cos, sin, prefix = required_rotation(positions)
         spec, (heads, frequencies) = self.spec, cos.shape[2:]
         pairs = spec.pairs or ()
@@ -192,7 +204,7 @@ class RotaryForm(DenseForm):
         if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
             columns = [0] * len(pairs)  # in an uncompressed layer, all heads use the whole table
         else:
-            # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
+            # The kernel needs consecutive columns, so the columns of each head's kept pairs are copied side by side.
             index = pair_columns(spec, heads, frequencies, sides[0].device)
             sides = [side.index_select(2, index) for side in sides]
             columns = [0, *itertools.accumulate(counts)][: len(counts)]
@@ -200,12 +212,12 @@ class RotaryForm(DenseForm):
 
 
 class AxialForm(DenseForm):
-    """Dot products of query and key, plus relative positions decomposed by axis, as in ViTDet and SAM.
+    """Dot products of query and key rows, plus relative position scores per axis, as in ViTDet and SAM.
 
-    From Li et al., MViTv2, 2022: score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
-    right[x_i - x_j]), where token i is in row y_i and column x_i of the window. `down` and `right` have a column for
-    every distance, starting with the most negative one. They have a row for every row of the query, so heads that lost
-    directions have their own vectors.
+    Li et al., MViTv2, 2022, define score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
+    right[x_i - x_j]). Token i is in row y_i and column x_i of the window. `down` and `right` have a column for every
+    distance, starting with the most negative one. They have a row for every stored query row, so each head keeps its
+    own vectors after directions were removed.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -216,19 +228,19 @@ class AxialForm(DenseForm):
 
     @property
     def window(self) -> tuple[int, int]:
-        """The number of rows and columns of the tokens."""
-        assert self.spec.window is not None  # specs of this form have one
+        """The number of token rows and token columns in a window."""
+        assert self.spec.window is not None  # every spec of this form has a window
         return self.spec.window
 
     @property
     def query_factor(self) -> float:
-        return 1.0  # the unscaled query is multiplied with the vectors
+        return 1.0  # the position vectors are multiplied by the unscaled query
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the products, with the scores of the places in the window as `grid`.
+        """Returns the factors of the dot products. Their `grid` contains the relative position scores.
 
         Raises:
-            InvalidInput: The tokens do not fill a window.
+            InvalidInput: The number of tokens differs from the size of the window.
         """
         if query.shape[1] != math.prod(self.window):
             raise InvalidInput(
@@ -251,7 +263,10 @@ class AxialForm(DenseForm):
     def _vectors(
         self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
     ) -> Float[Tensor, "heads features lines lines"]:
-        """Returns each head's vectors for every query line and key line, padded to `features`."""
+        """Returns each head's position vectors for all pairs of a query line and a key line, padded to `features`.
+
+        A line is a row of the window for `down`, and a column for `right`.
+        """
         parts = table.split(self.spec.rows)[bucket.heads]
         padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
         size = (table.shape[1] + 1) // 2
@@ -261,7 +276,7 @@ class AxialForm(DenseForm):
 
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
-    """Returns the columns of all heads' kept pairs among `heads` x `frequencies` (see `rotation_index`)."""
+    """Returns the columns of all kept pairs in a table of `heads` x `frequencies` angles (see `rotation_index`)."""
     index = [
         (head if heads > 1 else 0) * frequencies + pair
         for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
@@ -277,8 +292,11 @@ def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
 def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits projected rows by bucket, with `rows` per owner. Each part is [batch, tokens, owners, rows]."""
-    if len(buckets) == 1:  # the usual case, done without the overhead of a split
+    """Splits projected features by bucket, where a head of bucket i has `rows[i]` features.
+
+    Each part has the shape [batch, tokens, heads, rows].
+    """
+    if len(buckets) == 1:  # the usual case, which needs no split
         return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
     shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
     parts = features.split([owners * count for owners, count in shapes], dim=-1)
@@ -286,7 +304,11 @@ def in_buckets(
 
 
 def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]:
-    """Returns the cosines, sines and prefix of the positions. Raises InvalidInput if there are no rotations."""
+    """Returns the cosines, the sines and the prefix length of `positions`.
+
+    Raises:
+        InvalidInput: The positions contain no rotations.
+    """
     if positions is None or positions.cos is None or positions.sin is None:
         raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
     return positions.cos, positions.sin, positions.prefix
@@ -296,14 +318,15 @@ def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]
 def rotation_index(
     spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int, device: torch.device
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
-    """Returns, for every projected row, the column of its angle, its partner, and the sign of the partner's sine.
+    """Returns the column of the angle, the index of the partner row and the sign of the sine, for every projected row.
 
-    Columns count the `heads` x `frequencies` angles. Rows that are not rotated have the column after the last one.
-    `rows` are the padded numbers of rows per head. `heads` is 1 if all heads have the same angles.
+    The angles of all heads form a table with `heads` x `frequencies` columns, where `heads` is 1 if all heads share
+    the angles. Rows that are not rotated get the column after the last one. `rows` contains the padded number of rows
+    per head.
     """
-    # A head's rows are stored in this order: rows that are not rotated, real parts of the pairs, imaginary parts,
-    # padding. A real part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So each part has the
-    # other one as its partner, and only the real part has a negative sine. Other rows are their own partner.
+    # A head stores its rows in this order: rows that are not rotated, real parts of the pairs, imaginary parts,
+    # padding. A real part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So the two rows of a
+    # pair are partners, and only the real part has a negative sine. All other rows are their own partner.
     column, partner, sign = [], [], []
     start = 0
     for rank, num_rows, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
@@ -324,7 +347,7 @@ def rotation_index(
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
-    """Returns the frequency that rotates each row of a head, or -1 for unrotated rows and for padding."""
+    """Returns the index of the frequency that rotates each row, or -1 for unrotated rows and padding."""
     frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
     for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
         row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
@@ -339,13 +362,14 @@ SCORES = Registry[type[ScoreForm]](
 def register_form(
     name: str, kind: type[ScoreForm], traits: FormTraits, compressions: Mapping[str, Compression] | None = None
 ) -> None:
-    """Registers a form of attention: the class that computes its scores, and its traits.
+    """Registers an attention form under a name.
 
     Args:
-        name: The name of the form in specs and files.
-        kind: The class that computes its scores.
-        traits: The properties of the form that costs, rules, backends and realizations use.
-        compressions: Further ways to compress its layers, besides the exact one, by their names in `realize(by=NAME)`.
+        name: The form's name in specs and in saved files.
+        kind: The class that computes the scores.
+        traits: The properties by which costs, rules, backends and realizations treat the form.
+        compressions: Additional ways to compress layers of this form, by their names in `realize(by=NAME)`. The exact
+            compression needs no entry.
     """
     SCORES.register(kind, name)
     FORMS.register(traits, name)
@@ -354,5 +378,5 @@ def register_form(
 
 
 def form_of(spec: AttentionSpec) -> ScoreForm:
-    """Returns a new module that computes the scores of a layer, with random weights."""
+    """Returns a new score module for a layer with this spec. Its weights are random."""
     return SCORES[spec.form](spec)

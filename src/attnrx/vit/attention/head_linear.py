@@ -13,7 +13,10 @@ from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_nat
 
 
 class HeadLinear(nn.Module):
-    """Projects tokens to `rows[h]` features for every head h. One weight stores the rows of all heads unpadded."""
+    """Projects tokens to `rows[h]` features for every head h.
+
+    One weight matrix stores the rows of all heads one after another, without padding.
+    """
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
@@ -29,19 +32,23 @@ class HeadLinear(nn.Module):
     def padded(
         self, tokens: TokenBatch, rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns `rows[h]` features for every head h, times a factor. Features beyond the head's own are zero."""
+        """Returns `rows[h]` features for every head h, multiplied by `factor`.
+
+        If `rows[h]` is larger than the number of rows that head h stores, the added features are zero.
+        """
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self.spread(rows, factor)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
-        """Returns the rows with their bias (or zero) as last column, in float64 on the CPU."""
-        # Decompositions then treat the bias as one more entry of every direction (homogeneous coordinates).
+        """Returns the weight with the bias (or zeros) as last column, in float64 on the CPU."""
+        # With the bias as a column, decompositions treat it like one more entry of every direction (homogeneous
+        # coordinates).
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
     def spread(self, rows: tuple[int, ...], factor: float = 1.0) -> "WeightAndBias":
-        """Returns weight and bias times a factor, padded with zero rows."""
+        """Returns weight and bias, multiplied by `factor` and padded with zero rows to `rows[h]` rows per head."""
         weight, bias = self.weight, self.bias
         if rows != self.rows:
             # One gather pads all heads, because every padding row reads the zero row that is appended at the end.
@@ -56,13 +63,13 @@ class HeadLinear(nn.Module):
 WeightAndBias = tuple[Tensor, Tensor | None]
 
 Side = tuple[HeadLinear, tuple[int, ...]]
-"""A projection, and the padded number of rows of every head."""
+"""A projection, and the number of rows to which each head is padded."""
 
 
 class PackedWeights(NamedTuple):
-    """One weight and bias whose rows are the weights and biases of several projections, in shared memory.
+    """One joint weight and bias for several projections, which share its memory.
 
-    `parameters` lists the weight and bias of each projection in turn, and `addresses` their places in memory.
+    `parameters` lists the weight and bias of each projection in turn. `addresses` lists their memory addresses.
     """
 
     parameters: tuple[Tensor | None, ...]
@@ -74,10 +81,11 @@ class PackedWeights(NamedTuple):
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
         """Moves the weights of the projections into one weight and makes each projection's weight a view of its rows.
 
-        An in-place change of a projection then also changes the joint weight. PyTorch's recurrent layers do the same
-        whenever a layer is created, copied or moved to a device (`flatten_parameters`).
+        In-place changes to a projection therefore also change the joint weight. PyTorch's recurrent layers share memory
+        in the same way (`flatten_parameters`).
 
-        Returns None on a CPU, and if a projection is of a subclass, because it may compute something else.
+        Returns None if the weights are on a CPU, differ in device or dtype, or are not plain parameters. Also returns
+        None if a projection is an instance of a subclass, because a subclass may compute something different.
         """
         if any(type(side) is not HeadLinear for side in projections):
             return None
@@ -94,7 +102,7 @@ class PackedWeights(NamedTuple):
             for each, part in zip(weights, weight.split(rows), strict=True):
                 each.data = part
             if any(each is not None for each in biases):
-                # Some models have biases only for queries and values, but the product needs one for every row.
+                # Some models have no bias for keys, but the joint product needs a bias for every row.
                 pairs = zip(weights, biases, strict=True)
                 bias = torch.cat([weight.new_zeros(len(each)) if own is None else own for each, own in pairs])
                 for each, part in zip(biases, bias.split(rows), strict=True):
@@ -103,8 +111,11 @@ class PackedWeights(NamedTuple):
         return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the last projections' weight and bias, or None if `parameters`, of any shape, are elsewhere."""
-        # Identity is checked first, because a parameter replaced for a call (torch.func.vmap) may have no address.
+        """Returns the joint weight and bias of the last projections, which have these `parameters` (of any shape).
+
+        Returns None if the parameters were replaced or moved, so that they no longer share the joint memory.
+        """
+        # Identity is checked first. A parameter that was replaced for one call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
             return None
@@ -117,7 +128,7 @@ class PackedWeights(NamedTuple):
 
 
 def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Returns the address of each parameter, of any shape, in memory, or 0 for None."""
+    """Returns the memory address of each parameter (of any shape), or 0 for None."""
     return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
 
 
@@ -126,17 +137,18 @@ def joint_product(
 ) -> Float[Tensor, "batch tokens rows"] | None:
     """Returns the concatenated results of `padded` for several projections of the same tokens.
 
-    The C++ kernel computes them on a CPU, and one product with the `packed` weights on other devices. Returns None if
-    they have to be computed one by one, e.g. for gradients. The graphs of exported files need separate products, too,
-    because one product and its division into three would take longer there (docs/results/speed.md).
+    On a CPU, the C++ kernel computes all projections in one call. On other devices, one product with the `packed`
+    weights computes them. Returns None if the projections must be computed one by one, e.g. for gradients. Exported
+    graphs also need separate products. In a graph, one product that is then split in three takes longer
+    (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
         return None
-    # With few tokens, the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
+    # With few tokens, the Python overhead of this function takes as long as the arithmetic, so it creates few objects.
     parameters: list[Tensor | None] = []
     for side, _ in sides:
         parameters += (side.weight, side.bias)
-        # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
+        # A hook on a projection must see a call to this projection, and a subclass may compute something different.
         if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
             return None
     if any(rows != side.rows for side, rows in sides):
@@ -154,7 +166,10 @@ def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
 
 
 class OutputProjection(nn.Module):
-    """Projects the concatenated heads, with `value_dims[h]` features of head h, to the output. It stores no padding."""
+    """Projects the concatenated heads, which have `value_dims[h]` features each, to the output width.
+
+    The weight stores the columns of all heads without padding.
+    """
 
     def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
         super().__init__()
@@ -168,23 +183,26 @@ class OutputProjection(nn.Module):
         return linear_map(features, self.weight, self.bias)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
-        """Projects heads that are padded to `value_dims[h]` features. Features beyond the head's own are ignored."""
+        """Projects heads that are padded to `value_dims[h]` features, and ignores the padding."""
         if value_dims == self.value_dims:
             return self(features)
         return linear_map(features, of_weights(self, value_dims, lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
-        """Returns the weight, padded with zero columns."""
+        """Returns the weight, with zero columns for the padding of each head."""
         if value_dims == self.value_dims:
             return self.weight
-        # Because of the zero columns, the padded features of a head do not reach the output.
+        # Zero columns multiply the padded features, so the padding does not change the output.
         index = padding_index(self.value_dims, value_dims, self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
 @kept
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns, for every padded row, the index of its stored row. Padding has the index after the last stored row."""
+    """Returns the index of the stored row for every padded row.
+
+    Rows of padding get the index after the last stored row, where callers append a row of zeros.
+    """
     zero, index, first = sum(rows), [], 0
     for num_rows, num_padded in zip(rows, padded, strict=True):
         index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]

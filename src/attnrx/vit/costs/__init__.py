@@ -1,4 +1,4 @@
-"""Costs of a model: parameters and MACs in closed form or counted, and measured latency and memory."""
+"""The costs of a model: parameters and MACs, computed by formulas or counted, and measured latency and memory."""
 
 from attnrx.support.hardware import device_name
 from attnrx.vit.costs.measured import (

@@ -1,4 +1,4 @@
-"""Compares models under stated conditions: their latency, measured in turns, and their memory."""
+"""Measures and compares the latency and the memory of models under the same conditions."""
 
 import gc
 import math
@@ -26,34 +26,36 @@ from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# PyTorch needs passes before a recording, because kernel libraries allocate their memory in the first ones.
+# How many passes run before a CUDA graph is recorded. Kernel libraries allocate their memory in the first passes.
 PASSES_BEFORE = 3
-# The 97.5 % quantiles of Student's t, by the number of medians, and the number of parts into which a run is divided.
+# STUDENT contains the 97.5 % quantiles of Student's t, by the number of medians. PARTS is how many consecutive parts a
+# run is divided into for its interval.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
-# If a protocol ends once the speeds are precise, it checks them every LOOK_EVERY rounds, from round FIRST_LOOK on, but
-# not before an eighth of all rounds.
+# A measurement that ends once speeds are precise checks them every LOOK_EVERY rounds. The first check is in round
+# FIRST_LOOK, or after an eighth of all rounds if that is later.
 LOOK_EVERY, FIRST_LOOK = 4, 12
-# The number of processes for measurements that are evidence. Different processes differ by more than the rounds of one
-# process, and these rounds depend on each other. With four processes, the intervals of 32 rounds are 1.3 to 1.7 times
-# as wide (benchmarks/coverage.py).
+# How many processes measure the latency for evidence. Times differ more between processes than between the rounds of
+# one process, and the rounds of one process are correlated. With only four processes, the intervals of 32 rounds are
+# 1.3 to 1.7 times as wide (benchmarks/coverage.py).
 PROCESSES = 8
-# REPEATED: if a call takes at most this many seconds, its latency depends on the contents of the caches when it starts.
-# So other calls of the same model run before it. They take about WARM seconds, and there are at most MOST_WARM.
+# The time of a call that takes less than REPEATED seconds depends on what the processor's caches contain. So untimed
+# calls of the same model run before the timed call, for about WARM seconds, but at most MOST_WARM calls.
 REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
-# If other processes use more processors than this during a measurement, on average, the machine counts as busy.
+# A machine counts as busy if other processes use more than this number of processors on average.
 BUSY = 0.2
-# The roles beside the candidates in one run. They are blank, because a candidate's name cannot be blank.
+# The names of the reference and of the unchanged model in a run. Candidates cannot have these names, because a
+# candidate's name must not be blank.
 REFERENCE, UNCHANGED = "", " "
 
 
 class RecordedCalls:
-    """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph.
+    """A wrapper that runs a model on a CUDA device as one CUDA graph, for inference.
 
-    For few images or small layers, launching the kernels one by one takes longer than running them. The first call with
-    inputs of a new shape and type records a graph. Later calls copy their inputs to the memory of the recorded inputs,
-    and overwrite the outputs of the earlier call. Weights may change in place. If you replace a weight by another
-    tensor, the recorded graph still uses the old one.
+    For few images or small layers, launching kernels one by one takes longer than running them. The first call with
+    inputs of a new shape and dtype records a graph. Every later call copies its inputs into the recorded inputs and
+    replays the graph, which overwrites the outputs of the previous call. Weights may change in place. If you replace a
+    weight by another tensor, the recorded graph still uses the old tensor.
     """
 
     def __init__(self, model: Callable[[Tensor], Any]):
@@ -62,10 +64,10 @@ class RecordedCalls:
 
     @torch.inference_mode()
     def __call__(self, images: Float[Tensor, "batch *sizes"]) -> Any:
-        """Returns the outputs of the model.
+        """Returns the model's outputs, which the next call with this input shape overwrites.
 
         Raises:
-            NotSupported: The model does something that cannot be recorded, e.g. it waits for the device.
+            NotSupported: The model does something that a graph cannot record, e.g. it waits for the device.
         """
         key = images.shape, images.dtype, images.device
         if key not in self._recorded:
@@ -76,7 +78,7 @@ class RecordedCalls:
         return outputs
 
     def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
-        # On another stream, as PyTorch requires for the passes before a CUDA graph is recorded.
+        # PyTorch requires that the passes before the recording run on another stream.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -97,12 +99,16 @@ class RecordedCalls:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The device, precision, threads and compilation of both models.
+    """The conditions under which models are measured, which are the same for all compared models.
 
-    Weights and images are cast to `precision`. `threads` is the number of CPU threads, or None to keep the current
-    number. `compiled` runs both models through torch.compile. It first clears torch.compile's caches, so earlier models
-    do not count towards the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With
-    `plain`, models are timed in the code of their library, and never in attnrx's kernels.
+    Attributes:
+        device: The device on which models run, e.g. "cpu" or "cuda".
+        precision: The dtype of weights and images: "float32", "bfloat16" or "float16".
+        threads: The number of CPU threads, or None to keep the current number.
+        compiled: Whether models run through torch.compile. Its caches are cleared first, so that earlier models do not
+            count towards the recompilation limit.
+        graphs: Whether each model runs as one CUDA graph (`RecordedCalls`).
+        plain: Whether models run in their library's code, and not in attnrx's kernels.
     """
 
     device: str = "cpu"
@@ -118,15 +124,12 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model under these conditions, in evaluation mode. The model itself is unchanged.
-
-        With `graphs`, the calls are recorded (`RecordedCalls`).
-        """
-        # A copy made in inference mode has inference tensors, and values derived from these cannot be cached.
+        """Returns a copy of the model in evaluation mode, prepared for these conditions. `model` does not change."""
+        # Inference mode is disabled for the copy. Values derived from inference tensors could not be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
-        # fullgraph: if a part fell back to eager, the call must fail here. Otherwise it would be timed as compiled.
-        # dynamic=False: one input shape is measured, so the kernels are specialized to it.
+        # fullgraph=True raises an error if a part would fall back to eager, which would be timed as compiled code.
+        # dynamic=False specializes the kernels, because only one input shape is measured.
         ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
         return RecordedCalls(ready) if self.graphs else ready
 
@@ -135,7 +138,7 @@ class Conditions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Sets the number of threads and disables gradients inside the context."""
+        """Sets the number of threads and disables gradients inside the context, and restores both afterwards."""
         num_threads = torch.get_num_threads()
         if self.compiled:
             torch.compiler.reset()
@@ -152,7 +155,7 @@ class Conditions:
 
     @property
     def in_kernels(self) -> bool:
-        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`). Only eager PyTorch on a CPU uses them."""
+        """Whether models run in attnrx's kernels (`attnrx.accelerate`), which only eager PyTorch on a CPU can use."""
         return not (self.on_cuda or self.compiled or self.plain)
 
     @property
@@ -162,7 +165,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one run: median, tenth and ninetieth percentile."""
+    """The time of one model's calls in seconds: the median, and the 10th and 90th percentile (`low`, `high`)."""
 
     median: float
     low: float
@@ -174,12 +177,13 @@ class Timing:
 
 
 def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
-    """Returns the median over rounds of `seconds / reference`, with its 95 % interval.
+    """Returns the median of `seconds / reference` over all rounds, with its 95 % interval.
 
-    The two times of a round are paired, because other processes slow down both alike, which cancels in the ratio. The
-    interval is a t interval on a logarithmic scale. With several processes, it is computed from their medians and
-    includes differences between processes. With one process, it is computed from the medians of four consecutive parts
-    of the run (batch means). A repetition in another process can then differ by more than the interval.
+    The ratio is computed within each round. Other load on the machine slows both models alike, so it cancels in the
+    ratio. The interval is a t interval on a logarithmic scale. If there are several processes, it is computed from the
+    median of each process and covers the differences between processes. If there is one process, it is computed from
+    the medians of four consecutive parts of the run (batch means). Another process can then give a ratio outside the
+    interval.
 
     Raises:
         InvalidInput: There are fewer than two rounds.
@@ -188,20 +192,20 @@ def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor,
     processes, rounds = ratios.shape
     if rounds < 2:
         raise InvalidInput(f"{rounds} round: an interval needs at least two.")
-    # The remaining load lasts for many rounds. A bootstrap of single rounds would treat them as independent, and its
-    # 95 % interval would cover the ratio in only 60 % of the runs. Quarters of the run are nearly independent, and
-    # fewer parts would have much wider intervals (benchmarks/coverage.py).
+    # Other load lasts for many rounds, so the ratios of neighbouring rounds are correlated. A bootstrap of single
+    # rounds would ignore this, and its 95 % interval would cover the ratio in only 60 % of the runs. Quarters of a run
+    # are nearly independent. Fewer parts would give much wider intervals (benchmarks/coverage.py).
     parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
-    # Medians, not means, because the machine is busy with something else in some rounds.
+    # Medians ignore the few rounds in which the machine was busy with another task.
     value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
-    # The shorter the parts, the more neighbouring parts are correlated, so their spread is too small and is corrected.
+    # Neighbouring parts are more correlated if they are short. Their spread is then too small, so it is increased.
     spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
     factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
     return Estimate(value, value / factor, value * factor)
 
 
 def _median(values: Float[Tensor, "values"]) -> Float[Tensor, ""]:
-    # Not torch.median, which returns the lower of the two middle values.
+    # torch.median would return the lower of the two middle values, and not their mean.
     return torch.quantile(values, 0.5)
 
 
@@ -214,29 +218,30 @@ def interleave(
     repeated: bool = True,
     is_enough: Callable[[Mapping[str, Float[Tensor, "runs"]]], bool] | None = None,
 ) -> dict[str, Float[Tensor, "runs"]]:
-    """Times every run once per round and returns the seconds by name.
+    """Times several functions in turns, once per round, and returns their times in seconds.
 
-    `clock` is one of CLOCKS. Every second round runs in reverse order, so no run always follows the same one. Garbage
-    is collected before the rounds, not during them.
+    Every second round calls the functions in reverse order, so that none always follows the same other function. The
+    garbage collector runs before the rounds, but not during them.
 
-    A model in use is called again and again, and its weights stay in the caches. So with `repeated`, every call that
-    takes less than REPEATED seconds is timed after other, untimed calls of the same run. One such call is not enough.
-    After calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7,
-    5.5, 5.2, 5.0, 4.9, 4.9 ms. With two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
+    A deployed model is called again and again, so its weights stay in the processor's caches. To measure this case,
+    `repeated` runs untimed calls of the same function before each timed call, if calls are short. One untimed call is
+    not enough. After calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one
+    thread) take 5.7, 5.5, 5.2, 5.0, 4.9, 4.9 ms. With two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
         runs: The functions to time, by name.
-        rounds: The number of rounds. Each run is timed once per round.
-        warmup: The number of rounds before these, which do not count.
-        clock: The name of the clock.
-        repeated: Whether short calls are timed after other calls of the same run.
+        rounds: How many times each function is timed.
+        warmup: The number of untimed rounds before the timed rounds.
+        clock: The name of the clock, a key of `CLOCKS`.
+        repeated: Whether untimed calls run before a timed call that takes less than `REPEATED` seconds.
+        is_enough: Called with the times so far. If it returns True, no more rounds follow.
 
     Returns:
         The seconds of every round, by name, in float64.
 
     Raises:
         InvalidInput: There are no rounds or no runs.
-        UnknownName: There is no such clock.
+        UnknownName: No clock has this name.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
@@ -246,12 +251,12 @@ def interleave(
     last = dict.fromkeys(runs, math.inf)
     for _ in range(warmup):
         last = {name: measure(run) for name, run in runs.items()}
-    # Either all runs are repeated or none.
+    # Untimed calls run before all functions or before none of them, depending on the slowest function.
     is_short = repeated and max(last.values()) < REPEATED
     before = {name: min(max(int(WARM / max(last[name], 1e-6)), 1), MOST_WARM) if is_short else 0 for name in runs}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs.items())
-    # A collection in the middle of a round would add to the time of one run.
+    # A garbage collection in the middle of a round would add to the time of one function.
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -284,15 +289,15 @@ def _elapsed(now: Callable[[], float], run: Callable[[], object]) -> float:
 def _cuda_seconds(run: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    start.record()  # events are timed by the device, so the synchronization is not measured
+    start.record()  # the device records the times of events, so the synchronization is not measured
     run()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
 
 
-# "cpu" is the CPU time of the process on all its threads. On one thread, other load on the machine hardly affects it.
-# On several threads it includes their waiting, so only "wall" is the latency that a user measures.
+# "cpu" measures the CPU time of the process over all threads. With one thread, other load on the machine hardly affects
+# it. With several threads, it includes the time that threads spend waiting. Only "wall" is the latency that users see.
 CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
     "wall": partial(_elapsed, time.perf_counter),
     "cpu": partial(_elapsed, time.process_time),
@@ -304,10 +309,11 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 class LatencyComparison:
     """The latency of two models for the same batch, and the conditions of the measurement.
 
-    `faster` is the reference's time over the candidate's. If the `unchanged` model, in the candidate's runtime and
-    precision, was measured too, `faster` has two factors. `by_runtime` is the reference's time over the unchanged
-    model's, and `by_compression` is the unchanged model's time over the candidate's. Each is a median over rounds, so
-    their product is `faster` up to the noise of the rounds.
+    `faster` is the reference's time divided by the candidate's time. The original model may also have been measured in
+    the candidate's runtime and precision, as `unchanged`. `faster` then has two factors. `by_runtime` is the
+    reference's time divided by the unchanged model's time. `by_compression` is the unchanged model's time divided by
+    the candidate's time. Because each ratio is a median over rounds, the product of the factors only approximates
+    `faster`.
     """
 
     candidate: Timing
@@ -326,16 +332,16 @@ class LatencyComparison:
     by_runtime: Estimate | None = None
     by_compression: Estimate | None = None
     taken: float | None = None
-    """The average number of processors that other processes took from the threads, or None if it is unknown."""
+    """How many processors, on average, other processes took from the measurement's threads, or None if unknown."""
 
     @property
     def interval(self) -> str:
-        """How the intervals of the ratios are computed."""
+        """A description of how the intervals of the ratios were computed."""
         parts = f"{PARTS} consecutive parts of one run" if self.processes == 1 else f"{self.processes} processes"
         return f"t over the medians of {parts}"
 
     def __str__(self) -> str:
-        """Formats the speed with its interval, its factors, its conditions and the median times."""
+        """Returns a line with the speed, its interval and factors, the conditions and the median times."""
         reference, candidate = 1000 * self.reference.median, 1000 * self.candidate.median
         factors = ""
         if self.by_runtime is not None and self.by_compression is not None:
@@ -348,40 +354,43 @@ class LatencyComparison:
 
 
 def is_busy(taken: float | None) -> bool:
-    """Whether the machine was busy, given that other processes took `taken` processors from the measurement."""
+    """Whether the machine was too busy for a reliable measurement.
+
+    `taken` is the number of processors that other processes took from it, or None if it is unknown.
+    """
     return taken is not None and taken > BUSY
 
 
 def busy_text(taken: float | None) -> str:
-    """Formats a warning that the machine was busy during a measurement."""
+    """Returns a warning that other processes took `taken` processors from a measurement."""
     return f"measured beside other processes, which took {taken:.1f} of the processors that it needs"
 
 
 def speed_text(speed: float) -> str:
-    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" for a slower model."""
+    """Returns a relative speed as text, e.g. "1.62x faster", or "0.94x the speed" for a slower model."""
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
 
 
 def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels") -> str:
-    """Formats the factors of a speed: "2.08x by attnrx's kernels x 1.06x by compression"."""
+    """Returns the factors of a speed as text, e.g. "2.08x by attnrx's kernels x 1.06x by compression"."""
     return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by compression"
 
 
 @dataclass(frozen=True)
 class LatencyProtocol:
-    """How latency is measured.
+    """How latency is measured. The models run in turns, once per round (see `interleave`).
 
-    The models run in turns for `rounds` rounds, after `warmup` rounds that do not count. A short call is timed after
-    other calls of the same model, which do not count either (`interleave`). `clock` is "wall", "cpu" (the CPU time of
-    the process, for busy machines) or "cuda" (events of the stream). None means "cuda" on a CUDA device and "wall"
-    elsewhere.
-
-    If `processes` is above 1, the rounds are divided among `processes` new processes, and the intervals include the
-    differences between them. Models that cannot be pickled are measured in this process instead, and
-    `LatencyComparison.processes` is then 1.
-
-    If `enough` is not None, the rounds end once every speed's interval reaches at most this share of the speed to
-    either side.
+    Attributes:
+        conditions: The device, precision, threads and compilation.
+        rounds: How many times each model is timed.
+        warmup: The number of untimed rounds before the timed rounds.
+        clock: "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the CUDA stream).
+            None means "cuda" on a CUDA device and "wall" on other devices.
+        processes: The number of new processes among which the rounds are divided. Intervals then cover differences
+            between processes. Models that cannot be pickled are measured in this process instead, and
+            `LatencyComparison.processes` is then 1.
+        enough: The precision at which the rounds end early, as a share of the speed. They end once every speed differs
+            from both ends of its interval by at most this share. None means that all rounds run.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -392,14 +401,14 @@ class LatencyProtocol:
     enough: float | None = None
 
     def __post_init__(self):
-        # An interval needs two rounds, and the first pass is never typical, so there is a warmup.
+        # An interval needs at least two rounds. Intervals are tabulated for at most max(STUDENT) processes.
         processes, shares = whole(1, max(STUDENT)), optional(number(0.0, 1.0, "a share of the speed, e.g. 0.01"))
         fields = {"clock": optional(one_of(*CLOCKS)), "processes": processes, "enough": shares}
         require_fields(self, rounds=whole(2), warmup=COUNT, **fields)
 
     @property
     def resolved_clock(self) -> str:
-        """The name of the clock. Without a stated clock, it depends on the device."""
+        """The name of the clock. If `clock` is None, the device decides which clock is used."""
         return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
 
 
@@ -411,15 +420,15 @@ def compare_latency(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
-    """Measures the forward pass of both models on the images. Neither model is changed.
+    """Measures how long the forward passes of two models take for a batch, without changing the models.
 
     Args:
         candidate: The model to measure.
         reference: The model to compare it with.
-        images: A batch. Every pass processes all of it.
-        protocol: The conditions, rounds and clock. The default is `LatencyProtocol()`.
-        unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels or its own
-            file. With it, the result also contains the two factors of the speed.
+        images: The batch that every forward pass processes.
+        protocol: The conditions, the number of rounds and the clock. The default is `LatencyProtocol()`.
+        unchanged: The original model in the candidate's runtime, e.g. the reference in attnrx's kernels or exported to
+            a file. If you pass it, the result also contains the two factors of the speed.
 
     Raises:
         InvalidInput: There are no images.
@@ -435,12 +444,15 @@ def compare_latencies(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> dict[str, LatencyComparison]:
-    """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns.
+    """Measures the forward passes of several candidates in turns with one reference, and with `unchanged` if given.
 
-    No model is changed.
+    See `compare_latency` for the arguments. No model is changed.
+
+    Returns:
+        One comparison with the reference for every candidate, by its name.
 
     Raises:
-        InvalidInput: There are no candidates, one has no name, or there are no images.
+        InvalidInput: There are no candidates, a candidate has no name, or there are no images.
     """
     if not candidates or not all(name.strip() for name in candidates):
         raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")
@@ -448,14 +460,14 @@ def compare_latencies(
         raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
     protocol = protocol or LatencyProtocol()
     models: dict[str, nn.Module] = {**candidates, REFERENCE: reference}
-    # If the unchanged model is also a candidate, it is timed once, and its factor by compression is 1.
+    # If the unchanged model is also a candidate, it is timed only once, and its factor by compression is 1.
     same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
     if unchanged is not None:
         models[same] = unchanged
     runs = _runs(models, images, protocol)
-    if protocol.processes > 1 and is_busy(_taken(runs)):  # evidence is then measured once more, and the better one kept
+    if protocol.processes > 1 and is_busy(_taken(runs)):  # measures evidence again, and keeps the less disturbed runs
         runs = min(runs, _runs(models, images, protocol), key=lambda found: _taken(found) or 0.0)
-    rounds = min(len(run[0][REFERENCE]) for run in runs)  # a process may have ended earlier than another
+    rounds = min(len(run[0][REFERENCE]) for run in runs)  # processes may end after different numbers of rounds
     seconds = {name: torch.stack([run[0][name][:rounds] for run in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
@@ -475,7 +487,8 @@ def compare_latencies(
     }  # fmt: skip
 
 
-# Every model's seconds in the rounds of one process, the number of threads, and the processors that they lacked.
+# The measurements of one process: each model's seconds per round, the number of threads, and how many processors other
+# processes took from them.
 _Run = tuple[dict[str, Float[Tensor, "rounds"]], int, float | None]
 
 
@@ -485,11 +498,11 @@ def _taken(runs: Sequence[_Run]) -> float | None:
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
-    """Measures the models one after another in `protocol.processes` new processes, or in this process."""
+    """Measures the models in `protocol.processes` new processes, one process after another, or in this process."""
     if protocol.processes > 1:
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
-        # Some models cannot be pickled, because no module defines their class, or because a runtime has opened them as
-        # files. If the measurement itself raised an error, it is raised again below.
+        # Models that cannot be pickled are measured in this process below. Their class may not be in a module, or a
+        # runtime may have opened them as files. An error in the measurement itself is raised again below.
         with suppress(NotSupported), shared_subprocess() as process:
             calls = process.calls(protocol.processes, _run, models, images, part)
             return list(track(calls, "measuring latency, processes", protocol.processes))
@@ -511,44 +524,44 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
 
 
 def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
-    """Whether the interval of every speed relative to the reference reaches at most `enough` of it to either side."""
+    """Whether every speed differs from both ends of its interval by at most the share `enough` of the speed."""
     speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
     return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Returns the largest amount of CPU memory that `run` allocates, beyond the memory that was in use before."""
-    # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
+    """Returns the peak CPU memory in bytes while `run` runs, above the memory that was in use before."""
+    # By default, the profiler's library logs its start to stderr, and an error if the machine has no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
-    del result  # kept until here, because the output of the run is part of its peak
+    del result  # the output is kept until here, because it is part of the peak
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    # Events of operations contain only their net memory, but the allocator's events include temporary allocations.
+    # The allocator's events include temporary allocations. Events of operations contain only the net change.
     events = sorted(results.events(), key=lambda event: event.start_ns())
-    # The changes are signed and in order of time, so the peak is the largest partial sum.
+    # Allocations are positive and releases negative. In the order of time, the peak is the largest partial sum.
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]  # type: ignore[attr-defined]
     return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes of the weights, and the peak bytes of activations and work space in one forward pass."""
+    """The memory of a model in bytes: its weights, and the peak of activations and work space in a forward pass."""
 
     weights: int
     activations: int
 
     @property
     def total(self) -> int:
-        """The bytes that must be free to run the model."""
+        """How many bytes of memory the model needs to run."""
         return self.weights + self.activations
 
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """The memory of two models for the same batch of images."""
+    """The memory that two models need for the same batch of images."""
 
     candidate: PeakMemory
     reference: PeakMemory
@@ -565,14 +578,14 @@ class MemoryComparison:
 def compare_memory(
     candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
 ) -> MemoryComparison:
-    """Measures a forward pass of both models on the images, one after the other. Neither model is changed.
+    """Measures the memory that a forward pass of each model needs for these images, without changing the models.
 
     Raises:
         InvalidInput: There are no images.
     """
     if not len(images):
         raise InvalidInput("measuring memory needs at least one image; the batch is empty.")
-    conditions = replace(conditions or Conditions(), graphs=False)  # a graph keeps the memory of all its kernels
+    conditions = replace(conditions or Conditions(), graphs=False)  # CUDA graphs keep the memory of all their kernels
     with conditions.held():
         batch = conditions.prepare_images(images)
         candidate_peak, reference_peak = (_peak(model, batch, conditions) for model in (candidate, reference))
@@ -583,7 +596,7 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
     run = partial(conditions.prepare(model), batch)
     run()  # the first pass also fills caches and compiles
     if conditions.on_cuda:
-        # Otherwise kernels that are still running would free or allocate memory inside the measurement.
+        # Kernels that are still running would free or allocate memory during the measurement, so they must finish.
         torch.cuda.synchronize(conditions.device)
         torch.cuda.reset_peak_memory_stats(conditions.device)
         baseline = torch.cuda.memory_allocated(conditions.device)
@@ -592,6 +605,6 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
         activations = torch.cuda.max_memory_allocated(conditions.device) - baseline
     else:
         activations = peak_bytes(run)
-    # `prepare` casts all weights, so they have one size.
+    # `prepare` casts all weights to one dtype, so all have the same size in bytes.
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)

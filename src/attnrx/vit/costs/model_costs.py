@@ -1,9 +1,10 @@
-"""The costs of the parts of a model, as exact integers that add up to the whole and must agree with counted costs.
+"""Parameters and multiply-accumulate operations (MACs) of a model and its parts, computed by formulas.
 
-The convention is SVDA's, A.6. Parameters are all trainable tensors. A multiply-accumulate operation (MAC) is counted
-for every matrix product of the patches and the layers, and one per token for every strength. Biases, LayerNorm, row
-norms, softmax and GELU are not counted. The classifier's MACs are listed separately. Every layer counts all its tokens,
-although a model may compute only the class token in the last block.
+The numbers are exact and must agree with counted operations. They follow the convention of the SVDA paper (A.6).
+Parameters include all trainable tensors. MACs include all matrix products in the patch embedding and the layers, and
+one MAC per token for every strength. Biases, LayerNorm, row norms, softmax and GELU are not counted. The classifier's
+MACs are reported separately. All tokens of a layer are counted, although a model may compute only the class token in
+the last block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from attnrx.support.shapes import ImageBatch
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 
-# torch 2.11 counts fused attention only on CUDA. Later versions register the same formula for the CPU.
+# torch 2.11 counts fused attention only on CUDA. Later versions register the same formula for the CPU, as here.
 _aten = torch.ops.aten
 flop_registry.setdefault(
     _aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -33,7 +34,7 @@ flop_registry.setdefault(
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Trainable parameters, and the MACs for one image."""
+    """The number of trainable parameters in a part of a model, and its MACs for one image."""
 
     params: int = 0
     macs: int = 0
@@ -46,10 +47,19 @@ class PartCosts:
 class LayerCosts:
     """The costs of one transformer block, by part.
 
-    `query_key` are the two score projections, and the products of queries and relative positions. `scores` are the
-    products of queries and keys, `diagonal` the strengths, and `fusion` the matrix that mixes the score maps of blocks.
-    `value_output` are the value and output projections, and `read_out` is attention times values. The costs of the
-    attention are computed from `spec` and `tokens`.
+    Attributes:
+        query_key: The query and key projections, and the products of queries and relative positions.
+        scores: The products of queries and keys.
+        diagonal: The multiplication by strengths.
+        fusion: The matrix that mixes the score maps of blocks.
+        value_output: The value and output projections.
+        read_out: The products of attention maps and values.
+        mlp: The MLP.
+        layer_norms: The parameters of the norms, and all parameters that the other parts do not contain. Their MACs
+            are not counted.
+        directions: The number of score directions. Shared directions are counted once.
+        spec: The spec of the attention layer.
+        tokens: The number of tokens in the layer.
     """
 
     query_key: PartCosts
@@ -66,19 +76,20 @@ class LayerCosts:
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """Every part by its name. The parts add up to the layer."""
+        """The costs of every part by its name. They add up to `total`."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if isinstance(part, PartCosts)}
 
     @property
     def total(self) -> PartCosts:
-        """The whole layer."""
+        """The costs of the whole block."""
         return _sum(self.parts.values())
 
     def over(self, lengths: Sequence[int], mlp_tokens: int | None = None) -> "LayerCosts":
-        """Returns the costs of the block for one image, if its attention runs on sequences of these `lengths`.
+        """Returns the block's costs for one image whose tokens are divided into sequences of these `lengths`.
 
-        The MLP processes all of these tokens, or `mlp_tokens` tokens if it is not None.
+        Attention runs within each sequence (e.g. within a window). The MLP processes the tokens of all sequences, or
+        `mlp_tokens` tokens if this is not None.
         """
         once, squares = sum(lengths), sum(length * length for length in lengths)
 
@@ -93,13 +104,20 @@ class LayerCosts:
 
 @dataclass(frozen=True, repr=False)
 class ModelCosts(Displayed):
-    """The costs of a whole model: patch embedding, layers, and the classifier with its norm.
+    """The costs of a whole model, by part.
 
-    `embeddings` are the learned tokens and positions. They have MACs only with timm's `relpos`, an MLP that computes
-    the bias of token pairs once per call. Its MACs are for a call with one image. `predictors` are the modules that
-    select tokens between layers, so layers can have different numbers of tokens. `classifier_macs` are known, but not
-    part of `macs`, as in the paper. One thing is not counted at all. If a reducer uses the class token's attention, an
-    extra product beside a fused kernel computes it.
+    If a reducer uses the class token's attention, a separate product computes it beside the fused kernel. This product
+    is not counted.
+
+    Attributes:
+        patches: The patch embedding. In adopted models, its parameters include the learned tokens and positions.
+        layers: The costs of each transformer block.
+        classifier: The parameters of the classifier with its norm. If the Vision Transformer is part of a larger
+            module, the parameters and MACs around it are included.
+        classifier_macs: The MACs of the classifier. As in the SVDA paper, `macs` does not include them.
+        embeddings: The learned tokens and positions, unless `patches` includes them. They have MACs only in timm's
+            `relpos` models, where an MLP computes the pair bias once per call. These MACs assume a call with one image.
+        predictors: The modules of a learned reducer, which select tokens between layers.
     """
 
     patches: PartCosts
@@ -111,7 +129,7 @@ class ModelCosts(Displayed):
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """Every part by its name, summed over the layers. The parts add up to the model."""
+        """The costs of every part by its name, summed over the layers. They add up to `total`."""
         names = self.layers[0].parts if self.layers else {}
         return {
             "patches": self.patches,
@@ -124,10 +142,13 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs inside a module that calls the parts several times or on other lengths for each image.
+        """Returns the costs per image inside a larger module, which may call the model's parts several times per image.
 
-        Every layer runs on sequences of its `lengths` (`LayerCosts.over`). The patch embedding and the predictors run
-        `patches` times, the classifier `heads` times.
+        Args:
+            lengths: The lengths of the sequences on which each layer runs (see `LayerCosts.over`).
+            patches: How many times the patch embedding and the predictors run.
+            heads: How many times the classifier runs.
+            mlp_tokens: How many tokens each layer's MLP processes. None means all tokens of its sequences.
         """
 
         def often(part: PartCosts) -> PartCosts:
@@ -144,28 +165,28 @@ class ModelCosts(Displayed):
 
     @property
     def total(self) -> PartCosts:
-        """The whole model."""
+        """The costs of the whole model, without the classifier's MACs."""
         return _sum(self.parts.values())
 
     @property
     def params(self) -> int:
-        """The number of all trainable parameters."""
+        """The number of trainable parameters in the whole model."""
         return self.total.params
 
     @property
     def macs(self) -> int:
-        """The MACs for one image, by the paper's convention."""
+        """The MACs for one image by the SVDA paper's convention, without the classifier."""
         return self.total.macs
 
     @property
     def product_macs(self) -> int:
-        """The MACs of every matrix product and convolution, including the classifier's, as a FLOP counter counts."""
-        # Strengths are multiplied elementwise, which a FLOP counter does not count.
+        """The MACs of all matrix products and convolutions, including the classifier, as FLOP counters count them."""
+        # FLOP counters do not count elementwise products, so the MACs of strengths are subtracted.
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Each layer's number of tokens."""
+        """The number of tokens in each layer."""
         return tuple(layer.tokens for layer in self.layers)
 
     @property
@@ -174,7 +195,7 @@ class ModelCosts(Displayed):
         return sum(layer.directions for layer in self.layers)
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the totals and every part as JSON-ready values."""
+        """Returns the totals and the costs of every part as values that JSON can store."""
         return {
             "params": self.params, "macs": self.macs, "classifier_macs": self.classifier_macs,
             "predictor_macs": self.predictors.macs, "tokens": list(self.tokens), "directions": self.directions,
@@ -189,25 +210,25 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
 def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
     """Returns the costs of a block with this attention, MLP and norms.
 
-    The MACs follow the spec. A backend that pads heads to a common rank computes more.
+    MACs are computed without padding. A backend that pads heads to a common rank computes more.
     """
-    # The projections compute `rows`, and the heads use `rank`. With original norms, more rows are computed than used.
-    # Shared directions have one row for all heads.
+    # `rows` counts projected rows, and `rank` counts directions over all heads. They differ for layers with original
+    # norms, which project more rows than they use, and for shared directions, which have one row for all heads.
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
-    # A head without directions returns the mean of its values, so it needs no product of tokens with tokens.
+    # A head of rank 0 returns the mean of its values, so it needs no products between tokens.
     attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
     strengths = rank if spec.traits.has_strengths else 0
-    # The mix is a matrix [heads, blocks], applied to every pair of tokens.
+    # A matrix [heads, blocks] mixes the score maps for every pair of tokens.
     mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
-    # Every query is multiplied with the vectors of its distances to all rows and columns of a window. All heads may
-    # share the vectors, so their parameters are counted with the rest of the block.
+    # Every query is multiplied by one vector for every row and every column of the window. In some models all heads
+    # share these vectors, so their parameters are not counted here but with the rest of the block.
     distances = PartCosts(0, tokens * sum(spec.window or ()) * rank)
     return LayerCosts(
         query_key=query + key + distances,
-        # Shared directions are multiplied in every head (`rank` sums over heads), but in blocks once for all heads.
+        # Each head multiplies its directions, even shared ones. Score maps of blocks are computed once for all heads.
         scores=PartCosts(0, tokens * tokens * (rows if spec.traits.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),
         fusion=PartCosts(mixed, tokens * tokens * mixed),
@@ -222,23 +243,23 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
 
 
 def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
-    """Returns the costs of a linear map on every token."""
+    """Returns the costs of a linear map that is applied to every token."""
     return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Each layer's number of tokens, and the costs of the predictors."""
+    """The number of tokens in each layer under a token policy, and the costs of its predictors."""
 
     tokens: tuple[int, ...]
     predictors: PartCosts = PartCosts()
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
-    """Returns the costs of a policy in a model with these layers, without building the model.
+    """Returns the costs of a token policy in a model with these layers, without building the model.
 
-    With a mask, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing does not
-    run its predictor, but the predictor exists. Parameters are counted on the predictor itself.
+    With `by="mask"`, all tokens remain in the layers, so every predictor runs on all tokens. A stage that prunes
+    nothing does not run its predictor. Its parameters are still counted, because the model contains them.
 
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.
@@ -249,11 +270,11 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     macs = 0
     for layer, count in zip(policy.layers, policy.counts(layout.patches), strict=True):
         if count < layout.patches:
-            # A stage before layer l (from 1) has the tokens of layer l - 1. It compares the keys of layer l - 1, which
-            # are padded to the largest rank of its heads.
+            # A stage before layer l (counted from 1) gets the tokens and the keys of layer l - 1. Keys are padded to
+            # the largest rank in that layer.
             compared = replace(shape, directions=max((*specs[layer - 2].ranks, 1)))
             macs += policy.reducer.predictor_macs(compared, tokens[layer - 2] - layout.prefix, count)
-    with torch.device("meta"):  # only parameters are needed, so no memory and no random numbers
+    with torch.device("meta"):  # parameters are only counted, so they need no memory and no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
     predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
@@ -265,13 +286,13 @@ def count_params(model: nn.Module) -> int:
 
 
 def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
-    """Counts the MACs per image of every matrix product and convolution in one forward pass.
+    """Counts the MACs per image of all matrix products and convolutions in one forward pass.
 
-    The count equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises
-    NotSupported for a fused kernel that this build of torch cannot count.
+    With the eager backend, which does not pad, the count equals `ModelCosts.product_macs`.
 
     Raises:
         InvalidInput: The batch is empty.
+        NotSupported: The model runs a fused attention kernel whose operations this version of torch cannot count.
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
@@ -279,7 +300,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
         model(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
-    # A fused kernel without a formula counts as zero, and the total would be too small without a warning.
+    # torch counts a kernel without a formula as zero. The total would then be too small without any warning.
     uncounted_kernels = sorted(name for name in names.values() if "scaled_dot_product" in name)
     if uncounted_kernels:
         raise NotSupported(
@@ -291,14 +312,15 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts operations inside the context, without gradients. Operations on parameters are included."""
-    # With only no_grad, torch's counter raises an AssertionError for timm's attention pooling, whose query is a
-    # parameter. The model is not copied, because its token reduction stores the token numbers of the counted pass.
+    """Counts floating-point operations inside the context, where the model records no gradients."""
+    # no_grad is not enough. If an input is a parameter, as in timm's attention pooling, torch's counter raises an
+    # AssertionError. So parameters do not require gradients inside the context. The model is not copied, because
+    # callers read the number of tokens that its token reduction stores during the pass.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             require_gradient_(parameter, False)
-        # While this mode is active, PyTorch's transformers do not use their fast path, which is not counted.
+        # A function mode disables the fast path of PyTorch's transformer layers, which is not counted.
         with torch.no_grad(), BaseTorchFunctionMode(), FlopCounterMode(display=False) as counter:
             yield counter
     finally:
@@ -307,7 +329,7 @@ def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
 
 
 class _Operations(TorchDispatchMode):
-    """Records the names of the operations that ran."""
+    """Records which operations ran inside the mode."""
 
     def __init__(self):
         super().__init__()

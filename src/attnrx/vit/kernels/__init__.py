@@ -1,1 +1,1 @@
-"""C++ kernels, built on first use."""
+"""C++ kernels for inference on a CPU. Wheels contain them, and other installations compile them on first use."""

@@ -1,12 +1,12 @@
-"""The library of the C++ kernels, and its functions as operators of PyTorch.
+"""Loads or compiles the C++ kernels, and registers them as PyTorch operators.
 
-As operators, the kernels are visible to profilers, counters and meta tensors. A wheel contains the compiled library.
-Otherwise the user's compiler builds it on first use, into a private cache folder.
+Profilers, FLOP counters and meta tensors support the kernels because they are operators. A wheel contains the compiled
+library. Without a wheel, the user's compiler builds the library on first use, in a private cache folder.
 
-The library in the wheel is trusted like the modules beside it. A library in the cache is native code and is checked.
-The folder and the library must belong to this user, must not be symbolic links, and must not be writable by other
-users. Then the library's name can be trusted. It contains the hash of the built file, and attnrx compares this hash
-with the content of the file descriptor from which it loads the library.
+Before attnrx loads a library from the cache, it checks that nobody else could have replaced it. The folder and the
+library must belong to this user. They must not be symbolic links, and other users must not have write permission. The
+name of the library contains the hash of the built file. attnrx compares this hash with the content of the opened file,
+and loads the library from the same file descriptor. A library in a wheel is not checked, like Python modules.
 """
 
 import ctypes
@@ -34,10 +34,10 @@ BUILD = "ATTNRX_BUILD"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-shared")
 PATIENCE = 120
-"""The seconds that a compiler may take. It usually takes about three."""
+"""The timeout of a compiler call in seconds. A build usually takes about three seconds."""
 OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
-# The argument types of every function: p is a pointer, i an integer, l a 64-bit integer, f a float.
+# The argument types of every C function: p is a pointer, i an int, l a 64-bit integer, f a float.
 ARGUMENTS = {
     "attention": "piiiipfipp",
     "mixed_attention": "pippiiiipi",
@@ -49,25 +49,26 @@ ARGUMENTS = {
 _OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 
 
-# Called once per process, even if it fails. A compiler that fails must not be started again at every layer.
+# The result is cached even if the build fails, because a failing compiler must not run again in every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Returns the library of the kernels: the wheel's for this processor, else one built by this or an earlier process.
+    """Returns the library of C++ kernels, or None if PyTorch's slower kernels must run instead.
 
-    Returns None if ATTNRX_BUILD is 0, or if the wheel has no library and there is no compiler ($CXX, or c++, g++ or
-    clang++ on the path). Returns None with a `KernelWarning` if the compiler fails or other users can write to the
-    cache folder. Without a library, PyTorch's slower kernels run instead.
+    The library comes from the wheel if it contains one for this processor. Otherwise it comes from the cache, or is
+    compiled now. The result is None if ATTNRX_BUILD is 0, or if no compiler is found ($CXX, or c++, g++ or clang++ on
+    the path). If the compiler fails, or if other users can write to the cache folder, the function also issues a
+    `KernelWarning`.
     """
-    # On systems other than POSIX, the owner of a file cannot be checked.
+    # The owner of a file can only be checked on POSIX systems.
     if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
         return None
     for name in (torch.backends.cpu.get_cpu_capability().lower(), "default"):
-        with suppress(OSError):  # it does not exist, or PyTorch has another OpenMP than it was compiled for
+        with suppress(OSError):  # no such library, or it needs a different OpenMP library than PyTorch loaded
             return _declared(ctypes.CDLL(str(shipped_library(name))))
     try:
         if not (compiler := cpp_compiler()):
             return None
-        with suppress(_CompilerFailed):  # then it is built without OpenMP, for one thread
+        with suppress(_CompilerFailed):  # a compiler without OpenMP builds the single-threaded library below
             return _built_by([*compiler, *FLAGS, *NATIVE, THREADS])
         return _built_by([*compiler, *FLAGS, *NATIVE])
     except (OSError, AttnrxError) as error:
@@ -80,10 +81,10 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def required_library() -> ctypes.CDLL:
-    """Returns the library of the kernels.
+    """Returns the library of C++ kernels.
 
     Raises:
-        NotSupported: It cannot be built on this machine.
+        NotSupported: No wheel contains the library, and it cannot be built on this machine.
     """
     library = native_library()
     if library is None:
@@ -95,17 +96,16 @@ def required_library() -> ctypes.CDLL:
 
 
 class _Threads:
-    """Whether this process was forked, and whether this process or its parent ran a kernel on several threads."""
+    """Records whether this process was forked, and whether it or its parent ran a kernel on several threads."""
 
     is_forked = False
     were_used = False
 
 
 def kernel_threads() -> int:
-    """Returns the number of threads for a kernel: PyTorch's number, or 1 in a forked process.
+    """Returns how many threads a kernel uses: PyTorch's number of threads, or 1 in a forked process.
 
-    A forked process has none of the threads that OpenMP started earlier. A kernel with more threads would wait for them
-    forever.
+    OpenMP threads do not survive a fork. A kernel with several threads would wait for them forever.
     """
     threads = 1 if _Threads.is_forked else torch.get_num_threads()
     _Threads.were_used |= threads > 1
@@ -114,8 +114,8 @@ def kernel_threads() -> int:
 
 def _start_forked() -> None:
     _Threads.is_forked = True
-    # PyTorch's operations between the kernels use the same threads. If no kernel used threads before the fork, the
-    # program's own setting is kept.
+    # PyTorch's operations use the same OpenMP threads, so they are limited to one thread, too. If no kernel used
+    # threads before the fork, PyTorch's setting is kept.
     if _Threads.were_used:
         torch.set_num_threads(1)
 
@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def kernel_version() -> str:
-    """Returns the hash of the kernels' source, or "" if they are not built."""
+    """Returns a hash of the kernels' source code, or "" if the kernels are not available."""
     return _sha256(_source()) if native_library() is not None else ""
 
 
@@ -134,10 +134,10 @@ def _source() -> str:
 
 
 def cpp_compiler() -> list[str]:
-    """Returns the command of the compiler, or [] if there is none.
+    """Returns the C++ compiler's command as a list of words, or [] if no compiler is found.
 
     Raises:
-        InvalidInput: CXX names no program.
+        InvalidInput: The variable CXX is set, but not to a program on the path.
     """
     variable = os.environ.get("CXX", "").strip()
     if not variable:
@@ -153,13 +153,13 @@ def cpp_compiler() -> list[str]:
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
-    """Loads the library for this source, compiler and machine, or builds a new one if none is intact and private.
+    """Returns the library for this source, compiler and machine, from the cache or by a new build.
 
     Raises:
-        CheckpointError: The folder is not private, or the new library cannot be loaded.
+        CheckpointError: The cache folder is not private, or the new library cannot be loaded.
     """
-    # Machines that share a name may also share a cache folder. The compiler's predefined macros contain its version and
-    # the instructions of -march=native, so they tell such machines apart.
+    # Different machines may share a cache folder. The compiler's predefined macros contain its version and the
+    # instructions that -march=native enables, so their hash identifies the machine.
     defined = output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     key = _sha256("\n".join((_source(), *command, defined)))[:16]
     folder = cache_folder() / "kernels"
@@ -167,8 +167,8 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     for path in sorted(folder.glob(f"native-{key}-*.so")):
         with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: the library lacks a function
             return _loaded(path)
-    # The library is built in a scratch folder of the cache. A rename then moves the finished file to a name with the
-    # hash of its content. It would replace a link with that name, not follow it.
+    # The library is built in a scratch folder inside the cache. A rename then gives the finished file a name that
+    # contains its hash. If a link with this name exists, a rename replaces the link and does not follow it.
     with scratch_folder(folder) as temporary:
         library = temporary / "library.so"
         output_of([*command, *map(str, SOURCES), "-o", str(library)])
@@ -185,7 +185,7 @@ def _sha256(text: str) -> str:
 
 
 def output_of(command: list[str]) -> str:
-    """Runs a compiler and returns its output.
+    """Runs a compiler command and returns its standard output.
 
     Raises:
         NotSupported: The compiler returned an error.
@@ -200,7 +200,7 @@ def output_of(command: list[str]) -> str:
 
 
 class _CompilerFailed(NotSupported):
-    """The compiler returned an error."""
+    """Raised if a compiler returns an error."""
 
 
 def _create_private(folder: Path) -> None:
@@ -212,13 +212,13 @@ def _create_private(folder: Path) -> None:
 
 
 def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
-    """Opens a file or folder and returns its descriptor, after checking its owner and permissions."""
+    """Opens a file or folder, checks its owner and permissions, and returns the descriptor."""
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
-    # Does not follow a link that has replaced the file meanwhile, and does not wait if it is a named pipe.
+    # O_NOFOLLOW refuses a link that replaced the file after the check. O_NONBLOCK does not wait for a named pipe.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
-    # The status of the opened file, not of the path, which could name another file by now.
+    # fstat checks the opened file. Checking the path would be unsafe, because it may now lead to another file.
     status, user = os.fstat(descriptor), os.geteuid()
     if status.st_uid == user and not status.st_mode & OTHERS_CAN_WRITE:
         return descriptor
@@ -234,7 +234,7 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    # Opened relative to the checked folder, because the path could lead to another folder by now.
+    # The file is opened relative to the checked folder, because the path may now lead to another folder.
     within = _open_private(path.parent, os.O_DIRECTORY)
     try:
         descriptor = _open_private(path, within=within)
@@ -245,8 +245,9 @@ def _loaded(path: Path) -> ctypes.CDLL:
     if digest != path.stem.rpartition("-")[2]:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
-    # Loads the checked file, even if its path was replaced meanwhile. The loader identifies libraries by name, and it
-    # would mistake the next file with this descriptor for this library. So the file stays open.
+    # The descriptor's path always leads to the checked file, even if the original path was replaced. The descriptor
+    # stays open. Otherwise the next file could get its number, and the loader, which identifies libraries by name,
+    # would mistake that file for this library.
     opened = DESCRIPTORS / str(descriptor)
     return _declared(ctypes.CDLL(str(opened if opened.exists() else path)))
 
@@ -263,10 +264,13 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 def define(
     schema: str, kernel: Callable[..., Any], empty: Callable[..., Any], operations: Callable[..., int]
 ) -> Callable[..., Any]:
-    """Defines an operator for inference, without autograd, and returns it.
+    """Registers a kernel as a PyTorch operator for inference (without autograd), and returns the operator.
 
-    `kernel` computes it on a CPU. `empty` returns its outputs without data, on "Meta", for counting on meta tensors and
-    for the fake tensors of compilers. `operations` counts from shapes as PyTorch does, with two operations per MAC.
+    Args:
+        schema: The operator's signature in PyTorch's schema language.
+        kernel: Computes the operator on a CPU.
+        empty: Returns uninitialized outputs of the right shapes, for meta tensors and for compilers.
+        operations: Returns the number of floating-point operations for given shapes, where a MAC counts as two.
     """
     _OPERATORS.define(schema)
     name = schema.partition("(")[0]
@@ -278,7 +282,10 @@ def define(
 
 
 def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
-    """Whether a profiler, a mode of this thread, a function transform or the tensor itself observes every operator."""
+    """Whether operators must run through PyTorch's dispatcher, e.g. for a profiler, a mode or a tensor subclass.
+
+    A kernel may be called directly only if nothing observes operators on this tensor.
+    """
     return (
         type(tensor) is not Tensor
         or not tensor.is_cpu
@@ -291,10 +298,10 @@ def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can read the tensors, which may have any shape.
+    """Checks that a kernel can process the tensors, which may have any shape.
 
     Raises:
-        InvalidInput: A tensor requires gradients, which the kernel would not record, or has no strides.
+        InvalidInput: A tensor requires gradients, which kernels do not record, or its layout is not strided.
     """
     for tensor in tensors:
         if tensor is None:
@@ -306,12 +313,15 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
 
 
 def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
-    """Raises InvalidInput with the types and shapes of the tensors, unless `fits` says that a kernel can read them."""
+    """Raises InvalidInput with the dtypes and shapes of the tensors if `fits` is false.
+
+    Callers compute `fits` by checking that a kernel would stay within the bounds of the tensors.
+    """
     if not fits:
         given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)
         raise InvalidInput(f"a C++ kernel cannot read {given}: give float32 tensors on a CPU whose shapes fit.")
 
 
 def address(tensor: Float[Tensor, "*sizes"] | None) -> int | None:
-    """Returns the address of a contiguous tensor for a kernel, or None if there is no tensor."""
+    """Returns the memory address of a contiguous tensor, or None if `tensor` is None."""
     return None if tensor is None else tensor.data_ptr()

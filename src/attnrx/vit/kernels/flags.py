@@ -1,4 +1,4 @@
-"""Sources and compiler flags of the C++ kernels, and a wheel's libraries. Building a wheel imports only this file."""
+"""Source files and compiler flags for the C++ kernels. The build of a wheel imports only this module of the package."""
 
 from pathlib import Path
 
@@ -6,11 +6,12 @@ SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("attention.cpp", "blocks.cpp", "merging.cpp", "products.cpp")
 )
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.hpp", "columns.hpp"))
-# Products and sums may be fused. Mathematical functions do not set errno, because this would rule out vector code.
+# Compilers may fuse products and sums. Mathematical functions do not set errno, which would prevent vectorization.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-w")
 THREADS = "-fopenmp"
-# The libraries of a wheel and their instructions, by processor. Their names are the results of
-# torch.backends.cpu.get_cpu_capability(). AArch64 has one library, because all such processors have NEON.
+# The libraries that a wheel contains per processor architecture, and the instructions that each library uses. The names
+# equal the results of torch.backends.cpu.get_cpu_capability(). One library is enough for AArch64, where every processor
+# supports NEON.
 SHIPPED = {
     "x86_64": {"avx2": ("-mavx2", "-mfma"), "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")},
     "aarch64": {"default": ()},
@@ -18,5 +19,5 @@ SHIPPED = {
 
 
 def shipped_library(name: str) -> Path:
-    """Returns the path of the library with this name in a wheel."""
+    """Returns the path where an installed wheel stores the library with this name."""
     return Path(__file__).with_name(f"native_{name}.so")

@@ -1,4 +1,4 @@
-"""The C++ kernels of attention (from separate heads, or from the features of one product) and of a merging round."""
+"""Operators for the C++ kernels that compute attention and merge tokens."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -18,17 +18,17 @@ from attnrx.vit.kernels.compilation import (
     required_library,
 )
 
-# How many numbers describe a head to the kernel: a pointer and two strides each for query, key, value and output, then
-# rank and value dimension. FLOAT is the number of bytes in a float.
+# DESCRIBED is how many numbers describe a head to the kernel: an address and two strides each for query, key, value and
+# output, then rank and value dimension. FLOAT is the size of a float in bytes.
 DESCRIBED, FLOAT = 14, 4
 
 
 class RotationTable(NamedTuple):
-    """The rotations of all heads' pairs: cosines and sines, and the positions of every head's pairs.
+    """Rotary positions in the format of the C++ kernel.
 
-    `pairs` has three numbers per head: the first column of its pairs in the tables, the number of its pairs, and the
-    number of rows before them. It lists the first number for all heads, then the second, then the third. The last entry
-    is the number of tokens before the patches.
+    `pairs` contains three integers per head: the first table column of the head's pairs, the number of its pairs, and
+    the number of unrotated rows before them. The list starts with the first integers of all heads, followed by all
+    second and all third integers. Its last entry is the number of tokens before the patches.
     """
 
     cosines: Float[Tensor, "images patches columns"]
@@ -37,10 +37,11 @@ class RotationTable(NamedTuple):
 
 
 class JointFeatures(NamedTuple):
-    """The features that one product computed for queries, keys and values.
+    """Queries, keys and values of all heads in one tensor, as one joint product computed them.
 
-    All queries come first, then all keys, then all values, each by head. `rows` and `value_dims` are the numbers of
-    rows and value dimensions per head. `rotation` is applied to the features, and `bias` is added to the scores.
+    `features` contains the queries of all heads, then all keys, then all values. `rows` is the number of query and key
+    features per head, and `value_dims` is the number of value features per head. The kernel rotates queries and keys by
+    `rotation` and adds `bias` to the scores, if these are not None.
     """
 
     features: Float[Tensor, "batch tokens _"]
@@ -61,12 +62,13 @@ def native_attention(
 ) -> Float[Tensor, "batch queries features"]:
     """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value for all heads, concatenated.
 
-    It runs in float32 on a CPU. Every entry of the lists contains neighbouring heads of one shape. Heads without query
-    and key features return the mean of their values. The kernel is only for inference and records no gradients.
+    The C++ kernel computes float32 tensors on a CPU and records no gradients. Each entry of `queries`, `keys` and
+    `values` contains neighbouring heads of the same shape. Heads without query and key features return the mean of
+    their values.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
-        InvalidInput: Tensors are not float32, or their shapes do not fit.
+        InvalidInput: A tensor is not float32, or shapes do not match.
     """
     require_inference((*queries, *keys, *values, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
@@ -84,7 +86,7 @@ def _attention(
     library = required_library()
     require_heads(queries, keys, values, sizes)
     output = _empty(queries, keys, values)
-    if not values[0].shape[2]:  # softmax over no keys times no values is zero
+    if not values[0].shape[2]:  # attention without keys is zero
         return output.zero_()
     batch, tokens, _ = output.shape
     numbers, heads, _buffers = described_heads(queries, keys, values, output)
@@ -104,16 +106,17 @@ def described_heads(
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     output: Float[Tensor, "batch queries features"],
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
-    """Returns the numbers that describe the heads to the kernel, the number of heads, and tensors to keep alive.
+    """Returns a description of all heads for the kernel, the number of heads, and the tensors that it points to.
 
-    The tensors must exist during the call, because a contiguous copy may have no other owner.
+    Keep these tensors alive until the kernel returns. Some are contiguous copies that nothing else refers to.
     """
     buffers: list[Tensor] = []
     numbers: list[int] = []
-    # Addresses are in bytes, strides in floats. The features of a token must be contiguous, but not images and tokens.
+    # Addresses are in bytes, strides in floats. The features of a token must be contiguous. Images and tokens may have
+    # any stride.
     start_of_output, (image, token, _) = output.data_ptr(), output.stride()
     for sides in zip(queries, keys, values, strict=True):
-        # Query, key and value of neighbouring heads of one shape, [batch, heads, tokens, features] each.
+        # `sides` contains query, key and value of neighbouring heads, [batch, heads, tokens, features] each.
         group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
         buffers += group
         starts = [(side.data_ptr(), *side.stride()) for side in group]
@@ -122,7 +125,7 @@ def described_heads(
             for start, image_stride, stride, token_stride, _ in starts:
                 numbers += (start + FLOAT * head * stride, image_stride, token_stride)
             numbers += (start_of_output, image, token, rank, value_dim)
-            start_of_output += FLOAT * value_dim  # heads are side by side in the output, with their own dimensions
+            start_of_output += FLOAT * value_dim  # the output contains the heads side by side
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
@@ -132,7 +135,7 @@ def require_heads(
     values: Sequence[Float[Tensor, "*_"]],
     sizes: Float[Tensor, "*_"] | None,
 ) -> None:
-    """Raises InvalidInput if the kernel would read out of the bounds of these heads or of the sizes of keys."""
+    """Raises InvalidInput if dtypes or shapes do not match, so that the kernel would read beyond a tensor's end."""
     all_sides = (*queries, *keys, *values)
     fits = len(queries) == len(keys) == len(values) > 0 and {side.ndim for side in all_sides} == {4}
     if fits:
@@ -150,7 +153,7 @@ def _fit(sizes: Tensor | None, batch: int, length: int) -> bool:
     return sizes is None or (sizes.shape == (batch, length) and sizes.dtype == torch.float32)
 
 
-# The two structures have the same fields, order and types as `Bias` and `Rotation` in attention.cpp.
+# The fields of the next two structures must match `Bias` and `Rotation` in attention.cpp in order and type.
 class _Bias(ctypes.Structure):
     _fields_ = (("values", ctypes.c_void_p), ("image", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -169,11 +172,11 @@ class _Rotation(ctypes.Structure):
 
 
 def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Any:
-    """Returns a pointer to the description of a contiguous bias, or None without a bias."""
+    """Returns a pointer to the kernel's description of a contiguous bias, or None if `bias` is None."""
     if bias is None:
         return None
     require_fitting(bias.shape[0] in (1, shape[0]) and tuple(bias.shape[1:]) == shape[1:], bias)
-    # One bias for all images has the stride 0. byref keeps the structure alive, and the caller keeps the tensor.
+    # With stride 0, all images share one bias. `byref` keeps the structure alive, and the caller keeps the tensor.
     image = 0 if bias.shape[0] == 1 else bias.stride(0)
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
 
@@ -181,10 +184,10 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
 def native_joint_attention(
     joint: JointFeatures, sizes: Float[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens _"]:
-    """Returns the same as `native_attention`, for features from one product.
+    """Returns the same outputs as `native_attention`, for jointly projected queries, keys and values.
 
-    With a `rotation`, the queries and keys of patches are rotated first. No views separate the features. For a few
-    images, creating such views would take longer than the arithmetic.
+    The kernel reads the joint features directly. For a few images, creating a view per head would take longer than the
+    arithmetic. If there is a `rotation`, the kernel first rotates the queries and keys of the patches.
     """
     features, rows, value_dims, scale, rotation, bias = joint
     require_inference((features, sizes, bias))
@@ -216,7 +219,7 @@ def _joint_attention(
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        # `pairs` is flat, because an operator accepts only lists of integers (see RotationTable).
+        # PyTorch operators accept no nested lists, so `pairs` is a flat list of integers (see `RotationTable`).
         columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
         fits = all(
             0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
@@ -226,7 +229,8 @@ def _joint_attention(
         fits &= cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - prefix
         require_fitting(fits, cosines, sines)
         image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
-        # The structure contains only addresses. Arrays and tables are local variables, alive until the call returns.
+        # The structure contains only addresses. Local variables keep the arrays and tables alive until the call
+        # returns.
         addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
         rotation = ctypes.byref(
             _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
@@ -241,7 +245,7 @@ def _joint_attention(
 
 
 def num_features(values: Iterable[torch.Size]) -> int:
-    """Returns the number of features of all heads, from the shapes of their values."""
+    """Returns the total number of value features over all heads, given the shapes of their values."""
     return sum([heads * value_dim for _, heads, _, value_dim in values])
 
 
@@ -257,7 +261,7 @@ def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[in
 def _operations(
     queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
 ) -> int:
-    """Counts the two products of every head."""
+    """Returns the number of operations in the two products of every head."""
     sides = zip(queries, keys, values, strict=True)
     return sum(2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3]) for query, key, value in sides)
 
@@ -287,13 +291,14 @@ Merged = tuple[
     Int[Tensor, "batch kept"],
     Int[Tensor, "batch patches"],
 ]
-"""The remaining tokens, their sizes, the indices of the remaining patches, and the destinations of all patches."""
+"""The result of a merging round: the remaining tokens, their sizes, the indices of the remaining patches, and the
+destination of every patch (the remaining patch that represents it)."""
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel can merge these patches to `count` in one round: float32 on a CPU, with nothing recorded."""
+    """Whether the kernel can reduce `patches` to `count` in one round, for float32 inference on a CPU."""
     return (
-        # A round merges at most the first set. It includes the odd patch, so patches // 2 remain.
+        # A round can merge all patches at even positions, so at least patches // 2 remain.
         patches // 2 <= count < patches
         and patches > 1
         and tokens.dtype == torch.float32
@@ -312,15 +317,16 @@ def native_merge(
     lengths: bool = False,
     weights: Float[Tensor, "batch tokens"] | None = None,
 ) -> Merged:
-    """Merges to `count` patches in one round. The tokens before the patches, which have no `indices`, stay.
+    """Merges patches until `count` remain, in one round of bipartite matching. Tokens before the patches are kept.
 
-    Patches at even positions are merged into patches at odd positions. They are matched by the cosine of their `keys`.
-    Without keys, they are matched by the smallest increase of squared error, where patches count by their `weights`
-    (default: their sizes). With `lengths`, a merged patch is rescaled to the mean norm of its patches.
+    Patches at even positions are merged into patches at odd positions, where the best matches are merged first. Matches
+    are rated by the cosine of their `keys`. If `keys` is None, they are rated by the increase of the squared error, in
+    which `weights` (default: `sizes`) weight the patches. With `lengths`, a merged patch is rescaled to the mean norm
+    of its patches.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
-        InvalidInput: Tensors are not float32, or their shapes do not fit.
+        InvalidInput: A tensor is not float32, or shapes do not match.
     """
     require_inference((tokens, sizes, keys, weights))
     # Under autocast, the keys have a lower precision than the tokens.
@@ -338,7 +344,7 @@ def _merge(
     lengths: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
-    # Without keys, the patches themselves are compared, by squared distances (Ward).
+    # If there are no keys, the kernel compares the patches by squared distances (Ward's method).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
     (images, count), shapes = indices.shape, {sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]}
@@ -347,11 +353,11 @@ def _merge(
     fits &= tokens.dtype == sizes.dtype == compared.dtype == torch.float32 and indices.dtype == torch.int64
     require_fitting(fits, tokens, sizes, weights, compared, indices)
     outputs = _empty_merged(tokens, sizes, indices, None, None, merged)
-    # A row must be contiguous. A copy is kept until the kernel returns.
+    # The kernel needs contiguous rows. Local variables keep copies alive until the kernel returns.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
     sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
-    # The fields of the structure `Merge` in merging.cpp, in their order.
+    # These numbers are the fields of the structure `Merge` in merging.cpp, in the same order.
     numbers = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
@@ -379,7 +385,7 @@ def _empty_merged(
 def _merge_operations(
     tokens: torch.Size, sizes: torch.Size, indices: torch.Size, keys: torch.Size | None, *_: object, **__: object
 ) -> int:
-    """Counts the products between the two sets."""
+    """Returns the number of operations in the products between patches at even and at odd positions."""
     patches, features = indices[1], (tokens if keys is None else keys)[2]
     return 2 * tokens[0] * (patches // 2) * ((patches + 1) // 2) * features
 

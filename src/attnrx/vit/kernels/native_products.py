@@ -1,7 +1,7 @@
-"""Two C++ operators: linear maps, and a pre-norm block.
+"""Operators for the C++ kernels that compute linear maps and whole pre-norm transformer blocks.
 
-Linear maps run one after another or side by side, and layers use them. The block consists of norm, attention, residual
-sum, norm, MLP, residual sum.
+Linear maps run one after another (as in an MLP) or side by side (as for queries, keys and values). A block consists of
+norm, attention, residual sum, norm, MLP and residual sum.
 """
 
 import ctypes
@@ -24,31 +24,34 @@ from attnrx.vit.kernels.compilation import (
     required_library,
 )
 
-# The smallest product that the kernel computes. For smaller ones, the call itself takes longer than it saves.
+# The fewest MACs for which the kernel is used. For smaller products, calling the kernel costs more time than it saves.
 LEAST_MACS = 1_000_000
-# The fewest rows. Rows are the lanes of the kernel's vectors, and an AVX-512 register has 16.
+# The fewest rows for which the kernel is used. It computes one row per vector lane, and AVX-512 registers have 16.
 LEAST_ROWS = 16
-# The largest weight that the kernel multiplies by. PyTorch multiplies by larger ones (docs/results/speed.md).
+# The most numbers in a weight for which the kernel is used. PyTorch is faster for larger ones (docs/results/speed.md).
 LARGEST = 1 << 20
 
 
 class NativeMap(ctypes.Structure):
-    """The structure `Map` of columns.hpp."""
+    """A linear map, in the memory layout of the structure `Map` in columns.hpp."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("weight", "bias", "inputs", "outputs", "gelu")]
 
 
 def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
-    """Whether the kernels can compute products of these features at all, for inference in float32 on a CPU."""
-    # The device is checked first. Recorded sizes may be symbolic, and on other devices comparisons delay the kernels.
+    """Whether device, dtype and recording state allow the kernels: float32 inference on a CPU."""
+    # The device is checked first, because on other devices even these comparisons would delay the kernels.
     return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
 
 
 def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
-    """Whether the kernel computes the products with these weights, for inference in float32 on a CPU."""
+    """Whether the kernel computes the products of these features and weights.
+
+    The kernel is used for float32 inference on a CPU if the products are large enough.
+    """
     return (
         may_run_natively(features)
-        # Subclasses (fake, distributed, quantized tensors) have their own code for products.
+        # Tensor subclasses (fake, distributed or quantized tensors) compute products in their own way.
         and type(features) is Tensor
         and features.numel() >= LEAST_ROWS * features.shape[-1]
         and features.numel() * sum([weight.shape[0] for weight in weights]) >= LEAST_MACS
@@ -59,7 +62,7 @@ def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tens
 
 
 def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether the kernel can multiply by a weight."""
+    """Whether the kernel supports a weight: a plain float32 tensor on a CPU that is not too large."""
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.dtype == torch.float32
@@ -73,22 +76,22 @@ def linear_map(
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Returns features @ weight^T + bias, computed by the kernel if it `runs_natively`."""
+    """Returns features @ weight^T + bias, computed by the C++ kernel if it can be used (`runs_natively`)."""
     if not runs_natively(features, weight):
         return F.linear(features, weight, bias)
     return native_maps(features, (weight,), (bias,), (False,))
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer whose product is `linear_map`."""
+    """A linear layer that uses the C++ kernel where it can (see `linear_map`)."""
 
     def forward(self, input: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return linear_map(input, self.weight, self.bias)
 
 
 def native_(linear: nn.Linear) -> NativeLinear:
-    """Converts a linear layer in place. Its parameters and hooks remain."""
-    # Only the class is changed, so references to the module, its parameters and its hooks remain valid.
+    """Converts an `nn.Linear` to a `NativeLinear` in place, and keeps its parameters and hooks."""
+    # Changing only the class keeps references to the module, its parameters and its hooks valid.
     linear.__class__ = NativeLinear
     assert isinstance(linear, NativeLinear)
     return linear
@@ -101,14 +104,14 @@ def native_maps(
     gelus: Sequence[bool],
     joined: bool = False,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Returns the result of linear maps that are applied one after another, each followed by a GELU if `gelus` says so.
+    """Applies several linear maps one after another, with a GELU after map i if `gelus[i]` is true.
 
-    With `joined`, every map is applied to the features themselves, and the outputs are concatenated. The kernel runs in
-    float32 on a CPU. It is only for inference and records no gradients.
+    With `joined`, every map is instead applied to `features`, and the outputs are concatenated. The C++ kernel computes
+    float32 tensors on a CPU and records no gradients.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
-        InvalidInput: Tensors are not float32, or their shapes do not fit.
+        InvalidInput: A tensor is not float32, or shapes do not match.
     """
     require_inference((features,))
     return _NATIVE_MAPS(features, list(weights), list(biases), list(gelus), joined)
@@ -117,10 +120,12 @@ def native_maps(
 def described_maps(
     inputs: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gelus: Sequence[bool], joined: bool = False
 ) -> tuple[list[NativeMap], list[Tensor]]:
-    """Returns the kernel's description of maps of `inputs` features, and the tensors that must exist during the call.
+    """Returns the kernel's description of linear maps, and the tensors to which it points.
+
+    The first map has `inputs` input features. Keep the tensors alive until the kernel returns.
 
     Raises:
-        InvalidInput: Tensors are not float32 on a CPU, or their shapes do not fit.
+        InvalidInput: A tensor is not float32 on a CPU, or shapes do not match.
     """
     maps: list[NativeMap] = []
     buffers: list[Tensor] = []
@@ -175,11 +180,11 @@ _NATIVE_MAPS = define(
 
 
 class BlockTensors(NamedTuple):
-    """The tensors and numbers of a block's computation.
+    """The weights and settings of a transformer block, in the order that the C++ kernel expects.
 
-    `vectors` are the weight and bias of the first norm and of the second norm, then the factors of the two branches.
-    `weights` and `biases` belong to the maps of queries, keys, values and outputs, followed by the MLP's maps. `gelus`
-    tells after which maps a GELU follows. `scale` is the factor of the scores.
+    `vectors` contains weight and bias of the first norm, weight and bias of the second norm, and the factors by which
+    the two branches are multiplied. `weights` and `biases` belong to the query, key, value and output projections,
+    followed by the MLP's maps. `gelus[i]` is true if a GELU follows map i. `scale` multiplies the attention scores.
     """
 
     vectors: list[Tensor | None]
@@ -207,20 +212,21 @@ class _Block(ctypes.Structure):
 
 
 class KnownBlock:
-    """The tensors of a block as the kernel reads them, valid as long as each tensor stays at its address.
+    """A block's tensors, described once for many calls of the C++ kernel.
 
-    The kernel reads the tensors themselves, so weights that change in place affect the next call. `is_current` detects
-    a tensor that moved or has another shape. `is_exact` is true if no tensor had to be copied.
+    The description contains addresses, so in-place changes of weights affect the next call. It becomes invalid if a
+    tensor moves or changes its shape, which `is_current` detects. `is_exact` is false if a tensor had to be copied. The
+    kernel then does not see later changes to that tensor.
 
     Raises:
-        InvalidInput: Tensors are not float32, or their shapes do not fit.
+        InvalidInput: A tensor is not float32, or shapes do not match.
     """
 
     def __init__(self, block: BlockTensors):
         self.block, self.width = block, block.weights[0].shape[1] if block.weights[0].ndim == 2 else 0
         require_fitting(_block_fits(block, self.width), *block.weights, *block.vectors)
         width, weights, biases, gelus = self.width, block.weights, block.biases, block.gelus
-        # Queries, keys and values are maps of the tokens. The others are maps of the previous step's result.
+        # The query, key and value maps all have the tokens as input. Each later map has the previous result as input.
         sides, buffers = described_maps(width, weights[:3], biases[:3], gelus[:3], joined=True)
         readout, others = described_maps(sum(block.value_dims), weights[3:4], biases[3:4], gelus[3:4])
         mlp, more = described_maps(width, weights[4:], biases[4:], gelus[4:])
@@ -241,7 +247,7 @@ class KnownBlock:
         self._described = bytes(described)
 
     def is_current(self) -> bool:
-        """Whether every tensor still has its address and its shape."""
+        """Whether every tensor still has the same address, shape and strides as when it was described."""
         for tensor, address, shape, stride in self._facts:
             if tensor.data_ptr() != address or tensor.shape != shape or tensor.stride() != stride:
                 return False
@@ -250,7 +256,7 @@ class KnownBlock:
     def __call__(
         self, tokens: TokenBatch, sizes: Float[Tensor, "batch tokens"] | None, outputs: int, first_rows: bool
     ) -> tuple[Tensor, Tensor]:
-        """Computes the block (see `native_block`)."""
+        """Runs the kernel and returns the block's output and the first token's attention (see `native_block`)."""
         library, tokens = required_library(), tokens.contiguous()
         images, count, width = tokens.shape
         fits = 0 <= outputs <= count and width == self.width and tokens.dtype == torch.float32
@@ -260,7 +266,7 @@ class KnownBlock:
         if not output.numel():
             return output, rows.zero_()
         sizes = None if sizes is None else sizes.contiguous()
-        # A copy, because other threads may call the block at the same time.
+        # Each call fills in its own copy, because other threads may call the block at the same time.
         described = _Block.from_buffer_copy(self._described)
         described.tokens, described.output = tokens.data_ptr(), output.data_ptr()
         described.images, described.count, described.outputs = images, count, outputs
@@ -280,19 +286,26 @@ def native_block(
     outputs: int | None = None,
     first_rows: bool = False,
 ) -> tuple[Float[Tensor, "batch outputs width"], Float[Tensor, "batch heads tokens"] | None]:
-    """Returns the output of a block, and with `first_rows` the attention that its first token pays to all tokens.
+    """Returns a block's output, together with its first token's attention to all tokens if `first_rows` is true.
 
-    The output is x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)), in float32, on a
-    CPU. `sizes` weight the keys of the tokens. Only the first `outputs` tokens are computed (default: all). The kernel
-    is only for inference and records no gradients.
+    The output is x + factors[1] * mlp(norm(x)), where x = tokens + factors[0] * attention(norm(tokens)). The C++ kernel
+    computes float32 tensors on a CPU and records no gradients.
+
+    Args:
+        tokens: The block's input.
+        block: The block's weights.
+        sizes: The number of original tokens that each token represents, which weights its key. None means 1 for all.
+        outputs: How many tokens to compute, starting with the first. None means all.
+        first_rows: Whether to return the first token's attention in every head.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
-        InvalidInput: Tensors are not float32, or their shapes do not fit.
+        InvalidInput: A tensor is not float32, or shapes do not match.
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    # Computing the 197 tokens of a ViT-Tiny takes 1,400 us, and 50 us of them are PyTorch's dispatch of the arguments.
+    # If nothing observes operators, the kernel is called directly, without PyTorch's dispatch. For a ViT-Tiny block
+    # with 197 tokens, the dispatch would take 50 of 1,400 us.
     if is_observed(tokens):
         output, rows = _NATIVE_BLOCK(tokens, *block.block, sizes, outputs, first_rows)
     else:
@@ -301,7 +314,10 @@ def native_block(
 
 
 def _block_fits(block: BlockTensors, width: int) -> bool:
-    """Whether the kernel reads within the bounds of these tensors. Maps are checked when they are described."""
+    """Whether shapes and dtypes match, so that the kernel reads no memory beyond these tensors.
+
+    The inputs of every map are checked by `described_maps`.
+    """
     outputs, ranks, value_dims = [weight.shape[0] for weight in block.weights], block.ranks, block.value_dims
     directions, features = sum(ranks), sum(value_dims)
     fits = len(outputs) > 4 and outputs[:4] == [directions, directions, features, width] and outputs[-1] == width
@@ -314,7 +330,7 @@ def _block_fits(block: BlockTensors, width: int) -> bool:
 
 
 def _outputs(tokens: TokenBatch, heads: int, outputs: int, first_rows: bool) -> tuple[Tensor, Tensor]:
-    """Returns the tensors for the output and for the attention of the first token, not yet filled."""
+    """Returns uninitialized tensors for the block's output and for the first token's attention."""
     images, count, width = tokens.shape
     rows = tokens.new_empty(images if first_rows else 0, heads, count)
     return tokens.new_empty(images, outputs, width), rows

@@ -1,4 +1,4 @@
-"""Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
+"""Token pruning and merging. A reducer runs before some layers and decides which tokens the next layers process."""
 
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import REDUCERS, TokenPolicy, parse_policy, parse_reducer, policy_from_dict

@@ -1,4 +1,4 @@
-"""Token merging by bipartite matching, in rounds: ToMe, and Ward, which changes the tokens the least."""
+"""Token merging by bipartite matching: ToMe, and Ward, which minimizes the squared error of the tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,58 +22,64 @@ from attnrx.vit.tokens.reducer import (
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]
-Side = slice | Indices  # one of the two sets of a round: a slice (a view, which is faster), or patch indices
+Side = slice | Indices  # one of the two sets of patches in a round, as patch indices or as a slice (a faster view)
 
 ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 
 
 @dataclass(frozen=True)
 class Merging(Reducer):
-    """Merges by bipartite soft matching (ToMe, Bolya et al., 2023), for any similarity and any two sets.
+    """Base class of reducers that merge patches by bipartite soft matching (ToMe, Bolya et al., 2023).
 
-    Patches are divided into two sets, alternately unless `split` is overridden. Every patch of the first set is matched
-    with the most similar patch of the second. The most similar pairs are merged into means weighted by size. Later
-    attention is proportional. A round can merge at most all patches of the first set. If more must be merged, more
-    rounds follow.
+    A round divides the patches into two sets, by default alternately (see `split`). It matches every patch in the first
+    set with the most similar patch in the second. Then it replaces the most similar pairs by their means, weighted by
+    size. A round can merge all patches in the first set, so merging more patches takes several rounds. Later attention
+    weights tokens by their sizes.
 
-    The similarity is the cosine of the keys, averaged over the heads. For another similarity, override `tables`,
-    `features` and `closeness`, together with `needs` and `compared_width`.
+    Patches are compared by the cosine of their keys, averaged over the heads. To use another similarity, override
+    `tables`, `features` and `closeness`, together with `needs` and `compared_width`.
     """
 
     proportional: ClassVar[bool] = True
     needs = ("keys",)
 
     def compared_width(self, shape: Shape) -> int:
-        """Returns the number of features that are compared between two patches."""
+        """Returns the number of features by which two patches are compared, from which MACs are counted."""
         return shape.directions
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the tensors to merge: the "patches", and the tensors from which `features` are computed."""
+        """Returns the tensors that are merged in every round: "patches", and the inputs of `features`."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        """Returns the tables of the first round, plus further tables that are merged in the same way."""
+        """Returns the tables for the first round, to which a subclass can add tables computed from `features`."""
         return tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
-        """Returns the features that a round compares, one row per patch. If `sizes` is None, all sizes are 1."""
+        """Returns the features by which a round compares patches, one row per patch.
+
+        If `sizes` is None, all patches have size 1.
+        """
         return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the similarity of every patch of the first set to every patch of the second."""
+        """Returns the similarity between every patch in the first set and every patch in the second set."""
         return torch.bmm(first["keys"], second["keys"].transpose(1, 2))
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
-        """Divides a round's patches into two sets. Some may be in neither. At most `most` patches are merged."""
+        """Returns the two sets of patches for a round that merges at most `most` patches.
+
+        A patch may be in neither set. It then stays as it is.
+        """
         return ALTERNATING
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches for the next layer."""
+        """Returns the patches for the next layer, after all rounds."""
         return tables["patches"]
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs for comparing the two sets in every round."""
+        """Returns the MACs of comparing the two sets, summed over the rounds."""
         total = 0
         while patches > count:
             second = patches // 2
@@ -82,19 +88,20 @@ class Merging(Reducer):
         return total
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Merges until `count` patches remain."""
-        # The tables shrink from round to round. `kept` are the indices of the patch tokens that the rows represent, and
-        # `destinations` has the row of every patch. Masked patches are removed first, so they are in neither set.
+        """Merges patches in rounds until `count` remain."""
+        # Each round shrinks the tables. `kept` maps each remaining row to its patch token, and `destinations` maps
+        # every patch to the row that represents it. Masked patches are removed before the first round.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            # All keys differ, because OpenVINO does not sort stably. They are integers, as ONNX cannot sort booleans.
+            # OpenVINO's sort is not stable, so all sort keys must differ. ONNX cannot sort booleans, so they are
+            # integers.
             order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
             keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
             kept = stable_order(keys, descending=False)[:, : state.num_present]
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         else:
-            # A round also copies the tokens before the patches, which saves concatenating them afterwards.
+            # The tables include the prefix tokens, so they need not be concatenated after merging.
             tables, sizes, prefix = {**tables, "patches": state.tokens}, state.sizes, state.prefix
         num_rows, present_indices, is_first = sizes.shape[1] - prefix, kept, True
         every_row = counted(0, num_rows, sizes.device).expand(sizes.shape[0], -1)
@@ -120,25 +127,25 @@ class Merging(Reducer):
 
 
 class Round:
-    """One round, which merges the patches at `sources` into the patches at the positions `goals` of the set `second`.
+    """One merging round, which merges the rows at `sources` into other patches.
 
-    The first `prefix` rows are tokens that are not patches. `destinations` [batch, patches] contains, for every patch,
-    its index after the round, or the index of the patch into which it is merged. `stay` [batch, left] are the indices
-    of the remaining patches. Every row has a weight in the mean of its destination. The weight is exactly 1 where
-    nothing is merged.
+    The destination of source i is the patch at position `goals[i]` in the set `second`. The first `prefix` rows are
+    tokens that are not patches. After the round, `stay` [batch, left] contains the indices of the remaining patches.
+    `destinations` [batch, patches] contains the index, after the round, of the patch that represents each patch. Every
+    row has a weight in the mean of its destination. The weight is exactly 1 if nothing is merged with the row.
 
-    On a CPU, and in files written for one, the merged rows are added to the remaining rows. Elsewhere the means are one
-    product, [left, rows] times the table. The product has the fewest operations, and launching operations takes most of
-    the time for a small batch on a GPU. It also sums in a fixed order. In a file, however, quantizers treat a product
-    as a layer, and round all tokens to the few numbers that they allow for a layer's input. Neither way counts as MACs.
+    On a CPU, where files are also exported, merged rows are added to the remaining rows. On other devices, a matrix
+    product [left, rows] with the table computes all means. The product sums in a fixed order. It also needs fewer
+    operations, whose launches take most of the time for a small batch on a GPU. Files do not use it, because quantizers
+    would treat it as a layer and quantize all tokens as its input. Neither variant is counted in MACs.
     """
 
     def __init__(
         self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
     ):
         num_left, self._num_rows, self._prefix = sizes.shape[1] - sources.shape[1], sizes.shape[1], prefix
-        # Integers, because TorchScript cannot scatter booleans. A row's index after the round, counted from 1, is the
-        # number of remaining rows up to and including it.
+        # `order` counts the remaining rows up to and including each row. For a remaining row, this is its index after
+        # the round, counted from 1. TorchScript cannot scatter booleans, so integers are used.
         order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
         rows = counted(1, num_left + 1, sizes.device)[:, None]
         of_patches = order[:, prefix:]
@@ -146,12 +153,12 @@ class Round:
         numbers = of_second.gather(1, goals)
         self._numbers = order.scatter(1, sources, numbers)
         self._shares: Tensor | None = None
-        # The r-th remaining row comes after all rows at which fewer than r have been counted.
+        # The index of the r-th remaining row is the number of rows whose `order` is below r.
         if sizes.device.type == "cpu":
             left = (order[:, None] < rows).sum(2, dtype=torch.int64)
             self.stay = left[:, prefix:] - prefix
             self._num_left, self._goals = num_left, numbers - 1
-            # First the remaining rows, then the rows that are merged.
+            # `_rows` contains the remaining rows, followed by the rows that are merged into them.
             self._rows = torch.cat([left, sources], dim=1)
             of_rows = sizes.gather(1, self._rows)
             self.sizes = of_rows[:, :num_left].scatter_add(1, self._goals, of_rows[:, num_left:])
@@ -168,18 +175,19 @@ class Round:
         return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
-        """Returns the merged rows of a table, which has all rows or only the patches' rows."""
+        """Returns a table after the round. The table may contain all rows or only the rows of the patches."""
         first = self._num_rows - table.shape[1]
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
             left, merged = weighted.tensor_split([self._num_left - first], dim=1)
-            # Not scattered into one flat list of rows, because ONNX Runtime sums into it in several threads at once.
+            # A scatter into a flat list of rows would be unsafe, because ONNX Runtime sums into it in several threads
+            # at once.
             merged = left.scatter_add(1, (self._goals - first)[..., None].expand_as(merged), merged)
         else:
-            # Not `@`, because it expands both sides to one batch size, which adds operations to a graph for any batch.
+            # `@` would expand both sides to a common batch size, which adds operations to graphs for any batch size.
             shares = self._shares[:, first:, first:] if first else self._shares
             merged = torch.bmm(shares, table)
-        # Under autocast, the product has a lower precision than the table. Sizes may have a higher one.
+        # Under autocast, the result has a lower precision than the table. With float32 sizes, it may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
 
@@ -192,7 +200,7 @@ def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tenso
 
 
 def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
-    """Returns the rows of the table for these positions in a set of patches."""
+    """Returns the row indices, in a table with `prefix` other rows, of patches at these positions in a set."""
     if not isinstance(side, slice):
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
@@ -201,11 +209,11 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 
 @dataclass(frozen=True)
 class ToMe(Merging):
-    """Merges the patches that are most similar by the cosine of their mean keys over the heads (Bolya et al., 2023).
+    """Merges the patches whose keys, averaged over the heads, have the largest cosine (ToMe, Bolya et al., 2023).
 
-    Implemented from the paper (see `Merging`). After the first round, a merged patch is compared by the mean of its
-    patches' keys, weighted by size. The paper merges a few patches in every layer, between attention and MLP, and never
-    more than one round. Here merging comes before a layer (`tome:N@every` is the closest schedule).
+    attnrx implements ToMe from the paper (see `Merging`). The paper merges a few patches in one round per layer,
+    between attention and MLP. attnrx merges before a layer, and `tome:N@every` is the schedule closest to the paper's.
+    If a stage needs several rounds, a merged patch is compared by the size-weighted mean of its patches' keys.
     """
 
     name: ClassVar[str] = "tome"
@@ -216,16 +224,16 @@ class ToMe(Merging):
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges the patches with the smallest increase of squared error (our method, with the criterion of Ward, 1963).
+    """Merges the patches that increase the squared error the least (our method, using Ward's criterion, 1963).
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
-    error of all tokens. Large groups are therefore merged late. The tokens themselves are compared, so no statistics of
-    a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches. Otherwise the mean
-    vector would be shorter, and the residual branches of later layers would weigh more.
+    error of all tokens. Large groups are therefore merged late. The criterion compares tokens directly and needs no
+    attention or keys. With `lengths`, a merged token is rescaled to the mean norm of its patches. Without rescaling,
+    the mean would be shorter than the patches, and the residual branches of later layers would have more influence.
 
-    With a `relevance` r above 0, the sizes in the criterion are multiplied by 1 - r + r c. Here c is the attention that
-    the class token pays to a patch in the previous layer, scaled to mean 1 over the patches. So errors of patches that
-    the class token ignores cost less. The means are still weighted by the unchanged sizes.
+    With a `relevance` r above 0, the criterion multiplies a patch's size by 1 - r + r c. Here c is the class token's
+    attention to the patch in the previous layer, divided by its mean over the patches. Errors in patches that the class
+    token ignores then cost less. The means are still weighted by the unchanged sizes.
     """
 
     lengths: bool = True
@@ -235,7 +243,7 @@ class Ward(Merging):
         super().__post_init__()
         if not 0 <= self.relevance < 1:
             raise InvalidInput(f"relevance={self.relevance}: give a share from 0 to below 1, e.g. 0.3.")
-        # Without relevance, patches are compared only by their tokens.
+        # If relevance is 0, patches are compared only by their tokens, so no attention is needed.
         object.__setattr__(self, "needs", ("class_attention",) if self.relevance else ())
 
     def compared_width(self, shape: Shape) -> int:
@@ -245,17 +253,17 @@ class Ward(Merging):
         tables = {"patches": state.patches}
         if not self.relevance:
             return tables
-        # Stored relative to the sizes, because later rounds average the factors.
+        # Factors are stored relative to the sizes, because later rounds average them.
         factors = self._weights(state) / state.sizes.clamp_min(1)
         return {**tables, "factors": factors[:, state.prefix :, None]}
 
     def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
-        """Returns the weights of all tokens in the criterion, 0 for a masked token."""
+        """Returns each token's weight in the criterion, which is 0 for masked tokens."""
         if not self.relevance:
             return state.sizes
         assert state.class_attention is not None
         received, prefix = state.class_attention.mean(1), state.prefix
-        # The attention per patch of the image. A masked token receives none.
+        # `total` sums the attention per original patch. Masked tokens receive no attention.
         total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
         num_present = state.patches.shape[1] if state.unmasked else state.present_mask.sum(1, keepdim=True)
         return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
@@ -265,7 +273,7 @@ class Ward(Merging):
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        # The norms are a separate table. Merged like the patches, they become means weighted by size.
+        # Norms are merged like the patches, so they become size-weighted means of the original norms.
         return {**tables, "lengths": features["norms"]} if self.lengths else tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
@@ -278,21 +286,21 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns half of the negative increase in squared error: |x|^2 + |y|^2 - 2 x y, divided by 1/a + 1/b."""
+        """Returns minus half the increase in squared error, which is |x - y|^2 divided by 1/a + 1/b."""
         squares = first["squares"] + second["squares"].transpose(1, 2)
-        # x y - (|x|^2 + |y|^2) / 2, half of the negative squared distance: [batch, first, second].
+        # Minus half the squared distance is x y - (|x|^2 + |y|^2) / 2, [batch, first, second].
         products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))
         distances = torch.sub(products, squares, alpha=0.5)
-        # Rounding can make the squared distance of equal patches negative.
+        # Rounding could give equal patches a negative squared distance.
         distances = distances.clamp_max(0)
         if "inverse_weights" not in first:
             return distances
         return distances / (first["inverse_weights"] + second["inverse_weights"].transpose(1, 2))
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches, rescaled to their stored norms if there are any."""
+        """Returns the merged patches, rescaled to the mean norms of their original patches if `lengths` is true."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
-        # A mean of opposite patches can be zero, and then stays zero.
+        # The mean of opposite patches can be zero and cannot be rescaled, so it stays zero.
         return patches * (tables["lengths"] / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6))

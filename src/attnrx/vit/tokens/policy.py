@@ -1,14 +1,14 @@
-"""The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage.
+"""Token policies: which reducer runs, before which layers, and how many tokens it keeps there.
 
-Policies as text: `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
-`tome:13@every`.
+You write policies as text, e.g. `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,10`,
+`class_attention:0.8/0.5@4,7` or `tome:13@every`. The grammar is
 
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
-One ratio is the share of the remaining patches that every stage keeps. Several ratios are the shares of the image's
-patches that remain after each stage. A number before @every is the number of patches to remove before every layer
-except the first. Invariant: parse_policy(str(policy)) == policy.written.
+With one ratio, every stage keeps this share of the remaining patches. With several ratios, stage i keeps the i-th share
+of the image's patches. The number before @every is how many patches are removed before every layer except the first.
+Parsing inverts formatting: parse_policy(str(policy)) == policy.written.
 """
 
 import math
@@ -28,19 +28,19 @@ from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer
 EXAMPLES = "ward:0.7@4,7,10, ward(relevance=0.3):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
 PER_TOKEN = ("keys", "tokens")
-"""What a reducer may use even if some layers attend within windows and others across all windows."""
+"""The inputs of reducers that are also available in models whose layers attend within windows."""
 
 
 @dataclass(frozen=True)
 class TokenPolicy:
-    """A reducer that runs before each of `layers` (counted from 1).
+    """A reducer with its schedule: the stages at which it runs, and how many patches remain after each stage.
 
-    `keep` is the share of the image's patches that remains after each stage. For the papers' keep ratio rho, it is
-    (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+    A stage runs before each of `layers`, which are counted from 1. `keep` contains the share of the image's patches
+    that remains after each stage. A keep ratio rho, as papers define it, is `keep` = (rho, rho^2, rho^3). The number of
+    patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
 
-    `num_pruned` is the number of patches to remove before every layer except the first. ToMe calls this schedule r,
-    although the paper merges inside every layer, including the last. Layers and shares then depend on the model, and
-    `on` sets them.
+    If `num_pruned` is not None, this number of patches is removed before every layer except the first. `on` then sets
+    `layers` and `keep` for a given model. ToMe calls this number r, but merges inside every layer, including the last.
     """
 
     reducer: Reducer
@@ -70,34 +70,38 @@ class TokenPolicy:
 
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
-        """Returns a policy that keeps the share `ratio` of the remaining patches at every stage: ratio^s after s."""
+        """Returns a policy whose stages each keep the share `ratio` of the remaining patches.
+
+        After s stages, the share ratio^s of the image's patches remains.
+        """
         return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
         if self.num_pruned is not None:
             return f"{self.reducer}:{self.num_pruned}@every"
-        # Exact equality is safe, because `staged` computes the powers with the same function. repr round-trips.
+        # Floats are compared for equality, because `staged` computes the powers by the same function. `repr` writes all
+        # digits, so parsing returns the same floats.
         staged = self.keep == _powers(self.keep[0], len(self.keep))
         ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
         return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
 
     @property
     def drops(self) -> bool:
-        """Whether the policy reduces the tokens at all."""
+        """Whether the policy removes any tokens."""
         return self.num_pruned is not None or self.keep[-1] < 1
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as its text describes it. For an every-layer policy, it has no layers and no shares."""
+        """The policy that its text describes. Policies with `@every` have no layers and shares in their text."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
-        """Returns the policy with its layers and shares in a model.
+        """Checks the policy for a model with this layout and depth, and returns it with its layers and shares.
 
         Raises:
             InvalidInput: The model has too few layers or patches.
-            NotSupported: The reducer needs a class token, and the model has none. Or it needs attention maps, and the
-                model's attention runs in windows.
+            NotSupported: The reducer needs a class token that the model does not have, or attention maps that a model
+                with windows does not have.
         """
         policy, patches = self, layout.patches
         if self.num_pruned is not None:
@@ -125,7 +129,7 @@ class TokenPolicy:
         return policy
 
     def describe(self) -> tuple[str, ...]:
-        """Returns one sentence per stage, or one sentence for an every-layer policy."""
+        """Returns a description of the policy: one sentence per stage, or one sentence for an `@every` policy."""
         if self.num_pruned is not None:
             return (
                 f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
@@ -136,26 +140,26 @@ class TokenPolicy:
         )
 
     def counts(self, patches: int) -> tuple[int, ...]:
-        """Returns the number of patches that remain after each stage.
+        """Returns how many of `patches` patches remain after each stage.
 
         Raises:
             InvalidInput: The last stage would keep no patch.
         """
-        # Products of ratios such as 0.7**2 can be just below a whole number.
+        # Rounding can put a product such as 0.7**2 * patches just below a whole number.
         num_kept = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
         if num_kept[-1] < 1:
             raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
         return num_kept
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
-        """Returns the number of tokens in every layer, including prefix tokens and tokens added by stages."""
+        """Returns the number of tokens in every layer, including prefix tokens and tokens that stages add."""
         current, counts = layout.tokens, dict(zip(self.layers, self.counts(layout.patches), strict=True))
-        # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
+        # A stage that keeps every patch does not run (`TokenReduction.decide`), so it also adds no token.
         after = {layer: layout.prefix + n + self.reducer.extra for layer, n in counts.items() if n < layout.patches}
         return tuple(current := after.get(layer, current) for layer in range(1, depth + 1))
 
     def require_depth(self, depth: int) -> None:
-        """Raises InvalidInput if the model has too few layers."""
+        """Raises InvalidInput if a stage comes after the last layer of a model with `depth` layers."""
         if self.layers and self.layers[-1] > depth:
             raise InvalidInput(
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
@@ -166,12 +170,12 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
 
 
-# A model that was saved with your own reducer can be loaded only after `REDUCERS.register(Mine)`.
+# Call `REDUCERS.register(Mine)` before you parse or load a model or policy that uses your own reducer.
 REDUCERS = Registry[type[Reducer]]("token reducer", ClassAttention, AttentionReceived, ToMe, Ward)
 
 
 class PolicyReader(TextReader):
-    """Reads policies. Every method consumes the tokens of one rule of the grammar."""
+    """A parser for policies, with one method per rule of the grammar (see the module's docstring)."""
 
     noun, plural, examples, signs = "policy", "Policies", EXAMPLES, "():,=/@"
     nested = Reducer
@@ -179,7 +183,7 @@ class PolicyReader(TextReader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        # A number before @every is first parsed as a ratio, because the @ comes later. `first` stores its token.
+        # The parser only sees `@every` after the number, so it first reads the number as a ratio and keeps its token.
         first = self.token
         ratios = [self.read_ratio()]
         while self.take("/"):
@@ -217,24 +221,25 @@ class PolicyReader(TextReader):
 
 
 def parse_policy(text: str) -> TokenPolicy:
-    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `ward:0.7@4,7,10`, or NAME:N@every.
+    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,... or NAME:N@every.
 
-    One ratio is the share of the remaining patches that every stage keeps. Ratios separated by / are shares of the
-    image's patches, one per stage. `tome:13@every` removes 13 patches before every layer except the first.
+    `ward:0.7@4,7,10` keeps 70 % of the remaining patches before the layers 4, 7 and 10. `class_attention:0.8/0.5@4,7`
+    keeps 80 % of the image's patches before layer 4 and 50 % before layer 7. `tome:13@every` removes 13 patches before
+    every layer except the first.
 
     Raises:
-        InvalidInput: The text is not a policy. The message points to the place.
-        UnknownName: There is no such reducer.
+        InvalidInput: The text is not a policy. The message points to the error in the text.
+        UnknownName: No reducer is registered under this name.
     """
     return PolicyReader(text).read_policy()
 
 
 def parse_reducer(text: str) -> Reducer:
-    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`.
+    """Parses a reducer without a schedule, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`.
 
     Raises:
         InvalidInput: The text is not a reducer.
-        UnknownName: There is no such reducer.
+        UnknownName: No reducer is registered under this name.
     """
     reader = PolicyReader(text)
     reducer = reader.read_reducer()
@@ -243,5 +248,5 @@ def parse_reducer(text: str) -> Reducer:
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
-    """Builds a policy from its record in a model or a prescription."""
+    """Builds a policy from the record that a saved model or a prescription contains."""
     return from_dict(record, (TokenPolicy, *REDUCERS.values()))

@@ -1,6 +1,6 @@
-"""The interface of token reducers, and the reducers that keep the patches with the highest attention.
+"""The interface of token reducers, and two reducers that keep the patches with the highest attention.
 
-The interface consists of the tokens of a batch with their statistics, and the result of a stage.
+At each stage, a reducer gets a `TokenState` and returns a `Reduction`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,28 +22,36 @@ PerPatch = Float[Tensor, "batch patches"]
 
 
 class LayerStatistic(ABC):
-    """A statistic over all layers so far, for every token or every pair of tokens (`Reducer.add_layer`)."""
+    """A statistic per token or per pair of tokens, accumulated over all layers so far (`Reducer.add_layer`)."""
 
     @abstractmethod
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "LayerStatistic":
-        """Returns the statistic of the tokens at the indices `kept`, followed by `num_new` tokens without a past."""
+        """Returns the statistic for the tokens at the indices `kept`, followed by `num_new` new tokens."""
 
     @abstractmethod
     def without(self, indices: Int[Tensor, "batch removed"]) -> "LayerStatistic":
-        """Returns the statistic without the past of the tokens at `indices`, because new tokens overwrote them."""
+        """Returns the statistic after resetting the tokens at `indices`, which new tokens have overwritten."""
 
 
 @dataclass(frozen=True)
 class TokenState:
-    """The input of a reducer at a stage. The first `prefix` tokens are not patches and are never pruned.
+    """The input of a reducer at a stage. Statistics that the reducer does not need are None.
 
-    `sizes`: the number of image patches that every token represents. A masked token has 0, an ordinary one 1, and a
-    merged one more. `class_attention`: the attention from the class token to every token in the previous layer, by
-    head. `attention`: the previous layer's whole map. `keys`: its keys averaged over the heads. `value_norms`: the
-    norms of its values, by head. `statistic`: a statistic over all layers so far (`Reducer.add_layer`).
-    `patch_indices`: the index of every patch token in the image, or -1 for a token that an earlier stage added.
-    `image_keys`: the result of `Reducer.image_keys`. Fields that the reducer does not need are None. `stage` counts
-    from 0. The stage runs before layer number `layer` (counted from 1) of `depth` layers.
+    Attributes:
+        tokens: All tokens before the stage.
+        prefix: The number of tokens before the patches (e.g. the class token), which are never pruned.
+        sizes: The number of image patches that each token represents: 0 for a masked token, 1 for an ordinary token,
+            and more for a merged token.
+        patch_indices: The index of each patch token in the image, or -1 for a token that an earlier stage added.
+        class_attention: The class token's attention to every token in the previous layer, by head.
+        attention: The previous layer's full attention maps.
+        statistic: A statistic over all layers so far (`Reducer.add_layer`).
+        keys: The previous layer's keys, averaged over the heads.
+        image_keys: The result of `Reducer.image_keys`.
+        value_norms: The norms of the previous layer's values, by head.
+        stage: The number of the stage, counted from 0.
+        layer: The number of the layer before which the stage runs, counted from 1.
+        depth: The number of layers in the model.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -60,43 +68,50 @@ class TokenState:
     layer: int = 2
     depth: int = 2
     unmasked: bool = False
-    """Whether no token is masked. Then sums need no mask."""
+    """Whether no token is masked, so that reducers need no mask in their sums."""
     unsized: bool = False
-    """Whether every token has size 1 and is either a patch of the image or a prefix token."""
+    """Whether all tokens have size 1 and no stage has added a token."""
     tracked: bool = False
-    """Whether a reducer that merges or fuses patches must return their destinations."""
+    """Whether a reducer that merges or fuses patches must return `Reduction.destinations`."""
 
     @property
     def patches(self) -> Float[Tensor, "batch patches width"]:
-        """The tokens that may be pruned."""
+        """The tokens after the prefix, which may be pruned."""
         return self.tokens[:, self.prefix :]
 
     @property
     def num_present(self) -> int:
-        """The number of remaining patches of every image. It is a constant if no token is masked."""
-        # A policy keeps the same number of patches in every image, so counting the first image's patches is enough.
+        """The number of patches per image that are not masked."""
+        # A policy keeps equally many patches in every image, so only the first image's patches are counted.
         return self.patches.shape[1] if self.unmasked else int(self.present_mask[0].sum())
 
     @property
     def present_mask(self) -> Float[Tensor, "batch patches"]:
-        """1 for every remaining patch, 0 for a pruned one."""
-        if self.unmasked:  # a constant in a file
+        """A mask that is 1 for every remaining patch and 0 for every pruned patch."""
+        if self.unmasked:  # exported files then contain a constant
             return self.tokens.new_ones(self.patches.shape[1]).expand(self.tokens.shape[0], -1)
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
 
     def after(self, **changes: Any) -> "TokenState":
-        """Returns the state after a stage, without the previous layer's captures of the tokens before the stage."""
+        """Returns the state after a stage, with these `changes`.
+
+        The quantities of the previous layer are removed, because they describe the tokens before the stage.
+        """
         return replace(self, class_attention=None, attention=None, keys=None, value_norms=None, **changes)
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """`prefix` tokens (class, distillation, registers) precede the `patches` and are never pruned.
+    """The number and order of a model's tokens, and how the classifier pools them.
 
-    `class_token` tells whether the first of them is a class token. `pooled` is the input of the classifier: "class" for
-    prefix tokens only, "mean" for the mean of the patches, or "max" for the maximum over the patch logits. "mean" and
-    "max" may include prefix tokens. If an image is divided into `windows`, all counts are per window, and the layers
-    with the indices `joined` attend to all windows of an image.
+    Attributes:
+        prefix: The number of tokens before the patches (class, distillation, registers), which are never pruned.
+        patches: The number of patches.
+        class_token: Whether the first prefix token is a class token.
+        pooled: The input of the classifier: "class" for prefix tokens only, "mean" for the mean of the patches, or
+            "max" for the maximum over the patch logits. "mean" and "max" may include prefix tokens.
+        windows: The number of windows per image. If it is above 1, `prefix` and `patches` are counts per window.
+        joined: The indices of the layers that attend to all windows of an image.
     """
 
     prefix: int
@@ -113,13 +128,18 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of a stage: the patches at `kept` (ascending), with these values, followed by `extra` tokens.
+    """The result of a stage: the tokens that remain, followed by tokens that the stage adds.
 
-    `sizes` are the new sizes of the kept and the extra tokens. With None, kept tokens keep their sizes, and extra
-    tokens get size 1. `destinations` is needed if the state is `tracked`. It has, for each patch, the index of the
-    token that represents it, among the kept and then the extra tokens. With None, a kept patch represents itself, and
-    no other patch is represented. If the reducer has all tokens in one tensor, `whole` contains the tokens and their
-    sizes, including the prefix tokens.
+    Attributes:
+        kept: The indices of the remaining patches in ascending order.
+        tokens: The remaining patches, which merging may have changed.
+        extra: The tokens that the stage adds after them.
+        sizes: The new sizes of the remaining and the added tokens. If it is None, remaining patches keep their sizes
+            and added tokens get size 1.
+        destinations: The index of the token that represents each patch, where remaining tokens come first, and -1 if no
+            token represents it. Required if the state is `tracked` and patches were merged or fused. If it is None,
+            each kept patch represents only itself.
+        whole: The remaining tokens and their sizes, including the prefix tokens, if the reducer has them in one tensor.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -132,10 +152,10 @@ class Reduction:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The result of a stage in training.
+    """The result of a stage in a training step, in which pruned patches are masked.
 
-    `keep` is the sampled mask, 1 for a kept patch and 0 for a pruned one. `added` are the indices of pruned patches
-    that new tokens overwrote.
+    `keep` is 1 for every patch that is kept and 0 for every pruned patch. New tokens overwrite the pruned patches at
+    the indices `added`.
     """
 
     keep: PerPatch
@@ -147,8 +167,9 @@ class SampledTokens:
 class Shape:
     """The model properties that a reducer needs.
 
-    `heads` is the number of heads of the original model. The reducer receives all of them in order, even if some were
-    removed. `directions` is the width of its keys, used only for costs. `depth` is the number of layers.
+    `heads` is the number of heads in the original model. A reducer always gets statistics for this number of heads in
+    their original order, even if heads were removed. `directions` is the width of the keys, which is used only to
+    compute costs. `depth` is the number of layers.
     """
 
     width: int
@@ -159,22 +180,26 @@ class Shape:
 
 
 class Reducer(ABC):
-    """Selects or merges tokens at every stage of a policy. A reducer is a frozen dataclass of its settings.
+    """Base class of token reducers, which prune or merge tokens at every stage of a policy.
 
-    `needs` lists what the reducer takes from the layer before a stage: "class_attention", "attention", "keys",
-    "value_norms". `every_layer` is what it takes from every layer before its last stage: "class_attention", "attention"
-    or "tokens" (the output of the layer). `add_layer` turns these quantities into a statistic.
+    Implement a reducer as a frozen dataclass whose fields are its settings.
 
-    A `proportional` reducer changes the sizes of tokens. Later attention then weights a token by its size, by adding
-    the logarithm of the size to its scores. A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
-    predictor at every stage or, with `one_predictor`, one predictor for all stages. `untrained_reason` is not None if a
-    reducer's selection is meaningful only after training with it.
+    Attributes:
+        proportional: Whether the reducer changes the sizes of tokens. Later attention then weights each token by its
+            size, by adding the logarithm of the size to the scores.
+        extra: How many tokens a stage appends to the kept patches.
+        needs: What the reducer needs from the layer before a stage: any of "class_attention", "attention", "keys",
+            "value_norms".
+        every_layer: What it needs from every layer before its last stage: "class_attention", "attention" or "tokens"
+            (the layer's output). `add_layer` accumulates this quantity.
+        learned: Whether the reducer has a trainable predictor at every stage.
+        one_predictor: Whether all stages share one predictor.
     """
 
-    name: ClassVar[str]  # in texts, if it is not the name of the class in snake case
+    name: ClassVar[str]  # the name in texts, if it is not the name of the class in snake case
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    # These four may depend on the settings. Such a reducer sets them in __post_init__.
+    # If one of the next four attributes depends on the settings, the reducer sets it in __post_init__.
     needs: tuple[str, ...] = ()
     every_layer: str = ""
     learned: bool = False
@@ -185,49 +210,49 @@ class Reducer(ABC):
 
     @property
     def untrained_reason(self) -> str | None:
-        """Why the selection has no meaning in a model that was not trained with it, or None if it has a meaning."""
+        """The reason why the selection is meaningless before training with the reducer, or None if it is not."""
         return "its predictors select at random until they are trained" if self.learned else None
 
     @abstractmethod
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Reduces every image to `count` patches."""
+        """Reduces every image to `count` patches, by pruning or merging."""
 
     def native_merge(self, state: TokenState, count: int) -> Merged | None:
-        """Merges to `count` patches in one round by the C++ kernel, or returns None if the kernel cannot do so."""
+        """Merges to `count` patches in one round with the C++ kernel, or returns None if the reducer has no kernel."""
         return None
 
     def predictor(self, shape: Shape) -> nn.Module:
-        """Returns a new predictor for one stage."""
-        return nn.Module()  # without parameters: every stage has a predictor, even if the reducer learns nothing
+        """Returns a new predictor for one stage, without parameters if the reducer does not learn."""
+        return nn.Module()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of all matrix products in a stage that keeps `count` of `patches` patches.
+        """Returns the MACs of a stage that keeps `count` of `patches` patches, counting only matrix products.
 
-        Norms are not counted, as elsewhere in `costs`. The predictor's MACs are derived from its modules, which are
-        assumed to run once per patch. Sums and page rank over maps are not counted, either.
+        As elsewhere in `costs`, norms, sums and page rank are not counted. A predictor's modules are assumed to run
+        once per patch.
         """
         return 0
 
     def add_layer(self, before: Any, observed: Float[Tensor, "batch *sizes"]) -> LayerStatistic:
-        """Adds one layer's `every_layer` quantity to the statistic `before`, which is None at the first layer.
+        """Returns the statistic `before` (None at the first layer) after adding one layer's `every_layer` quantity.
 
         Raises:
-            NotImplementedError: The reducer does not have such a statistic.
+            NotImplementedError: The reducer uses no statistic over layers.
         """
         raise NotImplementedError
 
     def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:
-        """Returns a number for every image that the selection depends on, or None if there is no such number."""
+        """Returns an integer per image on which the selection depends (e.g. a random seed), or None."""
         return None
 
     def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
-        """Samples, in a training step, which patches a learned reducer keeps.
+        """Samples which patches a learned reducer keeps in a training step.
 
-        If the sample equals the selection at inference, the tokens equal the result of `reduce`. Gradients flow through
-        `keep`.
+        Gradients flow through `keep`. If the sampled patches are also the patches that inference would select, the
+        remaining tokens equal the result of `reduce`.
 
         Raises:
-            NotSupported: The reducer learns nothing.
+            NotSupported: The reducer has nothing to train.
         """
         raise NotSupported(f"{self} has no scores that can be trained.")
 
@@ -237,34 +262,34 @@ class Reducer(ABC):
 
 
 class Selecting(Reducer):
-    """A reducer that scores the patches and keeps the best ones."""
+    """Base class of reducers that score all patches and keep those with the highest scores."""
 
     @abstractmethod
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns a score for every patch. Only the order of scores within an image affects the selection."""
+        """Returns a score for every patch. Only the order of the scores within an image affects the selection."""
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Converts relevance into nonnegative weights for fusing pruned patches."""
+        """Converts relevance into nonnegative weights, by which a reducer can fuse the pruned patches."""
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Keeps the patches with the highest relevance, in their order."""
+        """Keeps the `count` patches with the highest relevance, in their original order."""
         return reduced_to_best(state, self.relevance(state, predictor), count)
 
 
 @kept
 def counted(first: int, stop: int, device: torch.device) -> Int[Tensor, "count"]:
-    """Returns the integers from `first` up to, but not including, `stop`."""
+    """Returns the integers from `first` up to but excluding `stop`. The tensor is cached."""
     return torch.arange(first, stop, device=device)
 
 
 def gathered_rows(
     table: Float[Tensor, "batch rows features"], indices: Int[Tensor, "batch chosen"]
 ) -> Float[Tensor, "batch chosen features"]:
-    """Returns the rows at `indices` for every image."""
-    if not (table.device.type == "cpu" or is_traced()):  # one kernel instead of four
+    """Returns the rows of each image's table at that image's `indices`."""
+    if not (table.device.type == "cpu" or is_traced()):  # gather launches one kernel, and index_select needs four
         return table.gather(1, indices[..., None].expand(-1, -1, table.shape[2]))
-    # index_select copies whole rows, but gather copies element by element.
+    # On a CPU, index_select is faster, because it copies whole rows. gather copies element by element.
     image = torch.arange(indices.shape[0], device=indices.device)[:, None]
     rows = table.flatten(0, 1).index_select(0, (image * table.shape[1] + indices).flatten())
     return rows.unflatten(0, indices.shape)
@@ -273,29 +298,30 @@ def gathered_rows(
 def stable_order(
     values: Float[Tensor, "batch values"] | Int[Tensor, "batch values"], descending: bool = True
 ) -> Int[Tensor, "batch values"]:
-    """Returns the indices that sort every row. Of equal values, the value with the lower index comes first."""
-    # ONNX has no stable sort, but its TopK over all values sorts stably.
+    """Returns the indices that sort each row of `values` stably, so that equal values keep their order."""
+    # ONNX has no stable sort, but its TopK over all values keeps the order of equal values.
     if torch.onnx.is_in_onnx_export():
         return values.topk(values.shape[1], dim=1, largest=descending).indices
     return values.argsort(dim=1, descending=descending, stable=True)
 
 
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
-    """Returns the indices of each row's `count` largest values, or of all values if there are fewer, in any order.
+    """Returns the indices of each row's `count` largest values (all indices if there are fewer values), in any order.
 
-    Among equal values it chooses the first ones, except in a graph for a CPU, where it may choose any.
+    If values are equal, the first ones are chosen, except in a graph for a CPU, where any of them may be chosen.
     """
-    # On CUDA and in ONNX, topk returns the first of equal values. On CUDA, topk is one kernel. A stable sort is four
-    # kernels and needs ten seconds to compile. OpenVINO's topk takes a tenth of the time of a sort.
+    # On CUDA and in ONNX, topk chooses the first of equal values. On CUDA, topk is one kernel, but a stable sort
+    # needs four kernels and ten seconds of compilation. In OpenVINO, topk takes a tenth of a sort's time.
     if values.device.type in ("cuda", "meta") or is_traced():
         return values.topk(min(count, values.shape[1]), dim=1, sorted=False).indices
     return stable_order(values)[:, :count]
 
 
 def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[Tensor, "batch kept"]:
-    """Returns the indices of the `count` most relevant patches that are present (no mask: all are), in ascending order.
+    """Returns the indices of the `count` most relevant patches, in ascending order.
 
-    Among equal patches it takes the first ones, like `first_best`.
+    Only patches where `present_mask` is 1 are chosen. If it is None, all patches are present. Among patches of equal
+    relevance, the first ones are chosen, with the same exception as in `first_best`.
     """
     if present_mask is not None:
         relevance = relevance.masked_fill(present_mask == 0, float("-inf"))
@@ -303,19 +329,22 @@ def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
-    """Returns the destinations of all patches. A kept patch has its index among the kept, the rest are in `others`."""
+    """Returns the destination of every patch, [batch, patches].
+
+    A kept patch's destination is its position in `kept`. All other patches get their destinations from `others`.
+    """
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 
 def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
-    """Keeps the `count` most relevant patches, in their order."""
+    """Returns the reduction that keeps the `count` most relevant patches, in their original order."""
     kept = best(relevance, None if state.unmasked else state.present_mask, count)
     return Reduction(kept, gathered_rows(state.patches, kept))
 
 
 @dataclass(frozen=True)
 class ClassAttention(Selecting):
-    """Keeps the patches with the highest attention from the class token in the previous layer, averaged over heads."""
+    """Keeps the patches to which the class token pays the most attention in the previous layer, averaged over heads."""
 
     needs = ("class_attention",)
 
@@ -326,16 +355,16 @@ class ClassAttention(Selecting):
 
 @dataclass(frozen=True)
 class AttentionReceived(Selecting):
-    """Keeps the patches that get the most attention from all tokens of the previous layer. Needs no class token."""
+    """Keeps the patches that get the most attention from all tokens in the previous layer. Needs no class token."""
 
     needs = ("attention",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the attention that each patch receives, summed over the remaining tokens and averaged over heads."""
+        """Returns each patch's received attention, summed over the remaining tokens and averaged over the heads."""
         assert state.attention is not None
-        # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not be counted.
+        # Masked tokens receive no attention. But as queries they still pay attention, which must not be counted.
         attention = state.attention
         if not state.unmasked:
             attention = attention * (state.sizes > 0).to(attention.dtype)[:, None, :, None]
-        received = attention.sum(2)  # over the queries: [batch, heads, tokens]
+        received = attention.sum(2)  # summed over the queries: [batch, heads, tokens]
         return received[:, :, state.prefix :].mean(1)
