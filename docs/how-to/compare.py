@@ -123,7 +123,7 @@ print(speeds.to_markdown())
 #
 # Open `table/index.html` in a browser to filter and sort the table. `table/rows` contains a file for every row. If you
 # stop the command and run it again, it continues with the next row. `--repeat 10` measures ten rows again with another
-# seed, and lists the results that fall outside their intervals.
+# seed, and says for each row whether both intervals overlap.
 #
 # ## Your method in the table
 #

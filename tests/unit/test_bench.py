@@ -11,6 +11,7 @@ import attnrx as rx
 from attnrx.data import ImageSet, from_tensors
 from attnrx.nouns.target import Target
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.estimate import Estimate
 from attnrx.support.optional import is_installed
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
@@ -130,7 +131,8 @@ def test_rows_are_repeated_with_another_seed(tmp_path: Path) -> None:
     assert {each.again.conditions["seed"] for each in repeats} == {1}
     path = next(path for path in (tmp_path / "rows").glob("*.json") if "same" in path.name)
     row = next(row for row in rows if row.method == "same")
-    moved = {name: replace(each, value=each.high, low=each.high) for name, each in row.measures.items()}
+    beyond = {name: each.high + 1.0 for name, each in row.measures.items()}
+    moved = {name: Estimate(value, value, value) for name, value in beyond.items()}
     replace(row, measures=moved).save(path)
     verdicts = {each.stored.method: each.cells[-1] for each in bench.repeat(tmp_path, 10)}
     assert verdicts == {"same": "DIFFERS", "ranks": "holds", "chance": "holds"}
@@ -194,7 +196,7 @@ def test_a_file_outside_the_repository_is_a_method_of_the_table(tmp_path: Path) 
     both = record(*words, "--methods", "same=baseline:unchanged")["rows"]
     assert {row["method"] for row in both} == {"mine", "same"}
     repeated = call(*mine, "--repeat", 1)
-    assert repeated.code == 0 and "1 of 1 rows are within the intervals" in repeated.out
+    assert repeated.code == 0 and "1 of 1 rows hold: their intervals overlap" in repeated.out
     refused = call("bench", tmp_path / "model", "--tasks", "dense", "--out", tmp_path / "other")
     assert refused.code == 2 and "needs images" in refused.err
 

@@ -51,7 +51,7 @@ def _options(parser: Parser) -> None:
     option(budgets, "--macs", SHARES, costs)
     factors = Number(float, lambda kinds: kinds.each(kinds.FASTER, "numbers above 1, e.g. 1.3,1.6"), "X,X", True)
     option(budgets, "--faster", factors, "measured speeds in place of MACs: in --runtime, at the first of --batches")
-    repeat = "measure N rows of the table again, with the next seed: exit code 1 if one leaves its interval"
+    repeat = "measure N rows of the table again, with the next seed: exit code 1 if intervals differ"
     option(parser, "--repeat", COUNT, repeat)
     timing = parser.add_argument_group("latency, beside the model as its library ships it")
     batches = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", True)
@@ -143,5 +143,5 @@ def _repeated(repeats: "list[comparison.Repeat]", out: str) -> Outcome:
     held = sum(repeat.holds for repeat in repeats)
     rows = [dict(zip(columns, repeat.cells, strict=True)) for repeat in repeats]
     table = aligned_table(columns, tuple(repeat.cells for repeat in repeats))
-    verdict = f"{held} of {len(repeats)} rows are within the intervals of the table"
+    verdict = f"{held} of {len(repeats)} rows hold: their intervals overlap with the intervals of the table"
     return Outcome({"repeats": rows, "held": held}, (table, verdict), 0 if held == len(repeats) else 1)
