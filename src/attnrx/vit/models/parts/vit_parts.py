@@ -180,8 +180,11 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
     """Turns errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
 
-    Errors while reading mean that the model lacks parts that its class should have. If the model's code ends the
-    process, UserCodeError is raised.
+    Errors while reading mean that the model lacks parts that its class should have.
+
+    Raises:
+        NotSupported: Reading the model raised an error.
+        UserCodeError: The model's code ends the process.
     """
     try:
         yield

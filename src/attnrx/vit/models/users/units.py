@@ -486,8 +486,8 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
     """Returns the pairs that do not mix units between their maps.
 
     In the second map's input, each entry must depend only on the same entry of the first map's output. If convolutions
-    lie between the maps, it may depend on the same unit at all positions. `images` is one random image, [1, channels,
-    height, width].
+    lie between the maps, it may depend on the same unit at all positions. `images` is one random image with the shape
+    [1, channels, height, width].
     """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
