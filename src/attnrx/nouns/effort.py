@@ -456,7 +456,7 @@ EFFORTS: dict[str, Effort] = {
             sensitivity_images=96,
             pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
             trials=48,
-            # On few images, chance selects the best of many plans (docs/results/plan.md, "How many trials?").
+            # On few images, chance selects the best of many plans.
             trial_images=128,
             finalists=6,
             attempts=4,
