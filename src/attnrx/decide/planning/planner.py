@@ -51,7 +51,7 @@ RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
 MISSED, TOLERATED = 1.05, 0.01
 # A quick plan for a file is timed together with a plan at CHEAPER times its cost, because two files can be written at
 # once. If the cost table errs, one of the two is often fast enough and close to the target.
-CHEAPER = 0.97
+CHEAPER = 0.955
 # A timing is repeated if it differs from the prediction by more than this share.
 DOUBTFUL = 0.08
 # The largest share of the latency that a plan may aim at. A plan at a share of 1 would be the unchanged model.
