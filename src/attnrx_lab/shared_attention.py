@@ -27,7 +27,7 @@ class SharedForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of shared rows, padded to the width of the buckets, or zero for rank 0."""
+        """Returns how many rows all heads share, rounded up to the buckets' width. Without any direction, it is 0."""
         return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:

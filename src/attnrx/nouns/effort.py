@@ -14,10 +14,10 @@ and `tests/unit/test_effort.py` tests more:
     thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
     thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
 
-The first six columns are numbers of images. If a dataset has fewer images, all of them are used. The images for
-planning are among the images for fitting. Trials are whole plans that a search measures. Repair counts Adam steps for
-each block, and distill counts epochs. A repair also has a budget of multiply-accumulates, which leaves fewer images and
-steps for large models.
+The columns from "diagnose" to "sensitivities" are numbers of images. If a dataset has fewer images, all of them are
+used. The images for planning are among the images for fitting. "trials" is the number of plans that a search measures,
+"repair" the Adam steps per block, and "distill" the epochs. An empty cell means that there is no distillation. A repair
+also has a budget of multiply-accumulates, which leaves fewer images and steps for large models.
 """
 
 from dataclasses import dataclass, field, replace
@@ -111,13 +111,14 @@ class PlanSettings:
     timings run in a new process that keeps freed memory (`subprocess_runner`), because memory allocation is faster or
     slower depending on what the process did before.
 
-    Divergence is first measured for single choices. These sensitivities are measured on `sensitivity_images`, at
-    `probed_levels` and at `pruned_shares` of the patches, in every `layer_stride`-th layer. Values in between are
-    interpolated. The search then measures `trials` whole plans on `trial_images`. A plan has the best prediction among
-    `variations` candidates. If a plan is far worse than the best one on the first batch, it is measured only on that
-    batch. The best `finalists` are measured on all images, which are `num_images` in `shrink`. With `bfloat16`, these
-    plans are computed with bfloat16 products if the device is faster with them. Sensitivities and predictions use the
-    model's own precision.
+    First, every change is tried alone, to measure the divergence that it causes (its sensitivity). This uses
+    `sensitivity_images` images in every `layer_stride`-th layer. A change keeps one of the `probed_levels` of the ranks
+    or prunes one of the `pruned_shares` of the patches. Values in between are interpolated. The search then measures
+    `trials` whole plans on `trial_images` images. For each of them, it draws `variations` candidates and takes the one
+    with the lowest predicted divergence. A plan that is far worse than the best one on the first batch is measured only
+    on that batch. The best `finalists` plans are measured on all images (`shrink` passes `num_images`). With
+    `bfloat16`, plans use bfloat16 matrix products if the device computes them faster. Sensitivities and predictions
+    use the model's own precision.
 
     Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct

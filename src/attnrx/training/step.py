@@ -92,7 +92,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the learned strengths of all layers whose query and key rows are normalized to unit length."""
+    """Returns the learned strengths (SVDA's sigma) of all layers that normalize query and key rows to unit length."""
     strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
     return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
 

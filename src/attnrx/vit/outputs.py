@@ -402,7 +402,8 @@ SHIFT = 0.1  # the shift of the outputs, in standard deviations, at which a dive
 class Judgement:
     """The user's functions that compare model outputs during one call of attnrx.
 
-    `templates` caches a model's outputs for one image, by input shape. It shows how to convert rows back to outputs.
+    `templates` caches a model's outputs for one image, by input shape. A template is the pattern by which rows of
+    numbers, one per image, are converted back to outputs of the model's own structure.
     """
 
     divergence: Divergence | None = None

@@ -100,7 +100,7 @@ class IrrattMethod:
         )
 
     def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors) -> Prescription:
-        """Prescribes the method for a model whose layers all have the same shape."""
+        """Returns the prescription of this method for a model. All layers of the model have the same shape."""
         ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None

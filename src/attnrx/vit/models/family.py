@@ -197,7 +197,7 @@ class Family(ABC):
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns a note if the outputs may be of another kind, with the argument that selects it, or "" if not."""
+        """Returns a note if the kind of the outputs is in doubt. The note names the argument that sets it."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:

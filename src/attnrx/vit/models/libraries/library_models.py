@@ -17,7 +17,7 @@ from attnrx.vit.models.working.adopted import Origin
 
 
 class LibraryModels(ABC):
-    """The base class for the part of a family that creates models of its library.
+    """The base class for creators of library models. Each family has one, which builds models of e.g. timm.
 
     Raises:
         NotSupported: A method needs the library, but it is not installed.
