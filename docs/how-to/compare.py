@@ -147,4 +147,15 @@ print(speeds.to_markdown())
 #     --plugin mine.py --methods 'mine=baseline:mine' 'smaller=timm:deit_tiny_patch16_224'
 # ```
 #
+# The same command makes the tables of larger models, if you have their images and weights:
+#
+# ```bash
+# for model in deit_small_patch16_224 deit_base_patch16_224 vit_base_patch16_224; do
+#     attnrx bench timm:$model --data path/to/imagenet --tasks classification,retrieval,dense --out tables/$model
+# done
+# for model in vit_base_patch14_dinov2 vit_base_patch16_siglip_224; do  # towers have no classes
+#     attnrx bench timm:$model --data path/to/imagenet --tasks retrieval,dense --out tables/$model
+# done
+# ```
+#
 # The table does not contain Token Transforming (arXiv 2506.05709), because its abstract does not define its matrices.

@@ -12,6 +12,9 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem;color:#1f2328;background:#fff}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}
+td:not(:last-child){white-space:nowrap}
+section{overflow-x:auto}
+td:last-child{min-width:12rem}
 th:nth-child(-n+2),td:nth-child(-n+2),td:last-child{text-align:left}
 th button{all:unset;cursor:pointer;font-weight:600}
 label{margin-right:1rem}
