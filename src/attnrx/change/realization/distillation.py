@@ -183,7 +183,9 @@ def distill(
         notes = [*images.notes, *validation.notes()]
         start = best = copy.deepcopy(work.state_dict())
         learning_rate = None
-        for rate in knobs.learning_rates if before > 0 else ():
+        # Equal models differ by rounding, because its direction depends on where a buffer is in memory.
+        rounding = (100 * torch.finfo(next(work.parameters()).dtype).eps) ** 2
+        for rate in knobs.learning_rates if before > rounding else ():
             work.load_state_dict(start)
             descend_(work, fit.error, fit.steps, rate, knobs.seed)
             divergence = fit.held_out()
@@ -203,7 +205,8 @@ class _OutputFit:
         self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
-        self._targets: dict[int, Tensor] = {}  # the reference's outputs, by the number of the batch
+        # The reference's outputs, by the number of the batch and whether they are on its held-out images.
+        self._targets: dict[tuple[int, bool], Tensor] = {}
         # Images keep the order of the set, which alternates between the classes. So they are decoded once per epoch and
         # are never all in memory. A fit ends with a full pass, so the next fit begins with the first images again.
         rounds = chain.from_iterable(enumerate(self._batches()) for _ in repeat(None))
@@ -217,13 +220,14 @@ class _OutputFit:
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next batch of training images."""
         number, pixels = next(self._next)
-        return self.distance(*self._outputs(number, pixels, ~_held_out(pixels))).mean()
+        return self.distance(*self._outputs((number, False), pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
         """Returns the mean divergence on the held-out images. With `validation`, all images are validated, too."""
         with torch.no_grad():
-            rows = ((number, pixels, _held_out(pixels)) for number, pixels in enumerate(self._batches(validation)))
-            parts = [self._outputs(*each) for each in rows if each[-1].any()]
+            numbered = enumerate(self._batches(validation))
+            held_out = (((number, True), pixels[_held_out(pixels)]) for number, pixels in numbered)
+            parts = [self._outputs(key, pixels) for key, pixels in held_out if len(pixels)]
         # The distance is computed on all images together, because its scale may depend on all outputs.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.distance(target, outputs).mean())
@@ -233,9 +237,9 @@ class _OutputFit:
         for batch in self.images.batches(self.batch, device=weight.device):
             yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
 
-    def _outputs(self, number: int, pixels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of the reference and of the model on some rows of the batch with this number."""
-        target, outputs = self._target(number, pixels)[rows], self._answers(pixels[rows])
+    def _outputs(self, key: tuple[int, bool], pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of the reference and of the model on a part of a batch, which has this key."""
+        target, outputs = self._target(key, pixels), self._answers(pixels)
         if outputs.shape != target.shape:
             raise InvalidInput(
                 f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "
@@ -243,14 +247,14 @@ class _OutputFit:
             )
         return target, outputs
 
-    def _target(self, number: int, pixels: Tensor) -> Tensor:
-        """Returns the reference's outputs on a batch. Every epoch of every fit has the same batches."""
-        if number in self._targets:
-            return self._targets[number]
+    def _target(self, key: tuple[int, bool], pixels: Tensor) -> Tensor:
+        """Returns the reference's outputs on a part of a batch. Every epoch of every fit has the same parts."""
+        if key in self._targets:
+            return self._targets[key]
         with torch.no_grad():
             target = outputs_of(self.reference, pixels)
         if len(self.images) * target[0].numel() <= MAX_KEPT_NUMBERS:
-            self._targets[number] = target
+            self._targets[key] = target
         return target
 
 
