@@ -439,13 +439,13 @@ def test_a_quick_plan_for_a_file_is_timed_together_with_a_cheaper_plan(
     whole, timed = family_of(model).costs(model).macs, []
 
     class SlowFileTimer:
-        """Measures every file 2 % slower than its MACs, which is within the distance of two plans."""
+        """Measures every file 4 % slower than its MACs, which is within the distance of two plans."""
 
         baseline = Baseline("OpenVINO's own conversion", model)
 
         def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
             timed.append([family_of(each).costs(each).macs / whole for each in models])
-            return [{"faster": 1 / (1.02 * share)} for share in timed[-1]]
+            return [{"faster": 1 / (1.04 * share)} for share in timed[-1]]
 
     settings = PlanSettings.preset("quick", trials=4, batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("latency=0.8x")
@@ -456,7 +456,7 @@ def test_a_quick_plan_for_a_file_is_timed_together_with_a_cheaper_plan(
     # The first plans were searched for, and one of them is fast enough, so there are no others.
     ((first, second),) = timed
     assert second < first < 0.8 and len(made.trials) > 4
-    assert 0.945 * 0.8 <= 1.02 * trial.step.cost <= 0.99 * 0.8
+    assert 0.945 * 0.8 <= 1.04 * trial.step.cost <= 0.99 * 0.8
     # Without another process, a second file would take as long as another attempt.
     alone = replace(settings, in_subprocess=False)
     made, timed = MacsAsLatency(Space.of(model, diagnosis, target, alone), alone, "latency", images), []
