@@ -409,3 +409,47 @@ def test_a_module_that_resizes_inside_takes_images_of_another_size(
     assert family_of(loaded).input_shape(loaded) == (3, *size)
     with pytest.raises(DataError, match="the model takes 3 x"):
         rx.diagnose(model, torch.randn(4, 3, 17, 17, dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_a_model_whose_copy_takes_its_own_image_size_only_is_proved_at_that_size() -> None:
+    """timm's SAM interpolates relative positions for smaller images, so only its working copy refuses them."""
+    sizes = {"img_size": 136, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "neck_chans": 8}
+    model = timm.create_model("samvit_base_patch16", window_size=3, global_attn_indexes=(1,), **sizes).eval()
+    images = torch.randn(2, 3, 136, 136)
+    assert_same_tensors(outputs(rx.load(model), images), outputs(model, images), 1e-10)
+
+
+class FixedGrid(nn.Module):
+    """A head on a grid of `side` x `side` patches, although the backbone was created for larger images."""
+
+    def __init__(self, side: int = 4) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 8}
+        self.backbone = transformers.Dinov2Model(transformers.Dinov2Config(image_size=160, **sizes))
+        self.head, self.side = nn.Conv2d(24, 5, 1), side
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(images).last_hidden_state[:, 1:].mT.unflatten(2, (self.side, self.side)))
+
+
+@torch.no_grad()
+def test_a_module_that_refuses_the_size_of_its_backbone_is_loaded_at_another_size(tmp_path: Path) -> None:
+    model, images = FixedGrid().eval(), torch.randn(8, 3, 32, 32)
+    with pytest.raises(NotSupported, match=r"160, 160.* image_size="):
+        rx.load(model)
+    loaded = rx.load(model, image_size=32)
+    assert_same_tensors(outputs(loaded, images), outputs(model, images), 1e-10)
+    copy_of = working_copy(loaded)
+    assert family_of(copy_of).input_shape(copy_of) == (3, 32, 32)
+    assert family_of(copy_of).costs(copy_of).product_macs == count_product_macs(copy_of, images[:1])
+    small = rx.realize(loaded, rx.prescribe(rx.diagnose(loaded, images), "tokens=ward:0.7@2"))
+    rx.save(small, tmp_path)
+    assert_same_tensors(outputs(rx.load(tmp_path, factory=FixedGrid), images), outputs(small, images))
+
+
+def test_shrink_loads_such_a_module_at_the_size_of_its_data() -> None:
+    images = torch.randn(96, 3, 32, 32)
+    small = rx.shrink(FixedGrid().eval(), images, macs=0.8, effort="quick")
+    assert small.model(images[:2]).shape == (2, 5, 4, 4)

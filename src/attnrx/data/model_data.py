@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,7 +14,7 @@ from attnrx.data.images import LABEL_KEYS
 from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, with_missing
 from attnrx.data.user_data import TARGETS, training_set
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
-from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
+from attnrx.support.errors import AttnrxError, DataError, InvalidInput, ScaleWarning
 from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
 from attnrx.support.shapes import Tensor
@@ -217,6 +219,24 @@ def splits_for(
         augmentation=None,
         notes=notes,
     )
+
+
+def stated_image_size(data: Any) -> tuple[int, int] | None:
+    """Returns the height and width of images that you pass as tensors, batches or a dataset.
+
+    Returns None if the data has no size of its own, e.g. a dataset's name or pictures without a transform.
+    """
+    if isinstance(data, Mapping):
+        data = next(iter(data.values()), None)
+    if isinstance(data, str | Path | ModelBatches | Iterator):  # an iterator can be read only once
+        return None
+    if isinstance(data, Splits):
+        data = data.train
+    with suppress(AttnrxError):
+        images = next(iter(image_set(data, outputs="map", limit=1).take(1).batches(1))).images
+        if images.ndim == 4:
+            return images.shape[2], images.shape[3]
+    return None
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:

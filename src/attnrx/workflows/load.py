@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnrx.data import Columns
 from attnrx.data.loading import SIDES, locate
-from attnrx.data.model_data import ModelBatches
+from attnrx.data.model_data import ModelBatches, stated_image_size
 from attnrx.exporting import Format, is_exported, load_exported
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
 from attnrx.nouns.target import COSTS, Target, target_of
@@ -29,7 +29,7 @@ from attnrx.support.arguments import (
     or_percent,
 )
 from attnrx.support.atomic_writes import real_path
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.optional import require_installed
 from attnrx.support.progress import begin
 from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fingerprint, state_outputs_
@@ -132,6 +132,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         True
     """
     # A budget selects a size of an elastic model. With any other source, a budget raises an error.
+    sides = (image_size, image_size) if isinstance(image_size, int) else image_size
     has_budget = any(budget is not None for budget in (macs, params, faster))
     if inputs is not None and not isinstance(source, nn.Module):
         raise InvalidInput(f"load({described(source)}) takes no inputs: they are those of a module that is given.")
@@ -143,12 +144,10 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_model(elastic.folder / size.name, factory=factory)
         elastic.require(size, model_fingerprint(model), family_of(model).costs(model).macs)
     else:
-        model = load_model(
-            source, seed, weights, pretrained, trust=trust, reader=reader, factory=factory, inputs=inputs
-        )
-    if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
+        own = {"reader": reader, "factory": factory, "inputs": inputs, "image_size": sides}
+        model = load_model(source, seed, weights, pretrained, trust=trust, **own)
+    if sides is not None:
+        model = accepting(model, (family_of(model).input_shape(model)[0], *sides))
     if outputs is not None:
         state_outputs_(model, STATEMENTS[outputs])
     return model
@@ -188,11 +187,21 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
-    """Loads the model. If it does not take images, the first batch of the data is the example for its inputs."""
+    """Loads the model. If it does not take images, the first batch of the data is the example for its inputs.
+
+    A module may refuse the image size for which its Vision Transformer was created. It is then loaded at the size of
+    the data.
+    """
     begin("loading the model")
     batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
     inputs = batches.example() if isinstance(batches, ModelBatches) else None
-    return load(model, weights=weights, inputs=inputs).eval()
+    try:
+        return load(model, weights=weights, inputs=inputs).eval()
+    except NotSupported:
+        size = stated_image_size(data) if isinstance(model, nn.Module) and inputs is None else None
+        if size is None:
+            raise
+        return load(model, weights=weights, image_size=size).eval()
 
 
 def preflight(

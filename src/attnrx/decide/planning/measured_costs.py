@@ -575,20 +575,11 @@ class PlanTimer:
 
         Returns one record per model, with its speed relative to the baseline, the interval and the conditions.
         """
-        settings, baseline = self.settings, self.baseline.model
-        noise = settings.noise(self.space.model)
+        settings, noise = self.settings, self.settings.noise(self.space.model)
         # Shorter rounds cost less, so there can be more of them, and their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested or settings.to else 1)
         protocol = replace(settings.protocol, rounds=rounds)
-        if settings.to is not None:
-            # If a plan is timed again, its file is used again.
-            missing = {str(index): model for index, model in enumerate(models) if model not in self._written}
-            for name, file in self._files(missing).items():
-                self._written[missing[name]] = file
-            # Files run in this process, because their runtime allocates its memory itself.
-            files = {str(index): self._written[model] for index, model in enumerate(models)}
-            speeds = compare_latencies(files, baseline, noise, protocol)
-        else:
+        if settings.to is None:
             if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
                 # A part of so few images would not represent the batch. With decoders and chunks, the speed was 1.53x
                 # at 4 images, and 1.58x at 8.
@@ -597,10 +588,8 @@ class PlanTimer:
             macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
             if settings.adjusts and macs >= LONG_PASS:
                 protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
-            kernels = settings.conditions.in_kernels
-            sides = {str(index): timed_form(model, kernels) for index, model in enumerate(models)}
-            about, forked = (baseline, noise, protocol), settings.in_subprocess
-            speeds = run_in_subprocess(compare_latencies, sides, *about, in_subprocess=forked, on_line=self.log)
+        named = {str(index): model for index, model in enumerate(models)}
+        speeds = self._compared(named, noise, protocol)
         return [self._record(speed, settings) for speed in speeds.values()]
 
     def _record(self, speed: LatencyComparison, settings: PlanSettings) -> dict[str, Any]:
@@ -627,26 +616,25 @@ class PlanTimer:
         if self.settings.to is None:
             # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
-        return self._file(model).bytes / 1e6
+        return self._files({"": model})[""].bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Times models, or their files, in turns with the baseline, and returns their shares of its latency."""
-        settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
-        protocol, unchanged = replace(settings.protocol, rounds=rounds), self.baseline.unchanged
-        if unchanged is not None:
-            changed = {name: each for name, each in models.items() if each is not self.space.model}
-            files = dict.fromkeys(models, unchanged) | self._files(changed)
-            speeds = compare_latencies(files, baseline, noise, protocol)
-        else:
-            timed = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
-            sides = timed, baseline, noise, protocol
-            speeds = run_in_subprocess(
-                compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log
-            )
+        protocol = replace(self.settings.protocol, rounds=rounds)
+        speeds = self._compared(models, self.settings.noise(self.space.model), protocol)
         return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}
 
-    def _file(self, model: nn.Module) -> Exported:
-        return self._files({"": model})[""]
+    def _compared(
+        self, models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol
+    ) -> dict[str, LatencyComparison]:
+        settings, baseline = self.settings, self.baseline.model
+        if settings.to is not None:
+            # Files run in this process, because their runtime allocates its memory itself.
+            return compare_latencies(self._files(models), baseline, images, protocol)
+        timed = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
+        return run_in_subprocess(
+            compare_latencies, timed, baseline, images, protocol, in_subprocess=settings.in_subprocess, on_line=self.log
+        )
 
     def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
         """Writes files for timing. They have the operations of final files, but are quantized on only a few images.
@@ -654,12 +642,13 @@ class PlanTimer:
         Raises:
             NotSupported: A model cannot be written in the format.
         """
-        form, few = format_of(self.settings), few_images(self.images)
+        form, few, written = format_of(self.settings), few_images(self.images), self._written
         assert form is not None
-        drafts = {name: Draft.of(model, form, few) for name, model in models.items()}
-        files = dict[str, Exported]()
+        if (unchanged := self.baseline.unchanged) is not None:
+            written[self.space.model] = unchanged
+        drafts = {name: Draft.of(model, form, few) for name, model in models.items() if model not in written}
         for name, file in temporary_files(drafts, self.settings.in_subprocess).items():
             if not isinstance(file, Exported):
                 raise file
-            files[name] = file
-        return files
+            written[models[name]] = file
+        return {name: written[model] for name, model in models.items()}

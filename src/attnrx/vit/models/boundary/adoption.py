@@ -56,11 +56,13 @@ class _OtherInputs(NotSupported):
     """Signals that a module needs more than images, or does not return one entry per image."""
 
 
-def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
+def adopted_instance(
+    model: nn.Module, factory: Factory | None, inputs: Any = None, image_size: tuple[int, int] | None = None
+) -> nn.Module:
     """Returns a working copy of a module of any class. A model of a known family is returned unchanged.
 
     `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` are
-    an example of its inputs.
+    an example of its inputs. `image_size` is passed to `adopt`.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -74,7 +76,7 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
             "model.get_submodule('module')."
         )
     if inputs is None:
-        return adopt_any(model, factory)
+        return adopt_any(model, factory, image_size=image_size)
     # The inputs are stored on a shallow copy, so the user's model is unchanged. Copies of the copy keep them.
     marked = copy(model)
     vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
@@ -82,13 +84,18 @@ def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = No
 
 
 def adopt_any(
-    model: nn.Module, factory: Factory | None = None, creation: Mapping[str, Any] | None = None, **stated: Any
+    model: nn.Module,
+    factory: Factory | None = None,
+    creation: Mapping[str, Any] | None = None,
+    image_size: tuple[int, int] | None = None,
+    **stated: Any,
 ) -> nn.Module:
     """Adopts the largest part of a module that attnrx can read.
 
     If the module is not a supported library model, attnrx tries the Vision Transformers inside it, from the largest on.
     If there are none, it tries a structure found by names and shapes, and then only the MLPs. `creation` is how a
-    library creates the model. `stated` are fields of its `Origin` that the model itself does not state.
+    library creates the model. `image_size` is passed to `adopt` for a user's module. `stated` are fields of the model's
+    `Origin` that the model itself does not state.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -100,7 +107,7 @@ def adopt_any(
     require_plain_code(model)
     require_ordinary_tensors(model)
     refusals = () if library is None else tuple(library.refusals(model))
-    inside = partial(adopt, factory=factory, creation=creation)  # as a user's module
+    inside = partial(adopt, factory=factory, creation=creation, image_size=image_size)  # as a user's module
     units = partial(inside, UnitsFamily(), model, "")
     attempts: Sequence[Callable[[], Any]]
     # The error should describe the model itself, not an attempt to read only a part of it.
@@ -139,6 +146,7 @@ def adopt(
     facts: Mapping[str, Any] | None = None,
     factory: Factory | None = None,
     creation: Mapping[str, Any] | None = None,
+    image_size: tuple[int, int] | None = None,
     **stated: Any,
 ) -> Adopted:
     """Returns a working copy of a model with attnrx attention in every layer. The model itself is not changed.
@@ -156,6 +164,8 @@ def adopt(
         facts: The known facts about a structure that attnrx found (`StructureFamily.found`).
         factory: The function that creates a user's module.
         creation: How a library creates a user's module, if this is known.
+        image_size: The height and width of the images that a user's module takes, if its Vision Transformer was created
+            for another size. If the module refuses this size, the size of its Vision Transformer is used.
         **stated: Fields of `Origin` that replace the library model's values: `mean` and `std` of the image
             normalization, and `preprocessing`, the settings of the library's image transform.
 
@@ -189,7 +199,7 @@ def adopt(
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
     if not path:  # the model as a whole, whose added code would be lost when it is saved
         require_unchanged(original, partial(working.answering(), original), working.input_shape)
-    images, expected = _proved(family, original, working)
+    images, expected = _proved(family, original, working, image_size)
     if layers:
         run = partial(working._forward_chunk, images)
         adapters = family.layers(working.trunk)[::2]
@@ -202,6 +212,8 @@ def adopt(
     else:
         _measure_(family, original, working, images, expected, factory, creation)
     vars(original)[RECORD] = Record(family.name, working.origin, working.around, family.present_facts(working))
+    if working.around is not None and working.around.image_size:
+        family.resize_(working, *working.around.image_size)
     return working
 
 
@@ -210,16 +222,20 @@ def _function_name(factory: Factory) -> str:
     return f"{make.__module__}:{make.__qualname__}" if hasattr(make, "__qualname__") else described(make)
 
 
-def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tuple[Tensor, dict[str, Tensor]]:
+def _proved(
+    family: AdoptedFamily, original: nn.Module, working: Adopted, image_size: tuple[int, int] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns random images and a model's outputs for them, after comparing the outputs with the working copy's.
 
-    For a user's module, the working copy also stores which of the module's methods takes images.
+    For a user's module, the working copy also stores which of the module's methods takes images, and of which size.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
         # If the user stated the inputs, they are the inputs of `forward`, so no other method is tried.
         methods = IMAGE_METHODS if around.path and ATTRIBUTE not in vars(original) else ()
         candidates += [replace(around, call=name) for name in methods if hasattr(original, name)]
+        if image_size is not None and image_size != working.origin.input_shape[1:]:
+            candidates = [replace(around, image_size=image_size), *candidates]
     for each in candidates:
         working.around = each
         images = _images_of_proof(family, original, working)
@@ -249,8 +265,9 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
         except Exception as error:  # the code of a module raises errors of any type
             raise _OtherInputs(
                 f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
-                f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
-                "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
+                f"{type(error).__name__}: {described_error(error)}. For images of another size give the size, "
+                "attnrx.load(module, image_size=...). For other inputs give an example of them, "
+                "attnrx.load(module, inputs=...), or a module around it whose forward takes images."
             ) from error
         # A user's code may draw random numbers, or mix images of a batch. Both would change the outputs of these calls.
         passes = {} if working.around is None else {"in every call": images, "in a batch than alone": images[:1]}
@@ -347,18 +364,22 @@ def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, e
 
 
 def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
-    """Returns two random images for the proof. They are small if the module interpolates its position embeddings.
+    """Returns two random images for the proof. They are small if the module and its working copy take small images.
 
-    Small images save time: DINOv2 takes seven times as long at its own 518 x 518 pixels as with 16 x 16 patches.
+    Small images save time: DINOv2 interpolates its position embeddings, and takes seven times as long at its own
+    518 x 518 pixels as with 16 x 16 patches. A SAM interpolates its relative positions, but its working copy does not.
     """
+    if working.around is not None and working.around.image_size:
+        return random_images(working, working.input_shape)
     patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) and working.attnrx_inputs is None else ()
     channels, *own = working.origin.input_shape
     size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
     if size not in ([], own):
         small = random_images(working, (channels, *size))
-        with evaluating((original,)), suppress(Exception):  # the code of a module raises errors of any type
+        with evaluating((original, working)), suppress(Exception):  # the code of a module raises errors of any type
             working.answering()(original, small)
+            working._forward_chunk(small)
             return small
     return random_images(working, working.input_shape)
 

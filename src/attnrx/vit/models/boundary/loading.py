@@ -36,6 +36,7 @@ def load_model(
     reader: Reader | None = None,
     factory: Factory | str | None = None,
     inputs: Any = None,
+    image_size: tuple[int, int] | None = None,
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance. Instances of other libraries are adopted (`adopt`).
 
@@ -54,7 +55,7 @@ def load_model(
     if isinstance(source, nn.Module):
         with reading_parts(source, "its parts"):
             if reader is None:
-                return adopted_instance(source, factory, inputs)
+                return adopted_instance(source, factory, inputs, image_size)
             by_reader = ModuleFamily(factory)
             return adopt(by_reader, by_reader.marked(source, reader))
     # A source without a colon is a folder, even if it has the name of a library.
