@@ -1,1 +1,1 @@
-"""Creates and fits smaller models: matrix decompositions, realization of prescriptions, repair and distillation."""
+"""Creates and fits smaller models: matrix decompositions, application of pruning plans, repair and distillation."""

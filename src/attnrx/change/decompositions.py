@@ -1,8 +1,8 @@
 """Matrix decompositions for pruning and low-rank factors. All functions work on plain tensors, not on models.
 
 The module has four parts. The first balances the directions of a bilinear form, such as attention scores. The second
-finds the output directions of a linear map. The third removes units greedily and compensates for them. The last
-distributes a total rank over layers and heads.
+finds the output directions of a linear map. The third removes units greedily and refits the weights that read them. The
+last distributes a total rank over layers and heads.
 """
 
 from collections.abc import Sequence
@@ -57,18 +57,19 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Balanced:
-    """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
+    """Bases of two feature spaces with strengths, so that left^T diag(strength) right = identity for every head.
 
-    Let old_left and old_right be two tables [d, width]. Their bilinear form old_left^T old_right becomes the sum over r
-    of strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together give the original form for
-    any input. The first r directions give the best form of rank r in the metric. Its squared error is the sum of the
-    discarded squared strengths. The bases are nested, so one `Balanced` serves every rank.
+    For two matrices old_left and old_right [d, width], the bilinear form old_left^T old_right is the sum over r of
+    strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together reproduce the form for any
+    input. The first r directions are its best approximation of rank r in the metric, which is defined by the two Gram
+    matrices. Its squared error is the sum of the discarded squared strengths. The bases are nested, so one `Balanced`
+    serves every rank.
 
-    `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy. With
-    G_left as the left Gram, left[r] G_left left[r]^T = 1, and likewise on the right. The remaining directions are null,
-    which means that one of their two sides has no energy. Null directions contribute nothing in the metric, but may
-    contribute for other inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's
-    scale, which keeps both bases invertible and the order descending.
+    `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy: left[r]
+    G_left left[r]^T = 1 for the left Gram matrix G_left, and likewise on the right. The remaining directions are null:
+    their left or right side has no energy. Null directions contribute nothing in the metric, but may contribute for
+    other inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's scale, which
+    keeps both bases invertible and the order descending.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -79,15 +80,16 @@ class Balanced:
 
 @one_thread()
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
-    """Balances the dot product of two random vectors, given their second moments (Grams). Computes in float64.
+    """Balances the dot product of two random vectors, given their second moments (Gram matrices), in float64.
 
-    Let G = R^T R on each side, and R_left R_right^T = U diag(s) V^T. Then the directions are left = diag(1/s) V^T
-    R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation from model reduction (Moore,
-    1981). If the two vectors are drawn independently, the expected squared error is the sum of the discarded s^2
-    (Eckart and Young). No Gram is inverted, so Grams may be singular or zero, and have any scale.
+    Each Gram matrix is factored as G = R^T R, with the SVD R_left R_right^T = U diag(s) V^T. Then the directions are
+    left = diag(1/s) V^T R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation from
+    model reduction (Moore, 1981). If the two vectors are drawn independently, the expected squared error is the sum of
+    the discarded s^2 (Eckart and Young). No Gram matrix is inverted, so both may be singular or zero, and may have any
+    scale.
 
-    Rounding in the Grams dominates strengths below about 1e-8 of the form's scale. If you have the rows themselves, use
-    `svd_directions` instead. Raises InvalidInput if a Gram is not finite or not symmetric.
+    Rounding errors of the Gram matrices dominate strengths below about 1e-8 of the form's scale. If you have the
+    vectors' samples, use `svd_directions` instead. Raises InvalidInput if a Gram matrix is not finite or not symmetric.
     """
     return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
@@ -98,7 +100,8 @@ def svd_directions(
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], for every head.
 
     The product itself is never formed. Two thin QR factorizations and one d x d SVD per head keep small singular values
-    precise, which a Gram would not. The rewritten rows are orthonormal on each side.
+    precise, which Gram matrices would round away. Apart from null directions, left @ left_rows and right @ right_rows
+    have orthonormal rows.
     """
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
     return factor_directions(left, right)
@@ -108,15 +111,15 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances two vectors like `balance`, but from factors of their Grams, G = factor^T factor.
+    """Balances two random vectors like `balance`, but from factors of their Gram matrices, G = factor^T factor.
 
-    A factor's rows may be samples.
+    A factor's rows may be samples of the vector.
 
-    Null directions complete the basis. Let L and R hold the other directions. Then I - L^T diag(s) R projects onto the
-    remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other side,
-    has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding, which
-    is 2e-16 of the largest |left|^T strength |right|. The error is about 1e-15. It is larger if the two metrics differ
-    by many orders of magnitude.
+    Null directions complete the basis. If L and R hold the other directions as rows, I - L^T diag(s) R projects onto
+    the remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other
+    side, has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding:
+    2e-16 times the largest entry of |left|^T diag(strength) |right|. This error is about 1e-15, and larger if the two
+    Gram matrices differ by many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -153,7 +156,7 @@ def factor_directions(
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
-    """Returns an upper bound on the strengths. It scales with the features' units, and is never zero."""
+    """Returns an upper bound on the strengths, which scales with the features and is never zero."""
     energy_left, energy_right = left.square().sum(1), right.square().sum(1)
     both = (energy_left * energy_right).sqrt().sum(-1)
     total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
@@ -163,7 +166,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 
 def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
-    """Returns rows^T rows. For wide rows on a CPU, computes only the upper blocks and copies them to the lower ones."""
+    """Returns the Gram matrix rows^T rows. For wide rows on a CPU, computes the upper blocks and mirrors them."""
     if rows.device.type != "cpu" or rows.shape[1] < 2 * GRAM_BLOCK:
         return rows.T @ rows
     product = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -175,7 +178,7 @@ def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features featur
 
 
 def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
-    """Returns a Gram's symmetric part in float64. Raises InvalidInput if the Gram is not finite or not symmetric."""
+    """Returns a Gram matrix in float64, exactly symmetric. Raises InvalidInput if it is not finite or not symmetric."""
     gram = gram.detach().double()
     limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
     if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):
@@ -184,7 +187,7 @@ def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d
 
 
 def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
-    """Returns R with R^T R = gram. Computes it from correlations, so badly scaled features keep their precision."""
+    """Returns R with R^T R = gram. Factors the correlations, so badly scaled features keep their precision."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram)
     if gram.numel() == 0:
@@ -206,11 +209,11 @@ def read_out(
 ) -> Float[Tensor, "features kept"]:
     """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
 
-    Head h keeps the features left[kept] @ o_h of its output o_h. Let K project all heads' outputs o on the kept
+    Head h keeps the features left[kept] @ o_h of its output o_h. Let K be the map from all heads' outputs o to the kept
     features. Without `covariance`, each head is restored separately, with the weight W0 = strength * right. With the
-    `covariance` C of o (features ordered head by head), least squares refits the weight over all heads jointly:
-    W = W0 + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If kept features are
-    duplicates, several weights reach the minimum. The function then returns the weight nearest to W0.
+    `covariance` C of o (features ordered head by head), least squares refits the weight over all heads jointly: W = W0
+    + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If kept features are duplicates,
+    several weights reach the minimum. The function then returns the weight nearest to W0.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -237,16 +240,16 @@ def read_out(
 
 
 def plain_svd(weight: Weight) -> Directions:
-    """Returns left singular directions: the nearest matrix of every rank in Frobenius norm (Eckart and Young, 1936)."""
+    """Returns a weight's left singular vectors, the best directions in Frobenius norm (Eckart and Young, 1936)."""
     left, strength, _ = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     return strength, left.mT
 
 
 def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
-    """Returns the directions that minimize E |W x - W' x|^2 over inputs x with this second moment or covariance.
+    """Returns the output directions that minimize E |W x - W' x|^2 over inputs x with this second moment or covariance.
 
-    The directions are the leading eigenvectors of W M W^T, where M is `moment`. M may be singular. Raises InvalidInput
-    if M is not finite or not symmetric.
+    W' is W projected on the kept directions. The directions are the leading eigenvectors of W M W^T, where M is
+    `moment`. M may be singular. Raises InvalidInput if M is not finite or not symmetric.
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
@@ -257,7 +260,7 @@ def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> 
 def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> Directions:
     """Returns the directions of `activation_aware`, computed from the second moment or covariance of the outputs W x.
 
-    Outputs always lie in the range of W, so statistics outside that range are discarded.
+    Outputs always lie in the range of W, so the components of `covariance` outside that range are discarded as noise.
     """
     weight, covariance = weight.detach().double(), checked_gram(covariance)
     basis, _ = output_basis(weight)
@@ -275,10 +278,10 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 
 
 def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
-    """Returns an orthonormal basis of a matrix's possible outputs, and the matrix in that basis.
+    """Returns an orthonormal basis of a weight's output space, and the weight in that basis.
 
-    All directions within this basis together rewrite the matrix exactly, for any data. The same number of directions in
-    a larger space could miss a part of the outputs.
+    All directions within this basis together reproduce the weight exactly, for any data. The same number of directions,
+    chosen in a larger space, could miss a part of the outputs.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -288,9 +291,9 @@ def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[T
 
 
 def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
-    """Returns the leading eigenvectors of a moment in a basis, and their strengths.
+    """Returns the eigenvectors of a moment in a basis, strongest first, and their strengths.
 
-    Strengths that rounding could explain are set to zero. The rounding is estimated for entries as large as `bound`.
+    Strengths below the rounding error are set to zero. The rounding error is estimated for entries as large as `bound`.
     """
     # The order is reversed, because eigh returns ascending eigenvalues.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
@@ -306,11 +309,11 @@ def unit_losses(
 ) -> Float[Tensor, "units"]:
     """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    `covariance` describes the units' activations, and `weight` is the map that reads them. Let P = (covariance +
+    `covariance` describes the units' activations, and `weight` is the linear map that reads them. Let P = (covariance +
     penalty)^-1. If unit u is removed and the remaining units compensate for it, the error grows by |w_u|^2 / P_uu
     (Optimal Brain Surgeon, Hassibi and Stork, 1993). The error is the mean squared error of the output plus the penalty
-    on the weight change. Each removal updates the weights and P by a rank-one matrix. The increases grow strictly from
-    one removal to the next, so the k largest increases belong to the k units that are removed last.
+    on the weight change. Each removal updates the weights and P by a rank-one matrix. The returned increases grow
+    strictly from one removal to the next, so the k largest increases belong to the k units that are removed last.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -345,7 +348,7 @@ def unit_losses(
 def _eliminated(
     precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
-    """Chooses the next BLOCK of the remaining units. Returns them, their errors, and the updates of both tables.
+    """Chooses the next BLOCK units to remove. Returns the units, their errors, and low-rank updates of both tables.
 
     The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The caller applies
     these updates as matrix products, which takes less time than `count` separate updates would.
@@ -424,11 +427,12 @@ def elimination_losses(
 ) -> Float[Tensor, "units"]:
     """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    C is the `covariance` of the concatenated features of all units. `gram` holds W^T W for the weights that read each
-    unit. Let P = C^-1. If the removed features S are estimated from the others by the best affine map, the error
-    covariance is (P_SS)^-1 (the block form of Optimal Brain Surgeon). So removing units costs the sum of
-    tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit with the smallest error. The
-    increases grow strictly in that order, so the k largest increases belong to the k units that are removed last.
+    `gram` holds W^T W of each unit's weights W in the next linear map. Let P be the inverse of `covariance`, which
+    covers the concatenated features of all units. If the removed features S are estimated from the other features by
+    the best affine map, the covariance of the estimation error is (P_SS)^-1 (the block form of Optimal Brain Surgeon).
+    So removing units costs the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit
+    whose removal costs least. The returned increases grow strictly in that order, so the k largest increases belong to
+    the k units that are removed last.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -471,9 +475,10 @@ def water_fill(
     Pass one layer to allocate within it, or all layers to allocate over the model.
 
     The ranks sum to `total`. Every rank is a multiple of `multiple`, which must divide every layer's number of
-    directions. Every rank is also at least `minimum`, rounded up to a multiple. A unit's gains never increase, so
-    selecting the largest gains is optimal (an exchange argument). Ties go to the earlier layer, unit and index. Raises
-    InvalidInput if the total is out of range, or `multiple` does not divide the directions.
+    directions. Every rank is also at least `minimum`, rounded up to a multiple. Each further direction of a unit gains
+    at most as much as the one before, so selecting the largest gains is optimal (an exchange argument). Ties go to the
+    earlier layer, unit and index. Raises InvalidInput if the total is out of range, or `multiple` does not divide the
+    directions.
     """
     for strength in strengths:
         require_directions(strength.shape[1], multiple, minimum)

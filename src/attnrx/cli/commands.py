@@ -1,7 +1,8 @@
 """The commands of attnrx. The decorator `command` registers a function as the command of the same name.
 
-Functions of attnrx are called as `rx.NAME`, which imports a name on first use, so that --help is fast. Other packages
-register commands in the same way, in modules that they name as entry points of the group `attnrx.commands`.
+Functions of attnrx are called as `rx.NAME`, which imports their modules only on first use, so that --help is fast.
+Other packages register commands in the same way, in modules that they name as entry points of the group
+`attnrx.commands`.
 """
 
 import json
@@ -89,12 +90,12 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:
-    """Whether a claim is about the user's target, and not only about another prediction of the plan."""
+    """Whether a finding checks the user's own target, and not another prediction of the plan."""
     return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a failed claim as a line, which says whether it is the user's target or only a prediction of the plan."""
+    """Returns a line about a failed finding: a missed target of the user, or only a wrong prediction of the plan."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -192,7 +193,7 @@ def _reducing(
 
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
-    """Returns the model and its data. An existing model sets the preprocessing. A new model is built for the data."""
+    """Returns the model and its data. A saved model determines the preprocessing. A new model is built for the data."""
     # A new model is built twice. The first model sets the image size with which the data are loaded. The second model
     # has the channels, classes and normalization of the data.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
@@ -627,7 +628,7 @@ def _costs_options(parser: Parser) -> None:
     _costs_options,
 )
 def costs(arguments: Namespace, log: Log) -> Outcome:
-    """Computes the costs in closed form. If the model is the name of an architecture, no weights are loaded."""
+    """Computes a model's costs in closed form. For the name of an architecture, no weights are loaded."""
     # The policy is parsed first, so that an error in it is reported before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     if options.is_fresh(arguments.model) and not arguments.trust:
@@ -664,14 +665,14 @@ def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts
 
 
 def _parts_table(costs: "rx.costs.ModelCosts") -> str:
-    """Returns a table of all parts with nonzero costs, and their sum."""
+    """Returns a table of all parts of a model with nonzero costs, and their sum."""
     parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
     return aligned_table(("part", "parameters", "MACs"), tuple(rows))
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
-    """Returns a line with the number of tokens per layer, if this number is not constant."""
+    """Returns a line with the number of tokens in every layer, or no line if all layers have equally many."""
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)

@@ -1,8 +1,8 @@
-"""The parts of commands: the parser, the outcome, the options, and the models and data that option values name.
+"""Building blocks of commands: the parser, the outcome, the options, and the models and data that options name.
 
 `option` adds one option, `add_arguments` adds a public function's arguments as options, and functions `add_*` add
-options that several commands have. An option's type is a function that converts the option's text to its value. For a
-wrong text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the name of the
+options that several commands have. An option's type is a function that converts the option's text to its value. For an
+invalid text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the name of the
 option to this message.
 
 The names, defaults and help texts of a function's parameters are parsed from its source code. Importing the function
@@ -123,7 +123,7 @@ def command(
 
 
 def texts_of(value: object) -> list[str]:
-    """Returns the texts in the value of one argument, which is a list if the option accepts several values."""
+    """Returns the strings in an argument's value, which is a list if the option accepts several values."""
     # The value of an option with nargs is a list.
     values = value if isinstance(value, list | tuple) else (value,)
     return [each for each in values if isinstance(each, str)]
@@ -208,7 +208,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _described(docstring: str) -> dict[str, str]:
-    """Returns help texts from a docstring's `Args` and `Attributes`, without capital letter, backticks and period."""
+    """Returns help texts from a docstring's `Args` and `Attributes`, without initial capital, backticks and period."""
     texts = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE):
         for name, text in re.findall(r"^    (\w+): (.*\n?(?:^ {5,}.*\n?)*)", section, re.MULTILINE):
@@ -250,7 +250,7 @@ POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POI
 
 
 def device(text: str) -> str:
-    """Returns the text of the option --device if it names a device. This function is the option's type.
+    """Returns the text of the option --device if it names an available device. The option has this function as type.
 
     Raises:
         ArgumentTypeError: torch finds no such device on this machine.
@@ -289,8 +289,8 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
     """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help.
 
     `names` are arguments whose types come from the function's signature. `values` maps other arguments to their types,
-    or to the placeholder that the help shows for a number. An option that the user omits is None. Then
-    `given_arguments` leaves it out, and the function uses its own default, which the help shows.
+    or to the placeholder that the help shows for a number. If the user omits an option, its value is None and
+    `given_arguments` leaves it out. The function then uses its own default, which the help shows.
     """
     options_of = group.get_default("options_of") or {}
     group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
@@ -447,13 +447,13 @@ def add_running(parser: Parser, batch_size: int) -> None:
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses for training. If `task` is true and no text names a task loss, a default one comes first.
+    """Returns the losses for training. If `task` is true and no text names a task loss, the default task loss is first.
 
-    `shared` has default values of knobs (the teacher and its weights) for all losses that have these knobs.
+    `shared` holds default values of parameters (the teacher and its weights) for all losses that have these parameters.
 
     Raises:
-        InvalidInput: A text names a task loss although `task` is false. Or no loss has a shared knob, or there are no
-            losses.
+        InvalidInput: A text names a task loss although `task` is false, no loss has a parameter in `shared`, or there
+            are no losses.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)

@@ -1,7 +1,7 @@
 """Images that were read once from their source and are the same in every pass.
 
-A user's data may return different images each time you read them: random crops, samplers with replacement, iterables
-that shuffle. To compare two models, or to plan on one part of the images and verify on another, you need the same
+A user's data may return different images each time you read them, because of random crops, sampling with replacement,
+or shuffling. To compare two models, or to plan on one part of the images and verify on another, you need the same
 images each time. So every source is read in one pass into an `ImageStore`, and all later code reads the store.
 """
 
@@ -37,8 +37,8 @@ ONE_DRAW = "one fixed draw"  # in the notes on images that would differ if they 
 def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
 
-    Random transforms in a user's dataset draw from these global generators. A fixed seed therefore reads the same
-    images every time, and your own random state does not change. Other `generators`, e.g. a sampler's, are only
+    Random transforms in a user's dataset draw from these global generators. With a fixed seed, the same images are
+    therefore read every time, and your own random state does not change. Other `generators`, e.g. a sampler's, are only
     restored.
     """
     own = [(generator, generator.get_state()) for generator in generators]
@@ -90,7 +90,7 @@ class ImageStore(Displayed):
 class FixedImages(Displayed, RowImages):
     """Some rows of an image store.
 
-    `notes` says how the images were read. `problem` says why their labels cannot be compared with a model's answers.
+    `notes` says how the images were read. `problem` says why the labels cannot be compared with a model's predictions.
     `others` holds the images of other sizes from the same data, as one set per size.
     """
 
@@ -150,8 +150,8 @@ def read_once(
         name: The name of the set in messages and notes.
         normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
         total: The number of batches for the progress bar, if it is known.
-        limit: The most images to read.
-        distinct: Whether images that were read before are left out.
+        limit: The maximum number of images to read.
+        distinct: Whether repeated images are left out.
 
     Raises:
         DataError: The batches contain no image, or the file cannot be written.
@@ -215,8 +215,8 @@ class _Writer:
 
     Images made from 8-bit pixels are stored as codes without loss, together with the value of every pixel level in each
     channel. Such images have at most 256 values per channel, even after resizing, cropping and normalization. The
-    model's normalization is used to find the level of a pixel. The value of a level is copied from the images, because
-    another pipeline may round differently.
+    model's normalization is used to find the level of a pixel. The values of the levels are copied from the images,
+    because the user's preprocessing may round differently.
     """
 
     def __init__(self, first: ImageBatch, normalization: Normalization | None):

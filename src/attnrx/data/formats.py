@@ -51,13 +51,13 @@ class Opened:
 
 
 def open_folder(root: Path) -> Opened:
-    """Lists the files in `root/train/<class>/*.jpg` and in the other splits, or in `root/<class>/*.jpg`.
+    """Opens the images in `root/train/<class>/*.jpg` and in the other splits, or in `root/<class>/*.jpg`.
 
     Classes are the folders that contain images, in alphabetical order. Without class folders, as in `root/*.jpg` or
     `root/train/*.jpg`, the images have no labels.
 
     Raises:
-        DataError: There are no images, only some splits have folders of classes, or it is not clear which folders are
+        DataError: There are no images, only some splits have class folders, or it is not clear which folders are
             classes.
     """
     notes: list[str] = []
@@ -107,7 +107,7 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split. Each folder in `root` with the name of a split holds its images.
+    """Returns the images of every split. A folder in `root` that is named after a split holds its images.
 
     If no folder has the name of a split, all images are training images.
 
@@ -148,7 +148,7 @@ def class_folders(folder: Path) -> Listing:
     If no subfolder has images, the images in the folder itself are returned, each with the class name "".
 
     Raises:
-        DataError: A file name is not UTF-8, or the classes seem to be folders further inside.
+        DataError: A file name is not UTF-8, or the class folders seem to be nested deeper.
     """
     listing: Listing = []
     for entry in _subfolders(folder):
@@ -210,9 +210,9 @@ class Columns:
 
     If you name no columns, the image is in the first of IMAGE_KEYS (`data.images`) that a table has, and the label in
     the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema declares as
-    classes, or whose name says label, class, category or target. If there is one such column, it is used. If there is
-    none, the images have no labels. If there are several, you must name one. `test_column` may name a boolean column,
-    which then selects the test images.
+    classes, or whose name says label, class, category or target. A single such column is used. Without such a column,
+    the images have no labels. If there are several, you must name one. `test_column` may name a boolean column, and
+    only rows of the test split where it is true are then used.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -225,7 +225,7 @@ class Columns:
         require_fields(self)
 
     def in_table(self, features: Mapping[str, Any], source: str) -> "Columns":
-        """Returns the columns for a table with these features (types by name, as in `datasets`).
+        """Returns the image and label columns of a table with these features (types by name, as in `datasets`).
 
         Raises:
             DataError: The table has no image column, lacks a column that was named, or has several possible labels.
@@ -316,7 +316,8 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     """Maps parquet files into memory, and reads the labels.
 
-    Files are grouped into splits by their names. If no name contains a split, the column `split` groups the rows.
+    Files are grouped into splits by their names. If no file name contains a split, rows are grouped by the column
+    `split`.
 
     Raises:
         DataError: A file is damaged or empty, or the labels of the files do not match.
@@ -373,7 +374,7 @@ def _unwritten(error: BaseException | None) -> OSError | None:
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
-    """Groups files by the split in their name or in their folder below `root`. The key "" stands for no split."""
+    """Groups files by the split in their name or in their folder below `root`, or under "" if neither names a split."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
@@ -472,7 +473,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns the given rows of an image column. A cell holds bytes or {bytes, path}, in which one may be missing."""
+    """Returns the given rows of an image column. A cell holds bytes, or {bytes, path} with one or both of them."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()

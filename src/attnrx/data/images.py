@@ -1,9 +1,8 @@
-"""Image sets, which yield batches in a repeatable order, and their class for images that attnrx itself decodes.
+"""Image sets, which yield batches in a repeatable order, and the image set for images that attnrx itself decodes.
 
-The trainer relies on two laws, to resume exactly and to run in several processes:
-
-    a pass that starts at step s  ==  the same pass from the beginning, without its first s steps
-    N processes, side by side     ==  one process: same images, same order, same random numbers
+The trainer relies on two guarantees. A pass that starts at step s equals a full pass without its first s steps, so
+training can resume exactly. N parallel processes read the same images as one process, in the same order and with the
+same random numbers.
 """
 
 import hashlib
@@ -53,7 +52,7 @@ NO_LABELS = (
 
 
 def likely_labels(names: Iterable[Any]) -> tuple[str, ...]:
-    """Returns the keys or columns that may contain a label, by the words in their names, e.g. gt_label, classId."""
+    """Returns the keys or columns that may contain a label, by the words in their names, e.g. gt_label or classId."""
     return tuple(name for name in names if isinstance(name, str) and LABEL_WORDS & {*_words(name)})
 
 
@@ -63,10 +62,10 @@ def _words(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images on the model's scale, their labels, and `index`: each image's row in its source, for paired comparisons.
+    """Normalized images, their labels, and `index`: each image's row in its source, for paired comparisons.
 
-    A label is a class number. A model with several labels needs a vector of 0 and 1 per image, with one number per
-    label. For a user's metric, a label may be any tensor.
+    A label is a class number. For a multi-label model, the label of an image is a vector with a 0 or 1 per class. For a
+    user's metric, a label may be any tensor.
     """
 
     images: Float[Tensor, "batch channels height width"]
@@ -82,7 +81,7 @@ class Batch:
 
 
 def generator(*parts: int) -> torch.Generator:
-    """Returns a CPU generator that depends on every part. Neighbouring seeds or steps get unrelated numbers."""
+    """Returns a CPU generator seeded by all `parts`. Neighbouring seeds or steps get unrelated random numbers."""
     # The seed is a hash of all parts. With a sum, step 1 of seed 0 would get the numbers of step 0 of seed 1. The
     # generator is on the CPU, because other devices generate different numbers.
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
@@ -101,8 +100,8 @@ class Draws(NamedTuple):
 class Augmentation:
     """Random crops with `padding` black pixels around the image, and mirroring of half the images.
 
-    If `area` is (low, high), the crop is instead a random window that covers this share of the picture, resized to the
-    model's input. Such crops need the whole pictures, so every pass decodes the split again.
+    If `area` is (low, high), the crop is instead a random window, resized to the model's input. It covers a share
+    between low and high of the picture. Such crops need the whole pictures, so every pass decodes the split again.
     """
 
     example = "attnrx.data.Augmentation()"
@@ -117,7 +116,7 @@ class Augmentation:
             raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:
-        """Draws random numbers for `count` images. An option that is off does not change the numbers of the others."""
+        """Draws random numbers for `count` images. Disabling one option does not change the numbers of the others."""
         return Draws(
             shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
             mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
@@ -127,7 +126,7 @@ class Augmentation:
     def apply(
         self, images: UInt8[Tensor, "batch channels height width"], draws: Draws
     ) -> UInt8[Tensor, "batch channels height width"]:
-        """Crops and mirrors a batch on its own device by one gather."""
+        """Crops and mirrors a batch on its own device, with one gather operation."""
         batch, channels, height, width = images.shape
         device = images.device
         shift, mirror = without_waiting(draws.shift, device), without_waiting(draws.mirror, device)
@@ -142,7 +141,7 @@ class Augmentation:
         return padded[image, channel, down[:, None, :, None], across[:, None, None, :]]
 
     def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
-        """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
+        """Returns the crop window of a picture: the first random window that fits, else the largest central one."""
         low, high = self.area or (1.0, 1.0)
         # Every attempt has four numbers in [0, 1). They are drawn for all attempts, even if the first one succeeds.
         for share, ratio, down, across in window.tolist():
@@ -159,7 +158,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of `ImageSet.batches`. Together they fix which images each process reads in each step."""
+    """The arguments of `ImageSet.batches`, which determine the images that each process reads in each step."""
 
     batch_size: int
     seed: int | None
@@ -222,8 +221,8 @@ class ImageSet(ABC):
     """The images of one split. Every call of `batches` begins a new pass, so an image set is never used up.
 
     `notes` says how the images were read, and evidence repeats these notes. `problem` says why the labels, if there are
-    any, cannot be compared with a model's answers. `can_augment` is True if the images have no transforms of their own,
-    so that attnrx may crop and mirror them.
+    any, cannot be compared with a model's predictions. `can_augment` is True if the images have no transforms of their
+    own, so that attnrx may crop and mirror them.
     """
 
     notes: tuple[str, ...] = ()
@@ -237,7 +236,7 @@ class ImageSet(ABC):
 
     @property
     def label_problem(self) -> str | None:
-        """The reason why the labels cannot be compared with a model's answers, or None if they can."""
+        """The reason why the labels cannot be compared with a model's predictions, or None if they can."""
         return self.problem if self.problem is not None or self.has_labels else NO_LABELS
 
     @abstractmethod
@@ -246,7 +245,7 @@ class ImageSet(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short text with name, count and a hash. Two sets share a fingerprint only if their images are the same."""
+        """A short text with the name, the number of images, and a hash of their labels and contents."""
 
     @abstractmethod
     def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
@@ -277,8 +276,8 @@ class ImageSet(ABC):
     def limited_to(self, num_classes: int) -> "ImageSet":
         """Returns the images, and checks that a user's labels are below `num_classes`.
 
-        attnrx checks the labels of named datasets when it loads them. The check runs on the CPU, because on a GPU a
-        label out of range would end the process.
+        Named datasets are not checked here, because attnrx checks their labels on loading. The check runs on the CPU,
+        because on a GPU an invalid label would abort the process.
         """
         return self
 
@@ -307,7 +306,7 @@ class ImageSet(ABC):
             augmentation: Random crops and mirroring, for training.
             device: The device of the batches.
             shard: (p, N) means that process p of N receives its part of each batch.
-            start: The number of steps to skip. The pass then continues as if it had begun with the first step.
+            start: The number of steps to skip. The pass then continues as if the earlier steps had run.
 
         Raises:
             InvalidInput: The arguments do not fit together, or this set cannot be augmented.
@@ -418,7 +417,7 @@ class StoredImages(Displayed):
     """The encoded images of one split in storage order. Every storage format is converted to this class.
 
     `sources` holds the row of each image in the source. `content` reads the bytes of the image at a position. `where`
-    returns its file and row, for messages. `pixels` holds the images if they are already decoded.
+    returns the image's file or row, for messages. `pixels` holds the images if they are already decoded.
     """
 
     labels: Int[Tensor, "stored"]
@@ -455,8 +454,8 @@ class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
     `photos` says whether training crops parts of the pictures. If so, decoded pictures are not kept in memory.
-    `numbers` holds the head's class for every class of the dataset, or -1 for no label. Without `numbers`, the
-    dataset's labels are used. `problem` says why the labels do not fit a head.
+    `numbers` holds the class number in the model's head for every class of the dataset, or -1 for no label. Without
+    `numbers`, the dataset's labels are used. `problem` says why the labels do not fit a head.
     """
 
     store: StoredImages
@@ -478,11 +477,11 @@ class LoadedImages(Displayed, RowImages):
         return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
 
     def relabelled(self, numbers: Int[Tensor, "classes"]) -> "LoadedImages":
-        """Returns the same images with a head's labels: its class for every class of the dataset, or -1 for none."""
+        """Returns the same images with new labels. `numbers` maps each current class to a new class, or to -1."""
         return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
-        """Returns the same images on another scale, for a model that was trained with other statistics."""
+        """Returns the same images with another normalization, for a model that was trained with other statistics."""
         return replace(self, normalization=normalization)
 
     @property
@@ -518,7 +517,7 @@ class LoadedImages(Displayed, RowImages):
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
         """Yields the rows, the random numbers and the pixels of every step. Threads decode the next steps in advance.
 
-        Images are yielded in order, so every run finds the same first corrupt image.
+        Images are yielded in order, so every run reports the same corrupt image first.
         """
         waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
         # Decoding releases the GIL, so there is one thread per usable core. Above 16, memory bandwidth is the limit.

@@ -31,9 +31,9 @@ class DatasetCard:
     """The properties of a named dataset.
 
     `normalization` is the published mean and standard deviation of the training images, at their own size and without
-    borders, or else ImageNet's. `flip` says whether training mirrors images. `shift` says whether it crops them from a
-    padded image. If a dataset needs no file, `open` returns it. If it is not on a hub, `publisher` says where you can
-    download it.
+    borders, or else ImageNet's. `flip` says whether training mirrors images, and `shift` whether it pads them and crops
+    them at random. `open` returns a dataset that needs no file. `publisher` says where you can download a dataset that
+    is not on a hub.
     """
 
     geometry: ImageGeometry
@@ -58,7 +58,7 @@ def open_digits() -> Opened:
 def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
-    """Returns grey images in memory. Messages call an image `name`, in which {} stands for the image's number."""
+    """Returns grey images held in memory. `name` names an image in messages, with {} in place of the image's number."""
     # The content is a PGM file, a header and then the pixels, so these images are read like all others.
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
     return StoredImages(
@@ -164,7 +164,7 @@ class DatasetLocation:
 
 
 def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
-    """Finds a dataset, and runs the checks that need neither images nor labels.
+    """Finds a dataset, and runs all checks that are possible without reading images or labels.
 
     Raises:
         DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or it lacks a
@@ -208,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the catalogue name of a dataset from any of its spellings, or from a path named after it, or None."""
+    """Returns a dataset's catalogue name for any of its spellings, or for a path with such a name, or None."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
@@ -264,11 +264,11 @@ def load_data(
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
     Small images are decoded at their first use and kept in memory. Other images are decoded in every pass. A folder of
-    images has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs it
-    raises an error that names it.
+    images has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs the
+    image raises an error with its location.
 
-    The catalogue says how the pictures of a known dataset are resized and cropped. For other datasets, a few pictures
-    decide. `adapt_preprocessing` replaces this with the model's own preprocessing.
+    The catalogue says how the pictures of a known dataset are resized and cropped. For other datasets, attnrx chooses
+    this geometry from a few pictures. `adapt_preprocessing` replaces the geometry with the model's own preprocessing.
 
     Args:
         name_or_path: The name of a known dataset (`DATASETS`), `hf:owner/name` for any hub dataset, or a path. A known
@@ -329,7 +329,7 @@ def load_data(
 
 
 def by_canonical_name(opened: Opened, source: str) -> Opened:
-    """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
+    """Renames the splits to train, validation and test, drops other splits with a note, and checks the labels.
 
     Raises:
         DataError: Two splits have the same meaning, no split has a known name, a split is empty, a label is outside the
@@ -380,9 +380,9 @@ def assign(
     """Assigns every image to train, validation or test. Returns each part's stored split and rows, and notes.
 
     If there is no test split, the validation images become the test. A split that is still missing is held out of
-    train, with the same share of each class. Images are selected by a hash of their `keys`, or else of their rows.
-    `share` and `seed` only affect the validation images. Test images are selected with a fixed share and seed, so they
-    are always the same. Without a train split, nothing is held out.
+    train, with the same share of each class. Images are selected by a hash of their `keys`, or of their row numbers
+    without keys. `share` and `seed` only affect the validation images. Test images are selected with a fixed share and
+    seed, so they are always the same. Without a train split, nothing is held out.
 
     Raises:
         DataError: No class in train has two images, so none can be held out.
@@ -410,7 +410,7 @@ def assign(
 
 
 def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[int] | None) -> ImageGeometry:
-    """Returns the catalogue's geometry, or guesses one from pictures. A requested `size` replaces its size."""
+    """Returns the catalogue's geometry, or guesses one from pictures. `size` replaces the geometry's size."""
     requested = (size[0], size[1]) if isinstance(size, Sequence) else size
     if card is None:
         stored = opened.splits.get("train") or next(iter(opened.splits.values()))

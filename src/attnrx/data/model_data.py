@@ -27,8 +27,8 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 class ModelBatches:
     """Batches of any form, and the function `inputs`, which turns a batch into the arguments of a module's forward.
 
-    Labels are found as in `image_set`: the second entry of a pair, or an entry under one of LABEL_KEYS. If the forward
-    takes this entry, it is not a label.
+    Labels are found as in `image_set`: the second entry of a pair, or an entry under one of LABEL_KEYS. If `inputs`
+    passes this entry to the forward, the entry is not treated as a label.
     """
 
     data: Any
@@ -120,7 +120,7 @@ def images_for(
 ) -> ImageSet:
     """Returns the data as an image set for this model, read in one pass (see `data.image_set`).
 
-    PIL images are preprocessed as the model's library does it (`preprocessing_of`). Tensors must already be normalized.
+    PIL images are preprocessed as in the model's own library (`preprocessing_of`). Tensors must already be normalized.
 
     Raises:
         InvalidInput: The data has an unknown type, or its images are not float tensors. The message names `argument`.
@@ -240,7 +240,7 @@ def stated_image_size(data: Any) -> tuple[int, int] | None:
 
 
 def dataset_classes(*data: Any) -> tuple[str, ...]:
-    """Returns the class names of a dataset, or () without names. The dataset may be inside a Subset or a DataLoader.
+    """Returns the class names of a dataset, or () if it has none. The dataset may be inside a Subset or a DataLoader.
 
     The names are the dataset's attribute `classes`, as in torchvision, or the names of a Hugging Face dataset's label.
     """
@@ -262,8 +262,9 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     """Returns the splits with the model's preprocessing, and with the model's class indices as labels.
 
     Pictures that attnrx decodes get the size, crop, interpolation and channels that the model's own library uses. If
-    the library defines none, the dataset's way is kept, at the model's size. ImageNet subsets need no `label_map` (see
-    `data.fit_labels`). If labels do not fit the head, an error is raised only when they are used.
+    the library defines no preprocessing, the dataset's own is kept, at the model's input size. ImageNet subsets need no
+    `label_map` (see `data.fit_labels`). If labels do not fit the head, an error is raised only when the labels are
+    used.
 
     Args:
         splits: The dataset.
@@ -274,7 +275,8 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
         The splits for this model.
 
     Raises:
-        DataError: The images have another shape than the model's input and cannot be resized, or the map does not fit.
+        DataError: The images have another shape than the model's input and cannot be resized, or `label_map` does not
+            fit.
         InvalidInput: `label_map` was passed for a model without classes.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Datasets as their authors publish them: arrays of pixels, lists of files, or images with a separate label file."""
+"""Reads datasets as their authors publish them: pixel arrays, lists of files, or images with a separate label file."""
 
 import csv
 import gzip
@@ -50,7 +50,7 @@ def open_published(root: Path) -> Opened:
 
     The known layouts are CIFAR-10 and CIFAR-100 (binary and Python), MNIST and FashionMNIST (idx), Food-101, DTD, Tiny
     ImageNet, ImageNet and the folders CORRUPTION/SEVERITY of ImageNet-C. For ImageNet, all validation images are in one
-    folder, and the devkit or Kaggle's solution beside it has their labels.
+    folder, and their labels are in the devkit or in Kaggle's solution file beside it.
 
     Raises:
         DataError: A file is missing or damaged, the folder holds several datasets, or it has no images.

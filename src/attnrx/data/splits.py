@@ -1,8 +1,8 @@
 """Train, validation and test images: their labels, and how they are divided.
 
 A dataset's labels may already be the class numbers of the model's head. If they are not, they are mapped to the head's
-classes, or an error says why they do not fit. Images are divided into disjoint parts: to plan and fit on, to measure
-predictions on, and to verify on.
+classes, or an error says why they do not fit. Images are divided into three disjoint parts: for planning and fitting,
+for measuring predictions, and for verification.
 """
 
 import re
@@ -45,7 +45,7 @@ class Splits(Displayed):
 
     `augmentation` is used for training. It is None if the dataset transforms its images itself. `notes` lists the
     decisions made on loading. `image_size` is the side of a square in pixels, or (height, width). `geometry` says how
-    pictures are resized and cropped to this size. It is None if the images are already pixels.
+    pictures are resized and cropped to this size. It is None if attnrx does not resize the images itself.
     """
 
     example = "attnrx.load_data('cifar10')"
@@ -118,12 +118,12 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
     Labels stay unchanged if the dataset and the head have equally many classes. They also stay unchanged if the
     dataset's class names are numbers that the head also has. If the classes are WordNet ids or ImageNet names and the
-    head has the 1,000 classes of ImageNet-1k, labels are mapped to it. Other labels cannot be compared with the model's
-    answers, and functions that need them raise DataError. You can still use the images.
+    head has the 1,000 classes of ImageNet-1k, labels are mapped to these classes. Other labels cannot be compared with
+    the model's predictions, and functions that need them raise DataError. You can still use the images.
 
     Args:
         splits: The dataset.
-        classes: How many classes the head has.
+        classes: The number of classes of the head.
         label_map: The head's class number for every class name in the dataset.
 
     Raises:
@@ -201,7 +201,7 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
 
 
 class ImageParts(NamedTuple):
-    """Images by their use: to plan on, to predict on, to verify on. No two parts share an image with equal pixels."""
+    """Images for planning, for measuring predictions, and for verification. No two parts share an image."""
 
     planned: FixedImages
     predicted: FixedImages
@@ -222,11 +222,12 @@ class ImageParts(NamedTuple):
 def three_parts(
     splits: Splits, planned: int = MAX_IMAGES, predicted: int = MAX_IMAGES, verified: int = MAX_IMAGES
 ) -> ImageParts:
-    """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
+    """Reads the images once and divides them into parts for planning, measuring predictions, and verification.
 
-    Three splits become the three parts. Of two splits, the first is divided. A single split is divided into all parts:
-    at most a third to plan on, at most half of the rest to predict on, and the others to verify on. `planned`,
-    `predicted` and `verified` limit the number of images in each part.
+    Three splits are used as the three parts. With two splits, the first one is divided into images for planning and for
+    predictions. A single split is divided into all parts: at most a third for planning, at most half of the rest for
+    predictions, and the remainder for verification. `planned`, `predicted` and `verified` limit the number of images in
+    each part.
 
     Images are compared by content, and an image that occurs several times is used once. If parts share an image, it
     goes to verification rather than prediction, and to prediction rather than planning.
@@ -271,7 +272,7 @@ def distinct_splits(splits: Splits) -> Splits:
     """Returns the splits without repeated stored images, and adds notes that count them.
 
     An image that occurs several times is used once, in the test rather than in train. Images are compared by the bytes
-    of their files, or of their pixels if they are held decoded. Sets that cannot be read by row stay unchanged. If
+    of their files, or by their pixels if they are already decoded. Sets that cannot be read by row stay unchanged. If
     there are more than MOST_COMPARED images in total, all splits stay unchanged.
 
     Raises:
@@ -293,7 +294,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images that are not among `others`, compared by content. If all are new, returns the set itself.
+    """Returns the images that are not among `others`, compared by content. If none is among `others`, returns the set.
 
     Raises:
         DataError: All images are among `others`.

@@ -7,7 +7,7 @@ training, rows are read again in every epoch, in any order, so a run can be resu
 
 An item, or a batch, has one of three forms: only an image, a pair (image, label), or a mapping with an image under one
 of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors with the model's normalization. If the
-images of a dataset are PIL pictures, they are preprocessed as the model's library does it (`Family.preprocessing`).
+images of a dataset are PIL pictures, they are preprocessed as in the model's own library (`Family.preprocessing`).
 """
 
 import reprlib
@@ -98,16 +98,16 @@ def image_set(
     """Returns a user's data as an ImageSet, read in one pass. An ImageSet is returned unchanged.
 
     Labels are integers. Without labels, the set has a `label_problem`, and functions that need labels raise DataError.
-    If random transforms or samplers would return other images in another reading, the set contains one random draw, and
-    its `notes` say so.
+    If random transforms or samplers would return different images in a second reading, the set contains one random
+    draw, and its `notes` say so.
 
     Args:
         data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
         preprocess: Turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
         normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
-        limit: The most images to read. If there are more rows, evenly spread ones are chosen. If the dataset lists its
-            labels, the chosen rows are balanced over the classes.
+        limit: The maximum number of images to read. If there are more rows, evenly spaced rows are chosen. If the
+            dataset lists its labels, the chosen rows are balanced over the classes.
         seed: The seed for the random transforms and samplers of the data.
         outputs: The name of the model's `OutputKind`. For "multilabel", a label is a vector of 0 and 1. For
             "regression", "map" or "several", labels are not read. For "targets", labels are tensors of any shape, e.g.
@@ -360,7 +360,7 @@ class _ItemReader:
 
 @dataclass(frozen=True, eq=False)
 class IndexedImages(ImageSet):
-    """Rows of a dataset that has an index. Every pass reads them again, with the dataset's transforms.
+    """Rows of a dataset that can be indexed. Every pass reads the rows again, with the dataset's transforms.
 
     `loader` is the DataLoader that wraps the dataset. `is_whole` is True if the rows are all rows of the dataset, each
     once, and False if a sampler selected them. If `num_classes` is set, every image must have a label below it.

@@ -41,16 +41,17 @@ def diagnose(
 ) -> Diagnosis:
     """Measures diagnostics of a model in one pass over the images.
 
-    By default, `suited_diagnostics` chooses the diagnostics. If `Moments` is among them, MLP maps are observed, too.
-    Your model keeps its weights, mode and backends. Memory does not grow with the number of images.
+    By default, `suited_diagnostics` chooses the diagnostics. If `Moments` is among them, the MLPs' linear maps are
+    measured, too. Your model keeps its weights, mode and backends. Memory does not grow with the number of images.
 
     Args:
         model: The model, without token pruning or merging.
         data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
             ScaleWarning, which is recorded in `about["notes"]`.
         diagnostics: The diagnostics to measure.
-        moments: Whether to measure moments of values and MLPs even if the attention has norms. Rules for vo, fc1 and
-            fc2 need them, unless their metric is weights. For attention without norms, they are always measured.
+        moments: Whether to measure moments of values and MLPs even if the attention normalizes queries and keys. Rules
+            for vo, fc1 and fc2 need these moments, unless their metric is "weights". For attention without norms, the
+            moments are always measured.
         images: The largest number of images to use. None uses all, up to 50,000.
         batch_size: Images per forward pass.
         seed: Seeds every random draw, e.g. of random transforms.
@@ -125,7 +126,7 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 
 
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
-    """Adds the reading effective_rank_mix [heads] to a layer, if its directions can be rewritten.
+    """Adds the reading effective_rank_mix [heads] to a layer, if a change of basis is possible for its scores.
 
     The reading is the effective rank of the scores in "mix", the metric that plans use.
     """
@@ -228,7 +229,7 @@ def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
 def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
     """Returns the diagnosis of the hidden units between an MLP's two linear maps.
 
-    `moment` is the moment of the second map's inputs, or None if it was not measured.
+    `moment` is the centred second moment of the second map's inputs, or None if it was not measured.
     """
     weight = second.weight.detach().cpu().clone()  # a copy, in case you train the model
     wide = weight.double()

@@ -29,9 +29,9 @@ from attnrx.vit.spec import Spectrum
 class CentredMoment:
     """Accumulates the sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
-    Every batch is first centred on its own mean, and multiplied in its own precision. Then the batches are merged in
-    float64. A simpler formula would subtract the mean's share from the sum of x x^T. Such a difference would round away
-    small variations of large rows.
+    Every batch is first centred on its own mean, and its moment is computed in the batch's precision. Then the batches
+    are merged in float64. It would be simpler to subtract the mean's share from the sum of x x^T. But if rows are large
+    and vary little, rounding would erase that difference.
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class CentredMoment:
         self.value = torch.zeros(())
 
     def covariance(self) -> Float[Tensor, "features features"]:
-        """Returns the moment divided by the number of rows, in float64 on the CPU. Without any rows, it is 0."""
+        """Returns the moment divided by the number of rows, in float64 on the CPU, or 0 if there are no rows."""
         covariance = self.value.cpu().double() / max(self.rows, 1)
         return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
 
@@ -73,17 +73,17 @@ class Diagnostic:
         require_fields(self)
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings that need only the spectrum, and no images. By default there are none."""
+        """Returns the readings that need only the spectrum, and no images. The base class returns none."""
         return {}
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns one layer's readings for one batch, averaged over its images. By default there are none."""
+        """Returns one layer's readings for one batch, averaged over its images. The base class returns none."""
         return {}
 
     def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
-        """Returns the readings of one layer's head outputs over all images. By default there are none.
+        """Returns the readings of one layer's head outputs over all images. The base class returns none.
 
-        `moment` covers the outputs of all heads side by side. `readout` is the output projection.
+        `moment` is the moment of all heads' outputs, concatenated. `readout` is the output projection.
         """
         return {}
 
@@ -223,7 +223,7 @@ class Moments(Diagnostic):
       sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T.
     - output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim, heads * v_head_dim]: the mean and
       covariance of all heads' outputs together, over all tokens of all images.
-    - readout_gram [heads, v_head_dim, v_head_dim]: the Gram of each head's part of the output projection.
+    - readout_gram [heads, v_head_dim, v_head_dim]: the Gram matrix of each head's part of the output projection.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -249,7 +249,7 @@ def softmax_covariance(
 ) -> Float[Tensor, "heads directions directions"]:
     """Returns the covariance of the keys under each query's own attention, averaged over queries and images.
 
-    If a query's scores change by a small d, its attention diverges by about d^T (diag p - p p^T) d / 2.
+    If a query's scores change by a small d, the KL divergence of its attention p is about d^T (diag p - p p^T) d / 2.
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
@@ -329,9 +329,10 @@ DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
     """Returns the diagnostics that `diagnose` measures by default, with their default options.
 
-    The default is all standard diagnostics, plus `Moments` if the layers need it. Attention without norms needs it,
-    because its directions can be rewritten in metrics that use these moments. With `moments=True`, attention with norms
-    gets it, too, because rules for values and MLPs have no other metric that uses data.
+    The default is all standard diagnostics, plus `Moments` if the layers need it. Attention without norms needs
+    `Moments`, because pruning may change the basis of its directions by metrics that use these moments. With
+    `moments=True`, `Moments` is also added for attention with norms, because rules for values and MLPs have no other
+    metric that uses data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # no attention is read, or all is removed
         return (Moments(),)

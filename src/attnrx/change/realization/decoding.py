@@ -6,7 +6,7 @@ based on second moments of the activations, and a least-squares fit of the next 
 
 After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
 Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
-corrects a part of the errors that merged tokens and smaller layers cause.
+corrects some errors of merged tokens and smaller layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
 
 @contextmanager
 def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Inside the context, a call of the inner Vision Transformer returns `function(call)` instead of its own output."""
+    """Inside the context, a call of the inner Vision Transformer returns `function(call)`, and `call()` computes it."""
     trunk, depth = model.trunk, 0
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
 
 
 def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
-    """Removes channels between two maps, in place. The second map is refitted on the batches to compensate for them."""
+    """Removes channels between two linear maps, in place, and refits the second map on the batches to compensate."""
     second = model.source.get_submodule(pair.second)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)

@@ -56,7 +56,7 @@ class Fitted:
 
 
 def improve_(module: nn.Module, before: float, error: Callable[[], float], fit_: Callable[[], None]) -> float:
-    """Fits a module in place and returns its error. If the error is not below `before`, restores the module."""
+    """Fits a module in place and returns its error. If the fit does not lower the error `before`, it is undone."""
     state = copy.deepcopy(module.state_dict())
     fit_()
     after = error()
@@ -238,7 +238,7 @@ class _OutputFit:
             yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
 
     def _outputs(self, key: tuple[int, bool], pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of the reference and of the model on a part of a batch, which has this key."""
+        """Returns the outputs of the reference and of the model for the part of a batch that `key` identifies."""
         target, outputs = self._target(key, pixels), self._answers(pixels)
         if outputs.shape != target.shape:
             raise InvalidInput(
@@ -248,7 +248,7 @@ class _OutputFit:
         return target, outputs
 
     def _target(self, key: tuple[int, bool], pixels: Tensor) -> Tensor:
-        """Returns the reference's outputs on a part of a batch. Every epoch of every fit has the same parts."""
+        """Returns the reference's outputs for the part of a batch that `key` identifies, from a cache if possible."""
         if key in self._targets:
             return self._targets[key]
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Narrows MLPs outside the blocks that have the blocks' MLP width, for example in SigLIP's pooling head.
+"""Narrows MLPs outside the Transformer blocks, for example in SigLIP's pooling head.
 
-A library's class often uses one width for all MLPs. So a portable model with narrower blocks needs these MLPs to be
-narrower, too. As in the blocks (`decide_hidden`), units that contribute least to the output are removed, and the second
-map is refitted to the remaining units.
+A library's model class often has one setting for the width of all MLPs. If pruning narrows the blocks' MLPs, the other
+MLPs must become equally narrow, or the class could not load the model. As in the blocks (`decide_hidden`), units that
+contribute least to the output are removed, and the second map is refitted to the remaining units.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ IMAGES = 128
 
 
 def narrow_(model: nn.Module, pairs: Sequence[tuple[str, str]], hidden: int, images: ImageSet) -> None:
-    """Reduces MLPs to `hidden` units, in place. Each pair names an MLP's two maps by paths in the library's model."""
+    """Reduces MLPs to `hidden` units, in place. Each pair holds the module paths of an MLP's two linear layers."""
     adopted: Any = model
     weight = next(model.parameters())
     with evaluating((model,)):

@@ -1,12 +1,12 @@
 """Realizes a prescription: creates the smaller model, attaches its token policy, and fits the weights.
 
-A compressed layer stores its kept heads by descending rank (`head_order`), but decisions list heads in their original
-order. The query and key rows of a head are its directions. They are copied from the model, or combined from the layer's
-rows by a basis. Value and output projections are copied, or reduced to the kept dimensions.
+A compressed layer stores its kept heads by descending rank (`head_order`), but the prescription lists heads in their
+original order. A head's query and key rows are copied from the model, or combined from the layer's rows by a change of
+basis. Value and output projections are copied, or reduced to the kept dimensions.
 
-The fits run in a fixed order. Repair comes first, then the tokens are attached, and distillation comes last. A
-prescription records the settings of every fit, including seeds. From this record, `realize_and_fit` can recreate a
-model and its matched controls.
+The fits run in a fixed order. Repair comes first, then token pruning or merging is attached, and distillation comes
+last. A prescription records the settings of every fit, including seeds. From this record, `realize_and_fit` can
+recreate a model and the control models that it is compared with.
 """
 
 import copy
@@ -74,22 +74,23 @@ def realize(
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied. Your model is not changed.
 
-    With `by="mask"`, every shape stays and zeros are written. Removed directions get strength zero, while norms still
-    use their rows. Removed heads get a zero output projection. Removed blocks get zero weights.
+    With `by="mask"`, all shapes stay the same, and zeros replace the removed weights. Removed directions get strength
+    zero, but query and key norms still use their rows. Removed heads get a zero output projection. Removed blocks get
+    zero weights.
 
-    With `by="compress"`, the zeros are deleted, and the outputs equal the mask's. If blocks are removed, your library
-    creates the model at a smaller depth. That model has the modes of the original, but not its hooks. If a layer
-    divides query and key rows by their norms, removed rows that the norms need are kept. In such a layer, only the
-    scores need fewer MACs.
+    With `by="compress"`, the zeros are deleted, and the outputs equal the mask's. If blocks are removed, the model's
+    own library creates it again with a smaller depth. The new model keeps the training or evaluation mode of the
+    original, but not its hooks. If a layer divides query and key rows by their norms, removed rows that the norms need
+    are kept. In such a layer, only the attention scores become cheaper.
 
     Some forms of attention have further compressions, which you request by name. These also delete the rows that only
     the norms need, so the layer is smaller and only approximates the mask. Some also fit the kept strengths to the
     `calibration` images. If the model's KL divergence is larger with fitted strengths, the strengths stay as
     prescribed. docs/exact.md compares these compressions.
 
-    A prescription that keeps everything gives identical logits. Tokens are pruned or merged last. A token reducer that
-    uses attention statistics gets the same statistics in the mask and in the compressed model. A reducer that uses keys
-    (`tome`) does not, because the mask still has keys that the compressed model has lost.
+    A prescription that keeps everything gives identical logits. Token pruning and merging are added last. A token
+    reducer that uses attention statistics gets the same statistics in the mask and in the compressed model. A reducer
+    that uses keys (`tome`) does not, because the mask still has keys that the compressed model has lost.
 
     Args:
         model: The model for which the prescription was made.
@@ -183,7 +184,7 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
 
 
 def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
-    """Reduces the maps of one MLP: y = W x + b becomes decode @ (encode @ W x) + a constant. A mask keeps one map."""
+    """Replaces y = W x + b in one MLP by decode @ (encode @ W x) + constant. A mask stores the product as one map."""
     for which, name in enumerate(LINEAR_MAPS):
         output = layer.outputs.get(name)
         if output is None:
@@ -212,7 +213,7 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
-    """Removes hidden units of one MLP, and refits its second linear map. A mask zeroes their columns instead."""
+    """Removes hidden units of one MLP and writes its refitted second map. A mask only zeroes the units' columns."""
     first, second = family.mlp(model)[index]
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
         raise NotSupported(f"the MLP of layer {index + 1} has factored maps; prescribe hidden on the original model.")
@@ -242,7 +243,7 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
 
 
 def _required_bias(linear: nn.Module) -> Tensor:
-    """Returns a map's bias, which a mask needs to hold the mean of what it removes. Raises InvalidInput without one."""
+    """Returns a linear map's bias, in which a mask stores the mean of removed features. Raises InvalidInput if None."""
     if not isinstance(linear.bias, Tensor):
         raise InvalidInput("a map without a bias cannot hold the mean of what a mask removes; use by='compress'.")
     return linear.bias
@@ -251,7 +252,7 @@ def _required_bias(linear: nn.Module) -> Tensor:
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     """Returns the token policy of a model as a prescription, with copies of its predictors if they are learned.
 
-    Use it to train predictors in one model, and realize them in a model with other ranks.
+    Use this function to train token predictors in one model, and to reuse them in a model with other ranks.
 
     Raises:
         InvalidInput: The model does not prune or merge tokens.
@@ -303,7 +304,7 @@ def require_fewer_tokens(model: nn.Module) -> None:
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
-    """Returns the settings of the fits with these numbers of `steps` by name. A fit with 0 steps is left out."""
+    """Returns the settings of all fits. `steps` maps each fit's name to its number of steps, and 0 leaves it out."""
     return tuple(kind(**{count: steps[name], "seed": seed}) for name, (kind, count) in KINDS.items() if steps.get(name))
 
 
@@ -327,7 +328,7 @@ def realize_and_fit(
     by: str = "compress",
     log: Log = no_log,
 ) -> nn.Module:
-    """Realizes a prescription like `realize`, and fits the resulting weights to the model, without labels.
+    """Realizes a prescription like `realize`, and fits the new weights to the original model, without labels.
 
     Repair compares each token with the original's token, so it runs before tokens are pruned or merged. Distillation
     accepts a model with fewer tokens, and runs last.
@@ -338,7 +339,8 @@ def realize_and_fit(
         images: Images to fit to. A compression that fits strengths uses them, too.
         fits: The settings of the fits. Without fits, the function only realizes.
         by: A compression, as in `realize`. Masks cannot be fitted.
-        log: Is called with the result of the distillation, and with a line if the budget reduces a repair.
+        log: A function that is called with the result of the distillation, and with a line if the budget reduces a
+            repair.
 
     Raises:
         InvalidInput: Fits are requested for a mask, or without images.
@@ -385,7 +387,7 @@ def realize_with_effort(
     log: Log = no_log,
     bits: int | None = None,
 ) -> tuple[nn.Module, tuple[Fit, ...]]:
-    """Realizes a prescription with the fits of an effort, and skips a repair that is not possible.
+    """Realizes a prescription with the fits of an effort level, and skips a repair that is not possible.
 
     Returns the model and the settings of the fits that ran.
 
@@ -393,9 +395,9 @@ def realize_with_effort(
         model: The original model. It is not changed.
         prescription: The prescription for the original.
         images: The images to fit to.
-        effort: Sets how much is fitted.
+        effort: The effort level, which sets the numbers of repair steps and distillation epochs.
         bfloat16: Whether a repair may compute products in bfloat16 if the device is faster with them.
-        log: Is called with the reports of the fits, and with a line if the model cannot be repaired.
+        log: A function that is called with the reports of the fits, and with a line if the model cannot be repaired.
         bits: 8 for a model that will become an 8-bit file, else None.
     """
     fits, seed = list[Fit](), effort.settings.seed
@@ -426,7 +428,7 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_n
     """Returns a layer's compressed attention, which stores its heads by descending rank.
 
     Raises:
-        NotSupported: The original norms are requested (`keeps_norms`), but the layer has lost directions before.
+        NotSupported: `keeps_norms` is set, but an earlier compression has removed rows that the norms need.
         InvalidInput: A decision does not fit the form of the attention.
     """
     order, values, weight = head_order(layer), layer.outputs.get("vo"), attention.value.weight
@@ -465,10 +467,10 @@ def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
 
 
 def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
-    """Writes zeros, in place, for everything that a layer loses. Every shape stays.
+    """Zeroes everything that a layer loses, in place. All shapes stay the same.
 
     Raises:
-        NotSupported: All heads share the directions of the decision, and the layer has no rows for them.
+        NotSupported: All heads share the decision's directions, and the original layer has no rows for such directions.
         InvalidInput: A decision does not fit the form of the attention, or values are reduced although the output
             projection has no bias.
     """
@@ -504,13 +506,13 @@ def head_order(layer: LayerPrescription) -> list[int]:
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: bool = True) -> AttentionSpec:
-    """Returns the spec of the compressed layer, by default with the original norms.
+    """Returns the spec (form and shapes) of the compressed layer, by default with the original norms.
 
     Rewritten directions need no key bias, because the softmax cancels it. Rewritten values need no value bias, because
     the bias of the output projection absorbs it.
 
     Raises:
-        NotSupported: The original norms are requested (`keeps_norms`), but the layer has lost directions before.
+        NotSupported: `keeps_norms` is set, but an earlier compression has removed rows that the norms need.
         InvalidInput: A decision does not fit the form of the attention.
     """
     scores, values, order = layer.qk, layer.outputs.get("vo"), head_order(layer)
@@ -564,10 +566,10 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
 
 
 def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the frequencies of the kept rotary pairs, for the heads in `order`.
+    """Returns the RoPE frequencies of the kept rotary pairs, for the heads in `order`.
 
     Raises:
-        InvalidInput: The decision is for another form, or keeps only one row of a pair.
+        InvalidInput: The decision is for another form of attention, or keeps only one row of a pair.
     """
     table = None if scores.basis is None else scores.basis.pairs
     if table is None and scores.basis is not None:
@@ -619,7 +621,7 @@ def _combine_directions_(
 ) -> None:
     """Writes the kept directions of a basis into a smaller layer.
 
-    Without shared directions, query and key are each scaled by the root of the strength.
+    If heads do not share directions, query and key rows are each multiplied by the square root of the strength.
     """
     kept = scores.keep[order].any(0)
     for name, table in (("query", basis.left), ("key", basis.right)):
@@ -633,8 +635,8 @@ def _combine_directions_(
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
     """Adapts relative position tables to changed query rows, in place.
 
-    The products of query and table stay the same if the old query rows are combinations of the new ones. Otherwise,
-    least squares approximates them.
+    If the old query rows are linear combinations of the new rows, the products of query and table stay the same. If
+    not, least squares approximates the products.
     """
     if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
         return
@@ -683,7 +685,7 @@ def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basi
 def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
-    """Returns the query or key rows that a basis combines, with the bias as last column, in float64 on the CPU."""
+    """Returns query or key rows in a new basis, with the bias as last column, in float64 on the CPU."""
     # The rows are combined in float64, because a basis may be ill-conditioned. The bias is treated like a feature.
     stored, owners = side.augmented(), (sum(spec.rows),) if spec.traits.shares_directions else spec.rows
     num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]

@@ -63,20 +63,20 @@ GRAPH_MACS = 2.9e11
 
 @dataclass(frozen=True)
 class Repair:
-    """The settings of a repair: how many steps of Adam each attention and MLP gets, and how least squares is penalized.
+    """The settings of a repair: the Adam steps per attention and MLP, the data per step, the budget, and the penalty.
 
     Every Adam step for an attention uses all tokens of `images` images. Every step for an MLP uses `tokens` single
     tokens, drawn from all images in proportion to their importance. `learning_rate` is relative to the root mean square
     of each tensor, and decays to zero along a cosine.
 
     `macs` limits the multiply-accumulates of the whole repair, which are estimated beforehand. To stay within this
-    limit, a large model is repaired on fewer images, but at least on MIN_REPAIR_IMAGES. If it still exceeds the limit,
-    it gets fewer steps, but at least half of them. None sets no limit.
+    limit, a large model is repaired on fewer images, but at least on MIN_REPAIR_IMAGES. If the repair still exceeds the
+    limit, the number of steps is reduced, but at most by half. None sets no limit.
 
     With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
 
-    `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before missing ones is
-    fitted to the output of the last missing block.
+    `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before the missing blocks
+    is fitted to the output of the last missing block.
 
     With `bits=8`, the linear maps of the candidate's blocks are computed as in an 8-bit file.
 
@@ -111,11 +111,12 @@ def repair(
     """Returns a copy of the candidate whose blocks are fitted to the reference's blocks, without labels.
 
     Blocks are fitted one after the other. A block's input comes from the repaired blocks before it, and its target is
-    the reference's own output. So the fit also corrects errors of earlier blocks. Each block is fitted in three stages:
+    the reference block's output. So the fit also corrects errors of earlier blocks. Each block is fitted in three
+    stages:
 
-    1. The maps of the attention, by steps of Adam.
-    2. The second map of the MLP, in closed form: least squares with a penalty on its change.
-    3. Both maps of the MLP, by steps of Adam.
+    1. The linear maps of the attention, with Adam.
+    2. The second linear map of the MLP, in closed form, by least squares with a penalty on its change.
+    3. Both linear maps of the MLP, with Adam.
 
     A token's squared error is weighted by the token's importance. The importance is the root mean square gradient of
     the reference's outputs with respect to the block's output. One image in eight is held out. A stage is kept only if
@@ -211,7 +212,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the repair's settings with the steps, and the number of images, that its budget of MACs allows."""
+    """Returns the repair's settings and number of images, with fewer steps and images if the MAC budget requires it."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -238,7 +239,7 @@ Tokens = Float[Tensor, "images tokens width"]
 class _Layout:
     """How a block expects an image's tokens: as `windows` sequences, or as a grid.
 
-    For a grid, `width_axis` is the axis of the features, and `sides` holds its numbers of rows and columns.
+    For a grid, `width_axis` is the axis of the features, and `sides` holds the grid's numbers of rows and columns.
     """
 
     windows: int
@@ -301,7 +302,7 @@ class _Block:
 
     @contextmanager
     def without_mlp(self) -> Iterator[None]:
-        """Inside the context, the MLP returns zeros and its maps are not computed."""
+        """Inside the context, the MLP returns zeros and its two linear maps are not computed."""
         # The rest of the block's code still runs: residual sums, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
@@ -430,16 +431,16 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 class _Reached(Exception):
-    """Ends a forward pass when it reaches the part whose input is needed."""
+    """Raised to end a forward pass when it reaches the module that the input was requested for."""
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
     """Returns for every block the importance of its output tokens, by their effect on the model's outputs.
 
-    The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of it
-    is then made equal for all tokens.
+    The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of
+    the total importance is then distributed equally over all tokens.
 
-    The function differentiates the log-probability of a sampled answer (`OutputKind.drawn`), e.g. of a class drawn from
+    The function differentiates the log-probability of a sampled output (`OutputKind.drawn`), e.g. of a class drawn from
     the predicted probabilities. So the gradient's second moment is the Fisher information. For embeddings, it
     differentiates a random projection of the normalized embedding. If no gradient reaches a block, all of its tokens
     have the same importance.

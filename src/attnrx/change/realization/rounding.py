@@ -1,4 +1,4 @@
-"""Simulates the linear maps of an 8-bit file with gradients, to fit models that will be quantized."""
+"""Simulates the linear maps of an 8-bit file with gradients, to fit models before they are quantized."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,11 +39,12 @@ class EightBits(TorchFunctionMode):
 
     Every input channel is divided by a factor (SmoothQuant), and all channels are rounded within one range. This range
     covers the inputs of all passes under `calibrating`. Every row of weights has its own range. The mean error of every
-    output is subtracted, as a corrected bias would do. Gradients pass through the rounding unchanged (Bengio et al.,
-    2013).
+    output is subtracted, like bias correction after quantization. Gradients pass through the rounding unchanged (Bengio
+    et al., 2013).
 
     Maps are identified by the order of the calls, so every `pass_` must be one pass of the same module. Gradients are
-    enabled during the pass. Otherwise a module may compute several maps in one kernel, which would not be rounded.
+    enabled during the pass. Without gradients, a module may compute several maps in one fused kernel, which would not
+    be rounded.
     """
 
     def __init__(self):
@@ -61,7 +62,7 @@ class EightBits(TorchFunctionMode):
             self._calibrates = False
 
     def pass_(self, run: Callable[[], Tensor]) -> Tensor:
-        """Returns the output of `run`, which must be one pass of the module, computed with rounded maps."""
+        """Returns the output of `run`, computed with rounded maps. `run` must be one pass of the module."""
         has_gradients = torch.is_grad_enabled()
         self._calls = 0
         with torch.enable_grad(), self:
