@@ -117,9 +117,9 @@ def factor_directions(
 
     Null directions complete the basis. If L and R hold the other directions as rows, I - L^T diag(s) R projects onto
     the remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other
-    side, has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding:
-    2e-16 times the largest entry of |left|^T diag(strength) |right|. This error is about 1e-15, and larger if the two
-    Gram matrices differ by many orders of magnitude.
+    side, has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding.
+    The rounding error is 2e-16 times the largest entry of |left|^T diag(strength) |right|, which is about 1e-15. It is
+    larger if the two Gram matrices differ by many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape

@@ -72,7 +72,7 @@ def outputs_of(
 
 
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
-    """Returns outputs on the CPU in float32 or float64. In half precision, sums and comparisons would be rounded."""
+    """Returns outputs on the CPU in at least float32, because sums and comparisons in half precision are inexact."""
     return outputs.detach().cpu().to(torch.promote_types(outputs.dtype, torch.float32))
 
 

@@ -600,7 +600,7 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path for a page that others read. An absolute path is cut to its name, to hide the user's folders."""
+    """Returns a path to show on a published page. Absolute paths are cut to their name, to hide the user's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 

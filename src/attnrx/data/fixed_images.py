@@ -63,7 +63,7 @@ def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageStore(Displayed):
-    """Images as they were read. Each has a label (-1 if it has none), its row in the source and its hash.
+    """Images as they were read. Each image has a label (-1 if unknown), its row in the source, and a hash.
 
     `values` holds the images in the dtype of the source, or as 8-bit codes. A code is an index into `levels`, which
     holds the value of every pixel level in each channel.

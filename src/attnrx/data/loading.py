@@ -263,9 +263,9 @@ def load_data(
 ) -> Splits:
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
-    Small images are decoded at their first use and kept in memory. Other images are decoded in every pass. A folder of
-    images has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs the
-    image raises an error with its location.
+    Small images are decoded on first use and kept in memory. Other images are decoded in every pass. A folder of images
+    has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs the image
+    raises an error with its location.
 
     The catalogue says how the pictures of a known dataset are resized and cropped. For other datasets, attnrx chooses
     this geometry from a few pictures. `adapt_preprocessing` replaces the geometry with the model's own preprocessing.
@@ -379,10 +379,10 @@ def assign(
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
     """Assigns every image to train, validation or test. Returns each part's stored split and rows, and notes.
 
-    If there is no test split, the validation images become the test. A split that is still missing is held out of
-    train, with the same share of each class. Images are selected by a hash of their `keys`, or of their row numbers
-    without keys. `share` and `seed` only affect the validation images. Test images are selected with a fixed share and
-    seed, so they are always the same. Without a train split, nothing is held out.
+    If there is no test split, the validation images become the test split. A split that is still missing is held out of
+    train, with the same share of each class. Images are selected by a hash of their `keys`, or of their row numbers if
+    there are no keys. `share` and `seed` only affect the validation images. Test images are selected with a fixed share
+    and seed, so they are always the same. Without a train split, nothing is held out.
 
     Raises:
         DataError: No class in train has two images, so none can be held out.

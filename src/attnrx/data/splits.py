@@ -109,7 +109,7 @@ class MissingImages(ImageSet):
 
 
 def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
-    """Returns all three splits. A missing split is replaced by one that raises an error when it is used."""
+    """Returns all three splits. A missing split is replaced by an image set that raises an error when it is used."""
     return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
 

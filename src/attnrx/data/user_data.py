@@ -103,7 +103,7 @@ def image_set(
 
     Args:
         data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
-        preprocess: Turns a PIL picture into a float tensor [channels, height, width].
+        preprocess: A function that turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
         normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
         limit: The maximum number of images to read. If there are more rows, evenly spaced rows are chosen. If the
@@ -112,7 +112,7 @@ def image_set(
         outputs: The name of the model's `OutputKind`. For "multilabel", a label is a vector of 0 and 1. For
             "regression", "map" or "several", labels are not read. For "targets", labels are tensors of any shape, e.g.
             masks for a metric.
-        inputs: Converts inputs of the model's own library (videos, spectrograms, padded patches) to images
+        inputs: A converter from inputs of the model's own library (videos, spectrograms, padded patches) to images
             (`Family.inputs`). None means that the data are images with channels, height and width.
 
     Raises:
@@ -280,7 +280,7 @@ class _ItemReader:
         return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
 
     def _labels(self, labels: Any, count: int) -> Tensor:
-        """Returns the labels of `count` images in the form that the model's outputs need. A list has one per image."""
+        """Returns the labels of `count` images in the form that the model's outputs need. `labels` may be a list."""
         given = labels if isinstance(labels, list) else [labels]
         if self.outputs in UNREAD or all(label is None for label in given):
             return torch.full((count,), UNLABELLED)
@@ -416,7 +416,7 @@ class IndexedImages(ImageSet):
             yield batch.to(order.device)
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the rows once. If there are more rows than `limit`, a spread or class-balanced selection is read."""
+        """Reads the rows once. If there are more than `limit`, evenly spaced or class-balanced rows are chosen."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
             chosen = self.at(self._spread(limit).sort().values)

@@ -54,7 +54,7 @@ def diagnose(
             moments are always measured.
         images: The largest number of images to use. None uses all, up to 50,000.
         batch_size: Images per forward pass.
-        seed: Seeds every random draw, e.g. of random transforms.
+        seed: The seed of every random draw, e.g. in random transforms.
 
     Returns:
         The spectra and readings of every layer and head.

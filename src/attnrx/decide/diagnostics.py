@@ -59,7 +59,7 @@ class CentredMoment:
 
 
 class Diagnostic:
-    """The base class of diagnostics, which compute readings. Each is a final frozen dataclass with options as fields.
+    """The base class of diagnostics, which compute readings. Subclasses are frozen dataclasses with options as fields.
 
     Diagnostics receive spectra and observations, never a model. The first axis of every reading is the head. All
     diagnostics obey two laws. If heads are permuted, the readings are permuted in the same way. The readings do not

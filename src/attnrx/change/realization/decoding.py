@@ -1,8 +1,9 @@
 """Makes the decoder of a dense-prediction model smaller, and fits it to the original's output maps.
 
 A decoder here is all code around the Vision Transformer. Such decoders are sequences of convolutions, and cost a fifth
-or more of the whole model. Their channels are removed like the hidden units of an MLP. Greedy elimination chooses them,
-based on second moments of the activations, and a least-squares fit of the next map compensates for them.
+or more of the whole model. Their channels are removed like the hidden units of an MLP. Greedy elimination chooses the
+channels, based on second moments of the activations. A least-squares fit of the next map then compensates for the
+removed channels.
 
 After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
 Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
@@ -62,7 +63,7 @@ class _Batch:
 def smaller_decoder(
     model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[Adopted, float] | None:
-    """Returns a copy of a dense model with a smaller decoder, and the mean divergence of the copy from the model.
+    """Returns a copy of a dense-prediction model with a smaller decoder, and the copy's mean divergence from the model.
 
     The divergence is measured on images that the copy was not fitted to. The function returns None if the decoder has
     no channels to remove, if removing them saves little, or if the copy diverges too much.
@@ -108,7 +109,7 @@ def fit_decoder(
 def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
     """Runs the model, and returns batches with the recorded Vision Transformer outputs and the target outputs.
 
-    Without `targets`, the model's own outputs are the target. Returns [] unless the model calls its Vision Transformer
+    Without `targets`, the model's own outputs are the targets. Returns [] unless the model calls its Vision Transformer
     exactly once per batch.
     """
     weight, found, done = next(model.parameters()), [], 0
@@ -135,7 +136,7 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
 
 @contextmanager
 def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Inside the context, a call of the inner Vision Transformer returns `function(call)`, and `call()` computes it."""
+    """Inside the context, the inner Vision Transformer returns `function(call)`. `call()` computes its usual output."""
     trunk, depth = model.trunk, 0
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Distillation: fits all weights of a compressed model together to the original's outputs, without labels.
 
-Like `repair`, `distill` uses Adam with learning rates relative to the size of each tensor, and returns a `Fitted`.
+Like `repair`, `distill` uses Adam with learning rates relative to the root mean square of each tensor, and returns a
+`Fitted`.
 """
 
 import copy
@@ -56,7 +57,7 @@ class Fitted:
 
 
 def improve_(module: nn.Module, before: float, error: Callable[[], float], fit_: Callable[[], None]) -> float:
-    """Fits a module in place and returns its error. If the fit does not lower the error `before`, it is undone."""
+    """Fits a module in place and returns its error. If the error is not lower than `before`, the fit is undone."""
     state = copy.deepcopy(module.state_dict())
     fit_()
     after = error()
@@ -133,9 +134,10 @@ def distill(
 ) -> Fitted:
     """Returns a copy of the candidate whose outputs are fitted to the reference's, without labels.
 
-    Adam fits all weights together, with tokens pruned and merged as in use. `repair` works block by block and on all
-    tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of the outputs,
-    softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start.
+    Adam fits all weights together, with tokens pruned and merged as in inference. `repair` works block by block and on
+    all tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of the
+    outputs, softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the
+    same start.
 
     One image in eight is held out from the fit. You get the weights with the smallest divergence on these images. If no
     rate helps, you get the candidate's own weights.
@@ -223,7 +225,7 @@ class _OutputFit:
         return self.distance(*self._outputs((number, False), pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
-        """Returns the mean divergence on the held-out images. With `validation`, all images are validated, too."""
+        """Returns the mean divergence on the held-out images. With `validation`, also checks all images."""
         with torch.no_grad():
             numbered = enumerate(self._batches(validation))
             held_out = (((number, True), pixels[_held_out(pixels)]) for number, pixels in numbered)

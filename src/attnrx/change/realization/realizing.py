@@ -83,10 +83,10 @@ def realize(
     original, but not its hooks. If a layer divides query and key rows by their norms, removed rows that the norms need
     are kept. In such a layer, only the attention scores become cheaper.
 
-    Some forms of attention have further compressions, which you request by name. These also delete the rows that only
-    the norms need, so the layer is smaller and only approximates the mask. Some also fit the kept strengths to the
-    `calibration` images. If the model's KL divergence is larger with fitted strengths, the strengths stay as
-    prescribed. docs/exact.md compares these compressions.
+    Some forms of attention have further compressions, which you request by name. Such compressions also delete the rows
+    that only the norms need, so the layer is smaller and only approximates the mask. Some compressions also fit the
+    kept strengths to the `calibration` images. If the model's KL divergence is larger with fitted strengths, the
+    strengths stay as prescribed. docs/exact.md compares these compressions.
 
     A prescription that keeps everything gives identical logits. Token pruning and merging are added last. A token
     reducer that uses attention statistics gets the same statistics in the mask and in the compressed model. A reducer
@@ -309,7 +309,7 @@ def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
 
 
 def fits_record(*fits: Fit) -> dict[str, Any]:
-    """Returns the record of fits: the steps under each fit's name, and other settings, with seeds, under "settings"."""
+    """Returns a record with the steps of every fit under its name, and all other settings under "settings"."""
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)

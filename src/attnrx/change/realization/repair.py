@@ -66,8 +66,8 @@ class Repair:
     """The settings of a repair: the Adam steps per attention and MLP, the data per step, the budget, and the penalty.
 
     Every Adam step for an attention uses all tokens of `images` images. Every step for an MLP uses `tokens` single
-    tokens, drawn from all images in proportion to their importance. `learning_rate` is relative to the root mean square
-    of each tensor, and decays to zero along a cosine.
+    tokens, drawn from all images in proportion to the tokens' importance. `learning_rate` is relative to the root mean
+    square of each tensor, and decays to zero along a cosine.
 
     `macs` limits the multiply-accumulates of the whole repair, which are estimated beforehand. To stay within this
     limit, a large model is repaired on fewer images, but at least on MIN_REPAIR_IMAGES. If the repair still exceeds the

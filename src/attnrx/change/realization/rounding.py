@@ -54,7 +54,7 @@ class EightBits(TorchFunctionMode):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Widens the ranges to cover the inputs of all passes inside the context. Nothing is rounded there."""
+        """Widens the ranges to cover the inputs of all passes inside the context, without rounding these passes."""
         self._calibrates = True
         try:
             yield
