@@ -1,6 +1,6 @@
-"""Finds the optimal plan for a budget, assuming that the sensitivities of single choices add up.
+"""Finds the optimal plan for a budget, assuming that the effects of single choices (their sensitivities) add up.
 
-A stage is a place before a layer where tokens are pruned or merged.
+A stage is a point between two layers at which tokens are pruned or merged.
 """
 
 import itertools
@@ -29,7 +29,7 @@ FEW, TILE, NUMBERS = 3, 16, 16
 
 @dataclass(frozen=True)
 class Step:
-    """One plan with its cost, as a share of the original's cost, and its predicted divergence."""
+    """One plan, its cost as a share of the original model's cost, and its predicted divergence."""
 
     choices: Choices
     cost: float
@@ -40,11 +40,11 @@ class Step:
 class Frontier:
     """Finds the plans with the least predicted divergence for every cost.
 
-    The search is a multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is
-    the number of pruned patches and the savings so far. Costs and sensitivities of later layers depend on nothing else.
-    If the number of stages is limited (`Space.most_stages`), the state also counts the stages so far. For every
-    state, the plan with the lowest sensitivity is kept. The only approximation is that savings are rounded to
-    1 / `GRID` of the unchanged model's cost.
+    The search is a multiple-choice knapsack problem, solved by dynamic programming over the layers. The state after a
+    layer is the number of pruned patches and the savings so far, because the costs and sensitivities of later layers
+    depend on nothing else. If the number of stages is limited (`Space.most_stages`), the state also counts the stages
+    so far. For every state, the plan with the lowest sensitivity is kept. The only approximation is that savings are
+    rounded to 1 / `GRID` of the unchanged model's cost.
     """
 
     space: Space
@@ -67,9 +67,9 @@ class Frontier:
     def near(self, limit: float, start: Choices) -> Step:
         """Returns a plan within the budget near `start`, found by greedy moves.
 
-        Each step makes the move with the largest savings per added divergence. A move lowers one axis's rank in one
-        layer, or prunes more patches before a layer (`Space.moves`). Finally, choices that the budget does not require
-        are undone.
+        Each step makes the move with the largest savings per added divergence. A move lowers the rank of qk, vo or MLP
+        in one layer, or prunes more patches before a layer (`Space.moves`). Finally, choices that the budget does not
+        require are undone.
 
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
@@ -93,8 +93,8 @@ class Frontier:
     def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
         """Returns plans within the budget that only prune tokens, in one to FEW stages.
 
-        For every set of layers, the function finds the best token counts. For every number of stages, it returns the
-        `count` sets with the lowest predicted divergence. `limit` is the largest cost share.
+        For every set of layers, the best token counts are found. For every number of stages, the `count` sets with the
+        lowest predicted divergence are returned. `limit` is the largest cost, as a share of the original's cost.
         """
         # Costs and sensitivities add up over the stages. A stage's contribution depends only on the numbers of tokens
         # before and after it, so all plans can be compared at once.
@@ -133,7 +133,7 @@ class Frontier:
         return Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
-        """Undoes choices that the budget does not require, and returns the plan with the lower divergence."""
+        """Undoes choices that the budget does not require, so that the outputs diverge less, and returns the plan."""
         # Each round makes the change that lowers the divergence most. The divergence falls in every round, so the loop
         # ends. The loop is needed after rounding and greedy moves, because the last move may save too much. Latency
         # rises in steps, so keeping some more patches may cost nothing.
@@ -162,7 +162,7 @@ class Frontier:
 
     @cached_property
     def nothing(self) -> float:
-        """The unchanged model's cost share. For latency it may differ from 1, the cost of the library's own model."""
+        """The cost share of the unchanged model. For latency, a share of 1 is the model in its own library."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
@@ -175,7 +175,7 @@ class Frontier:
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """The number of pruned patches in every state: first 0, then all numbers, repeated for each stage count."""
+        """The number of pruned patches in every search state: 0, then the other numbers once per stage count."""
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
     def _after_stage(self, before: int, largest: int) -> slice:
@@ -206,7 +206,7 @@ class Frontier:
         return least, backpointers
 
     def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Allows a stage before a layer. Returns the lowest sensitivity [gone, saved] and the previous states."""
+        """Considers a stage before a layer. Returns the lowest sensitivity [gone, saved] and the previous states."""
         previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])  # no stage: the same state
         # A stage needs the attention of a previous layer.
         if not layer or len(least) == 1:
@@ -268,7 +268,7 @@ class Frontier:
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Returns the savings of a stage itself, in units of 1 / GRID. They are never positive: a stage has a cost."""
+        """Returns the negative cost of a stage, in units of 1 / GRID."""
         tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
         return self._parts(-self.cost_table.stages[layer, tokens])
 
@@ -279,7 +279,7 @@ class Frontier:
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
         """Yields plans that save at least a share `saved` of the unchanged model's cost, by increasing sensitivity.
 
-        Some of these plans save up to ROUNDING_SLACK parts less, because savings are rounded.
+        Because savings are rounded, some of these plans save less, by up to ROUNDING_SLACK units of 1 / GRID.
         """
         # [gone, saved], flattened. All final states with enough savings compete, whatever their number of patches.
         first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)
@@ -308,10 +308,10 @@ class Frontier:
 
 
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
-    """Returns a lower bound on the cost share of all plans. Raises NotSupported if the bound is above `limit`.
+    """Returns a lower bound on the cost share of any plan. Raises NotSupported if the bound is above `limit`.
 
-    The bound needs no sensitivities. It assumes the cheapest ranks in every layer. It also assumes a stage before every
-    layer that prunes as many patches as possible and costs nothing.
+    The bound assumes the cheapest ranks in every layer. It also assumes that before every layer, a stage prunes as many
+    patches as possible at no cost. Sensitivities are not needed.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches
@@ -339,7 +339,7 @@ def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> No
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
-    """Shifts the sensitivities [saved] by `parts`. The gap is filled with infinity."""
+    """Shifts the sensitivities [saved] by `parts` positions and fills the gap with infinity."""
     shifted = np.full_like(least, np.inf)
     shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
     return shifted

@@ -24,7 +24,7 @@ BELOW, ABOVE = 0.1, 10.0
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
-    """Returns the model's costs after the prescription (qk, vo, MLP and tokens), without realizing it.
+    """Returns the costs that a model would have after a prescription (qk, vo, MLP and tokens), without applying it.
 
     `by` names a compression, as in `realize`.
     """
@@ -63,8 +63,8 @@ class CostTable:
     the full rank. The token axis has an entry for every number of tokens, from none to all. `stages` [layer, tokens] is
     the cost of a token reducer before a layer, by its number of input tokens.
 
-    `prefix` counts the tokens before the patches, and `patches` counts the patches. `spread` is the interquartile range
-    of the timings, as a share of their median. For exact costs, it is 0.
+    `prefix` is the number of tokens before the patches, e.g. the class token, and `patches` is the number of patches.
+    `spread` is the interquartile range of the timings divided by their median. Exact costs have a spread of 0.
     """
 
     quantity: str
@@ -80,7 +80,7 @@ class CostTable:
     def problem(self) -> str | None:
         """Returns why the table's costs are implausible, or None if they are plausible.
 
-        Other processes disturb timings. Then measured costs may be negative, or may rise although less is computed.
+        If other processes disturb the timings, measured costs may be negative, or may rise although less is computed.
         """
         numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
         if not all(np.isfinite(each).all() for each in numbers):
@@ -115,7 +115,7 @@ class CostTable:
         return (self.outside + layers + stages) / self.whole
 
     def stage_inputs(self, choices: Choices) -> dict[int, int]:
-        """Returns how many tokens enter each stage, by the layer that follows the stage."""
+        """Returns the number of tokens that enter each stage, keyed by the layer after the stage."""
         tokens = self.prefix + self.patches
         before = zip((0, *choices.left), choices.num_pruned, strict=False)
         return {layer: tokens - gone for layer, (gone, count) in enumerate(before) if count}
@@ -144,7 +144,7 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
 
 
 def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
-    """Returns the costs of one axis, as a table [layer, level, tokens]."""
+    """Returns the costs of one axis (qk, vo or MLP), as a table [layer, level, tokens]."""
     table = np.empty((space.depth, len(space.levels), len(steps)))
     # Levels that are not available are never chosen. They get the original's costs, so every entry is defined.
     allowed = (0, *space.available(axis))
@@ -184,16 +184,18 @@ def corrected(
 ) -> CostTable:
     """Corrects a table of block costs by timing whole models. The new costs are shares of the baseline's latency.
 
-    `latency_shares` times models in turns, and returns their latencies by name as shares of the reference's latency.
-    It is called with these models:
+    `latency_shares` times models in turns and returns each model's latency, by name, as a share of the baseline's
+    latency. The following models are timed:
 
-    - The unchanged model, which sets the overall scale.
-    - For every axis, a model with a middle level in all layers. It sets a factor for the axis's savings.
-    - A model with both qk and vo. It sets a factor for what they save together beyond the sum.
-    - Models with token reduction at these numbers of `stages`. They set three numbers by least squares. Two of them are
-      the cost of a stage: a constant, and a part proportional to its number of input tokens. The third is the share of
-      the token savings that a whole model misses. A block that is timed on its own finds its weights in the cache, so
-      it may save more than in a model. If the whole model saves more, this share is negative.
+    - The unchanged model. Its latency sets the overall scale.
+    - For every axis, a model with a middle level in all layers. Its latency sets a factor for the axis's savings.
+    - A model with a middle level of both qk and vo. Its latency sets a factor for what they save together beyond the
+      sum.
+    - Models with token reduction, one for each number of stages in `stages`. Three numbers are fitted to their
+      latencies by least squares. Two of them are the cost of a stage: a constant, and a part proportional to its number
+      of input tokens. The third is the share of the predicted token savings that a whole model does not reach. A block
+      that is timed in isolation finds its weights in the cache, so it may save more than in a model. If the whole model
+      saves more, this share is negative.
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
     # correct for them, one after the other: first the scale, then the axes, then the tokens.
@@ -246,7 +248,7 @@ def corrected(
 
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
-    """Reduces what fewer tokens save by the share `missed`, in costs [..., tokens]."""
+    """Reduces the savings from fewer tokens by the share `missed`, in a table of costs [..., tokens]."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
@@ -257,7 +259,7 @@ def saving_factor(measured: float, predicted: float) -> float:
 
 
 def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
-    """Scales the savings of every axis by its factor, and the interaction of qk and vo by the factor of JOINT."""
+    """Scales the savings of every axis by its factor, and the interaction of qk and vo by the factor for JOINT."""
     attention, mlp = cost_table.attention, cost_table.mlp
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]
@@ -283,12 +285,12 @@ def _some_at(space: Space, stages: int | None) -> Choices:
 def never_slower(
     times: np.ndarray, levels: Collection[int], others: Collection[int] = (), from_zero: bool = False
 ) -> np.ndarray:
-    """Fits times [level, level of another axis, tokens] by least squares so that no lower level is slower.
+    """Fits times [level, level of another axis, tokens] by least squares so that a lower rank is never slower.
 
-    The savings of both axes add up. A kernel may pad one axis to the other, so levels that both axes have reached have
-    an interaction term. Savings are subtracted from a common intercept. With `from_zero`, they are subtracted from
-    zero. Use `from_zero` for times that are differences from the full level. The fit has few parameters for many times,
-    so it also reduces measurement noise.
+    The fit adds up the savings of both axes. A kernel may pad one axis to the size of the other, so there is an
+    interaction term for every level that both axes have reached. Savings are subtracted from a common intercept or,
+    with `from_zero`, from zero. Use `from_zero` for times that are differences from the full level. The fit has fewer
+    parameters than there are times, so it also reduces measurement noise.
     """
     # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings of an
     # indicator cannot be negative, so the fitted times cannot rise from one level to the next.

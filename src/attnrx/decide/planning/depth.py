@@ -24,17 +24,17 @@ def least_needed_blocks(
 ) -> DepthPrescription:
     """Chooses blocks to remove, one after the other, so that the outputs diverge least after each removal.
 
-    The divergence from the original is measured on all images. Nothing is fitted. Pass the result to `prescribe` as
+    The divergence from the original is measured on all images. No weights are fitted. Pass the result to `prescribe` as
     `{"depth": ...}`.
 
     Args:
         model: The model, without token pruning or merging.
         images: Images without labels, normalized for the model, in any form that attnrx reads.
-        count: How many blocks to remove. At least one block must stay.
-        batch_size: Images per forward pass.
+        count: The number of blocks to remove. At least one block must remain.
+        batch_size: The number of images per forward pass.
 
     Returns:
-        The blocks to remove. Each block's reason contains the divergence after its removal.
+        The blocks to remove, with a reason for each block that contains the divergence after its removal.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

@@ -1,6 +1,6 @@
 """Measures cost tables for latency: the time of a block by rank and number of tokens, on this machine.
 
-Blocks run in PyTorch or in the runtime of a file format.
+The timed blocks run in PyTorch or in the runtime of an export format, e.g. ONNX Runtime.
 """
 
 import copy
@@ -108,11 +108,12 @@ def measured_code() -> str:
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns a stored cost table for a model of this shape under these conditions, or else measures one.
 
-    Tables stay in the cache folder for OLDEST days. A stored table is used only on the same hardware and governor, with
-    the same versions of torch and the runtime, and the same code of attnrx (`measured_code`) and kernels.
+    Tables stay in the cache folder for OLDEST days. A stored table is used only on the same hardware with the same CPU
+    governor. The versions of torch and the runtime, attnrx's code (`measured_code`) and its kernels must also be the
+    same.
 
     If a measured table is implausible (`CostTable.problem`), it is measured again. If other processes ran during the
-    measurement, or if the timings are noisy, this call logs the problem and uses the table. It does not store it.
+    measurement, or if the timings are noisy, the problem is logged, and the table is used but not stored.
 
     Raises:
         NotSupported: ATTEMPTS measured tables were implausible.
@@ -183,10 +184,10 @@ def measured_cost_table(
 ) -> CostTable:
     """Times one block at several levels and numbers of tokens, and the whole model, on a batch of images.
 
-    After a token stage, attention may use token sizes (proportional attention), so the timed block uses them, too. Each
-    time is divided by the original block's time in the same round. The costs are in units of the attnrx model's own
-    latency. They do not include token reducers, which `corrected` adds. The times are fitted so that no lower level is
-    slower.
+    After a stage that prunes or merges tokens, attention may be weighted by token sizes (proportional attention), so
+    the timed block does the same. Each time is divided by the original block's time in the same round. Costs are
+    relative to the unchanged model in attnrx's own code. The cost of token reducers is added later, by `corrected`. The
+    times are fitted so that a lower rank is never slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -230,8 +231,8 @@ def file_cost_table(
 ) -> CostTable:
     """Times unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    Lower levels are not timed one by one. A level is assumed to save the same share of a block's time as of its
-    multiply-accumulates, times a factor for its axis. The factor is measured at one level.
+    Lower ranks are not timed one by one. A rank is assumed to save the same share of a block's time as of its
+    multiply-accumulates, times a factor. Each axis has its own factor, which is measured at one rank.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -253,7 +254,7 @@ def file_cost_table(
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
-    """Interpolates times along dimension `dim` between the `known` levels of an axis, linearly in the kept share.
+    """Interpolates times along dimension `dim` between an axis's `known` levels, linearly in the share of the rank.
 
     Below the last known level, the line through the last two known levels is extrapolated.
     """
@@ -268,10 +269,10 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Runs successive blocks with recorded arguments that their model passes besides the tokens, e.g. rotary positions.
+    """Runs successive blocks with recorded additional arguments from their model, e.g. rotary positions.
 
-    With a `reduction`, the blocks run in their state after a token stage, where every token has a size and the index of
-    a patch. With `last`, the model's shortcut for its last block, that block computes only the class token.
+    With a `reduction`, the blocks run as they do after a token stage, where every token has a size and a patch index.
+    With `last`, the model's shortcut for its last block, the block computes only the class token.
     """
 
     def __init__(
@@ -307,8 +308,8 @@ class _Called(nn.Module):
 class _Timer:
     """Times blocks and models in one runtime, at the numbers of tokens in `grid`.
 
-    Times are in units of the original block with all tokens. If the plan has the token axis, the timed blocks follow a
-    stage. Otherwise, they are the first blocks of the model.
+    All times are relative to the original block with all tokens. If the plan may prune tokens, the timed blocks are the
+    blocks after a token stage. Otherwise, the first blocks of the model are timed.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -383,9 +384,9 @@ class _Timer:
         return run
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Returns a block's times at the grid's numbers of tokens after a stage, with these levels of the axes.
+        """Times a block with these levels of the axes, after a token stage, at every number of tokens in the grid.
 
-        The last entry is the time with all tokens before any stage.
+        The last entry of the result is the time with all tokens, before any token stage.
         """
         choices, model = Choices.nothing(self.space.depth), self.space.model
         for axis, level in levels.items():
@@ -407,15 +408,15 @@ class _Timer:
         return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, level in levels.items()}
 
     def last(self) -> np.ndarray:
-        """Returns the last block's times. If the model has this shortcut, the block computes only the class token."""
+        """Returns the last block's times. If the model supports it, the last block computes only the class token."""
         depth = self.space.depth
         return self._times(self.space.model, range(depth - 1, depth), True)
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
-        """Returns factors [counts] that correct interpolated times for the steps in which the time rises.
+        """Returns factors [counts] that correct interpolated times, because the real time rises in steps.
 
         An interpolated time multiplied by its factor is the unchanged block's time. The factor is 1 where the block is
-        not timed at such fine steps.
+        not timed finely enough to show the steps.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -460,9 +461,9 @@ class _Timer:
         return {name: float(values.median()) for name, values in ratios.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray, files: Sequence[Exported | None] = ()) -> CostTable:
-        """Times the whole model and the model without blocks, and returns the scaled cost table.
+        """Times the whole model and the model without blocks, and scales the block costs to a cost table.
 
-        If `files` are passed, they are timed in place of the two models.
+        If you pass `files`, these exported files are timed in place of the two models.
         """
         space, images = self.space, self.conditions.prepare_images(self.images)
         # The time of all blocks together is the model's time minus its time with identity blocks in their place.
@@ -496,8 +497,8 @@ def timing_conditions(
 ) -> Conditions:
     """Returns the conditions under which a plan's models or files are timed.
 
-    Models are timed in their own precision if possible, and files in their format's precision. On a CUDA device, CUDA
-    graphs are recorded if the model allows it.
+    Models are timed in their own precision if possible, and files in their format's precision. On a CUDA device,
+    forward passes are recorded as CUDA graphs if the model supports them.
     """
     # Neither models nor files are timed in float64.
     weight = next(model.parameters())
@@ -522,13 +523,13 @@ def timing_conditions(
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
-    """Returns the protocol for timing final results: whole batches, wall clock, several processes."""
+    """Returns the protocol for timing final results: whole batches, by wall clock, in several processes."""
     rounds = final_rounds(batch, family_of(model).costs(model).macs)
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
 class PlanTimer:
-    """Times whole plans in turns with the `baseline`. With a format, plans are timed as files, else in PyTorch.
+    """Times the models of plans in turns with the `baseline`. If a format is set, their exported files are timed.
 
     `images` calibrates the files.
     """
@@ -573,7 +574,8 @@ class PlanTimer:
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         """Times models or their files in turns with the baseline.
 
-        Returns one record per model, with its speed relative to the baseline, the interval and the conditions.
+        Returns one record per model, with its speed relative to the baseline, the interval of this speed, and the
+        timing conditions.
         """
         settings, noise = self.settings, self.settings.noise(self.space.model)
         # Shorter rounds cost less, so there can be more of them, and their median is more precise.
@@ -612,14 +614,14 @@ class PlanTimer:
         }
 
     def megabytes(self, model: nn.Module) -> float:
-        """Returns the size of the model's file in megabytes, or without a format, the size of its weights."""
+        """Returns the size in megabytes of the model's exported file or, without a format, of its weights."""
         if self.settings.to is None:
             # A weight with several names is stored once for each of them.
             return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
         return self._files({"": model})[""].bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Times models, or their files, in turns with the baseline, and returns their shares of its latency."""
+        """Times models, or their files, in turns with the baseline. Returns latencies as shares of the baseline's."""
         protocol = replace(self.settings.protocol, rounds=rounds)
         speeds = self._compared(models, self.settings.noise(self.space.model), protocol)
         return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}
@@ -637,7 +639,7 @@ class PlanTimer:
         )
 
     def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
-        """Writes files for timing. They have the operations of final files, but are quantized on only a few images.
+        """Writes files for timing. They run the same operations as final files, but are calibrated on fewer images.
 
         Raises:
             NotSupported: A model cannot be written in the format.

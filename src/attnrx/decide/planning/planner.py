@@ -1,7 +1,7 @@
 """The planner measures costs and sensitivities, allocates the budget, and refines the plan by measured divergence.
 
-The search changes a few choices of the best plan at random, and then meets the budget by greedy moves. Each plan
-depends only on the plans tried before it.
+The search changes a few choices of the best plan at random, and then returns to the budget by greedy moves. Each plan
+depends only on the seed and on the plans tried before it.
 """
 
 from collections.abc import Sequence
@@ -85,16 +85,16 @@ def plan(
     *,
     settings: PlanSettings | None = None,
 ) -> Plan:
-    """Allocates one budget to ranks and tokens so that the outputs diverge least.
+    """Chooses the ranks and tokens to prune, so that the model meets a budget and its outputs diverge least.
 
-    A cost table holds the costs of all choices. It is computed for MACs and parameters, and measured for latency. The
-    sensitivity of each choice is measured separately, on the first of `images`. If sensitivities added up exactly, the
-    optimum would be known (`Frontier`). They add up only approximately, so a search varies the best plan and measures
-    the divergence of whole plans. All plans are measured on a part of `images`, and the best plans on all of them. The
-    images are held in memory.
+    A cost table holds the costs of all choices. For MACs and parameters, costs are computed. For latency, they are
+    measured. The sensitivity of each choice, i.e. how far it changes the outputs, is measured separately, on the first
+    of `images`. If sensitivities added up exactly, the optimum would be known (`Frontier`). They add up only
+    approximately, so a search varies the best plan and measures the divergence of whole plans. All plans are measured
+    on a part of `images`, and the best plans on all of them. The images are held in memory.
 
-    The predictions are measured on `others`, which influence no choice. You need labels only for an accuracy target. If
-    `others` have no labels, the plan predicts no change of accuracy.
+    The plan's predictions are measured on `others`, which influence no choice. You need labels only for an accuracy
+    target. If `others` have no labels, the plan contains no prediction of the accuracy.
 
     Args:
         model: The model, without token pruning or merging.
@@ -103,7 +103,7 @@ def plan(
             run it without attnrx.
         images: Images for choosing the plan. Images that are also among `others` are not used.
         others: Other images, for measuring the predictions.
-        settings: The search space, the conditions of timings, and how much is measured.
+        settings: The search space, the timing conditions, and how much is measured.
 
     Returns:
         The plan with its prescription and predictions.
@@ -112,7 +112,8 @@ def plan(
         InvalidInput: The target is a recall, which is measured after the repair. Give it to `shrink` instead.
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
-        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels. Save it unchanged.
+        NoOpPrescription: The unchanged model meets the target, e.g. because attnrx's kernels are faster. Save it
+            unchanged.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -142,7 +143,7 @@ def plan_sharing(
 ) -> Plan | TargetMet:
     """Returns a plan like `plan` does, or `TargetMet` if the unchanged model meets the target.
 
-    Targets for the same kind of cost share one planner from `planners`. If there is none yet, it is added. All
+    Targets for the same kind of cost share one planner in the dictionary `planners`. A missing planner is added. All
     divergences and cost shares are relative to the `reference`, by default the model. The model may also be a copy of
     the reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs
     without attnrx.
@@ -187,7 +188,7 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Applies 1 to `MOST_VARIED` random changes. Each keeps or prunes more in one layer, or moves a stage."""
+    """Applies up to `MOST_VARIED` random changes. Each change keeps or prunes more in a layer, or moves a stage."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
         # Changes may raise or lower the cost, because greedy moves meet the budget again afterwards.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
@@ -232,7 +233,7 @@ class Planner:
 
     @cached_property
     def trial_answers(self) -> Answers:
-        """The reference's outputs on the first images. A search measures only its finalists on all images."""
+        """The reference's outputs on the first images, for the search. Only finalists are measured on all images."""
         return self.answers.first(self.settings.trial_images)
 
     @cached_property
@@ -250,7 +251,7 @@ class Planner:
 
     @cached_property
     def frontier(self) -> Frontier:
-        """The optimal plans for every budget. The dynamic program is solved once for all of them."""
+        """The optimal plans for every budget. The dynamic program is solved once for all budgets."""
         return Frontier(self.space, self.cost_table, self.sensitivities)
 
     def realized(self, choices: Choices) -> nn.Module:
@@ -260,7 +261,7 @@ class Planner:
         return self._realized[choices]
 
     def deviation(self, choices: Choices, answers: Answers) -> Deviation:
-        """Returns a plan's deviation on the images in `answers`, which are the first of all images."""
+        """Returns how far a plan's outputs deviate on the images in `answers`, which are the first of all images."""
         key = len(answers), choices
         if key not in self._deviations:
             # A larger set begins with the same images, so earlier outputs are reused.
@@ -278,7 +279,7 @@ class Planner:
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns a plan's last timing, which sets the promised speed. With a format, the plan is timed as a file."""
+        """Returns a plan's last timing, which sets the promised speed. With a format, the exported file is timed."""
         if choices not in self._latencies:
             (self._latencies[choices],) = self.timer.timings([self.realized(choices)])
         return self._latencies[choices]
@@ -332,8 +333,9 @@ class Planner:
     def best(self, target: Target) -> Trial | TargetMet:
         """Returns the best plan for a target.
 
-        Plans for a latency or a file size are measured and corrected several times. For an allowed loss, the cheapest
-        plan is the best. If the unchanged model meets the target, returns `TargetMet` instead.
+        If the target is a latency or a file size, plans are measured and corrected several times. If the target limits
+        the loss, the best plan is the cheapest plan within this limit. If the unchanged model meets the target, returns
+        `TargetMet` instead.
 
         Raises:
             NotSupported: No plan is cheap enough or keeps the loss within the limit, or measured latencies differ too
@@ -367,7 +369,7 @@ class Planner:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
-        """Plans several times, each time correcting the target by the measured latency.
+        """Makes several plans. After each plan, the target is corrected by the measured latency.
 
         Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is fast enough.
         """
@@ -435,7 +437,7 @@ class Planner:
         return self.settings.adjusts and self.settings.to is not None and self.settings.in_subprocess
 
     def _timed(self, steps: Sequence[Step]) -> list[float]:
-        """Times plans, or their files, in turns with the baseline. Returns their latencies as shares of its latency."""
+        """Times plans, or their files, in turns with the baseline. Returns latencies as shares of the baseline's."""
         models, ratios = [self.realized(step.choices) for step in steps], list[float]()
         for _ in range(2):  # every call times anew, because the machine may have been busy
             found = self.timer.timings(models)
@@ -509,7 +511,7 @@ class Planner:
         return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan on one batch, and on all trial images if it is not far worse than the best plan there."""
+        """Measures a plan on one batch. If it is not far worse than the best plan, measures it on all trial images."""
         few, about = self.answers.first(1), ""  # one batch
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)
@@ -539,7 +541,7 @@ class Planner:
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
-        """Plans several times for a share of the parameters, each time correcting the share by the measured file size.
+        """Makes several plans for a share of the parameters. Each file size is measured to correct the next share.
 
         Returns the plan with the lowest divergence whose file is small enough. If the unchanged model's file is small
         enough, returns `TargetMet` instead.
@@ -606,7 +608,7 @@ class Planner:
         return found
 
     def _loss(self, step: Step, target: Target) -> float:
-        """Returns a plan's loss on the images: lost points of accuracy, or the mean divergence."""
+        """Returns a plan's loss on the images: the lost percentage points of accuracy, or the mean divergence."""
         deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
         if target.quantity != DROP:
             self.details(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
@@ -618,7 +620,7 @@ class Planner:
 
 
 class UniformPlanner(Planner):
-    """Makes plans for portable models. The search compares numbers of heads, each with the largest possible width."""
+    """Makes plans for portable models. The search tries every number of heads, with the widest MLPs that fit."""
 
     space: UniformSpace
 
@@ -683,7 +685,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Returns one line of text per choice: what it saves, given all other choices, and its own sensitivity."""
+    """Describes each choice in one line: what it saves if all other choices stay, and its own sensitivity."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):

@@ -46,8 +46,8 @@ class Deviation:
     """How far a candidate's outputs deviate from the original's, per image.
 
     For class predictions, `divergence` is KL(original || candidate) in nats. `softened` is the limit of this divergence
-    for a high softmax temperature. `agrees` is 1 if both predict the same class, else 0. `change` is +1 if only the
-    candidate is correct, -1 if only the original is, else 0. Without labels, `change` is None. `attnrx.vit.outputs`
+    for a high softmax temperature. `agrees` is 1 if both models predict the same class, else 0. `change` is +1 if only
+    the candidate is correct, -1 if only the original is, else 0. Without labels, `change` is None. `attnrx.vit.outputs`
     defines these numbers for other outputs. A regression makes no decisions, so `agrees` and `change` are None.
     """
 
@@ -77,7 +77,7 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int, bfloat16: bool = False) -> "Answers":
-        """Runs the original on all images and stores its outputs. Images need no labels.
+        """Runs the original on all images and stores its outputs. The images need no labels.
 
         Raises:
             DataError: There are no images, a label does not match the outputs, or an embedding is zero.
@@ -113,12 +113,12 @@ class Answers:
         return len(self.outputs)
 
     def first(self, count: int) -> "Answers":
-        """Returns the answers for the first batches, as many as are needed for `count` images."""
+        """Returns the first batches that together hold at least `count` images, with the original's outputs."""
         # Batches stay whole, so that no outputs have to be computed again.
         return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
-        """Returns the answers for exactly the first `count` images. The last batch is shortened."""
+        """Returns exactly the first `count` images, with the original's outputs. The last batch is shortened."""
         some = self.first(count)
         *whole, last = some.batches
         return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
@@ -138,7 +138,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, in the original outputs' shape."""
+        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, shaped like the original's."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -151,8 +151,8 @@ class Answers:
 def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     """Whether plans can be compared in bfloat16.
 
-    The model's device must compute bfloat16 products faster than float32. Rounding must change the outputs by far less
-    than a plan does.
+    There are two conditions. The model's device must compute bfloat16 products faster than float32. Rounding must
+    change the outputs by far less than a plan does.
     """
     weight = next(model.parameters())
     if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
@@ -174,14 +174,14 @@ BlockCalls = Sequence[Sequence[ModuleCall]]  # the calls of every block, several
 def resumed(
     model: nn.Module, family: Family, given: Sequence[Any], layer: int, earlier: BlockCalls = ()
 ) -> Iterator[None]:
-    """Inside the context, one forward pass skips the first `layer` blocks and continues from recorded outputs.
+    """Lets one forward pass skip the first `layer` blocks and continue from their recorded outputs.
 
     The last skipped block returns one entry of `given` per call, in the format of a block's output. The other skipped
     blocks return the outputs of their `earlier` calls, because a decoder may read them. If `layer` is 0, the whole
     model runs. Hooks on the blocks still run.
 
-    If attnrx does not read the model's attention, its blocks are MLPs with other parts between them. In this case, only
-    the last of these blocks is skipped.
+    If attnrx cannot read the model's attention, the blocks are MLPs with other modules between them. In this case, only
+    the last of the first `layer` blocks is skipped.
     """
     # The model itself calls its blocks, so its code around and between them still runs, e.g. rotary tables and pooling.
     # Skipped blocks return at once.
@@ -202,12 +202,14 @@ LEAST = 1e-9
 class Sensitivities:
     """The sensitivity of every single choice, which is the mean softened divergence that it causes (`Deviation`).
 
-    `ranks` maps each rank axis to a table [layer, level]. For tokens, the divergence is measured at a few numbers of
-    pruned patches. `log_counts` [point] holds the logarithms of these numbers. `tokens` [layer, point] holds the
-    logarithms of the divergences. Between and beyond the points, the divergence is a power law of the number.
+    `ranks` maps each rank axis (qk, vo or MLP) to a table [layer, level]. For tokens, the divergence is measured at a
+    few numbers of pruned patches. `log_counts` [point] holds the logarithms of these numbers. `tokens` [layer, point]
+    holds the logarithms of the divergences. Between and beyond the points, the divergence is assumed to be a power of
+    the number.
 
-    After earlier stages, the remaining patches are less redundant. So a stage costs the difference between the
-    divergences at the totals after and before it.
+    After earlier stages, the remaining patches are less redundant. The sensitivity of a stage is therefore a
+    difference. It is the divergence at the total number of pruned patches after the stage, minus the divergence at the
+    total before it.
     """
 
     ranks: Mapping[str, np.ndarray]
@@ -237,10 +239,11 @@ class Sensitivities:
 
 
 def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
-    """Measures every axis at the probed levels, in one layer at a time.
+    """Measures the sensitivity of every axis at the probed levels, in one layer at a time.
 
-    The layers before the changed one run only once per batch. Levels between the probed ones are interpolated by the
-    removed energy. This is the energy of the pruned directions in the metric of the data, as prescriptions record it.
+    The layers before the changed one run only once per batch. Sensitivities between the probed levels are interpolated
+    by the removed energy. This energy is the sum of the squared strengths of the pruned directions, in the metric that
+    prescriptions record.
 
     With `layer_stride`, some layers are not measured. The divergence per removed energy, or per pruned patch, is then
     interpolated over the layers.
@@ -300,7 +303,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Replaces one block at a time by the other model's. Returns the divergence, summed over images, [layer]."""
+        """Replaces one block at a time with the other model's. Returns the divergence, summed over images, [layer]."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
@@ -362,7 +365,7 @@ def _curves(
 
 
 def removed_energies(space: Space, axis: str, level: int) -> list[float]:
-    """Returns for every layer the sum of squared strengths that a level of an axis removes."""
+    """Returns, for every layer, the sum of the squared strengths that a level of an axis removes."""
     piece = space.piece(axis, level)
     assert piece is not None
     if axis == "qk":  # the prescription may lack the original strengths of pruned directions

@@ -38,7 +38,7 @@ RELEVANCE = 0.3
 
 
 def format_of(settings: PlanSettings) -> Format | None:
-    """Returns the file format in the settings, or None if they have none.
+    """Returns the file format in the settings, or None if no format is set.
 
     Raises:
         UnknownName: There is no format with this name.
@@ -47,9 +47,10 @@ def format_of(settings: PlanSettings) -> Format | None:
 
 
 def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
-    """Returns the row of `nouns.runtime` for the place where a plan's result will run.
+    """Returns the properties of the runtime in which a plan's result will run (a row of `nouns.runtime`).
 
-    The place is the format's runtime. Without a format, it is the device of the model or of the timings.
+    If the settings name a file format, its runtime is used. Otherwise, the device of the model or of the timings
+    decides.
     """
     conditions, form = settings.conditions, format_of(settings)
     on_cuda = conditions.on_cuda or next(model.parameters()).device.type == "cuda"
@@ -61,7 +62,7 @@ def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
 
 @dataclass(frozen=True)
 class Choices:
-    """One plan: every layer's level on each rank axis (0 is the full rank), and the patches pruned before the layer."""
+    """One plan: each layer's levels of qk, vo and MLP (0 is the full rank), and the number of pruned patches."""
 
     qk: tuple[int, ...]
     vo: tuple[int, ...]
@@ -95,13 +96,13 @@ class Space(Displayed):
     """The search space: all plans for one model.
 
     `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads, by their
-    strengths. "uniform_rank" gives all heads the same rank. It has the same MACs and a higher divergence, but is faster
-    if heads are padded to the largest rank. Ranks are multiples of `multiple`. Hidden widths are multiples of
-    `width_multiple`.
+    strengths. "uniform_rank" gives all heads the same rank. Equal ranks have the same MACs and a higher divergence, but
+    are faster if kernels pad all heads to the largest rank. Ranks are multiples of `multiple`. Hidden widths are
+    multiples of `width_multiple`.
 
     The total number of pruned patches is `offset` plus a multiple of `step`. For latency, `offset` is chosen so that
-    kernels get a multiple of their vector or tile size as number of tokens. A plan has at most `most_stages` stages.
-    None sets no limit.
+    the number of remaining tokens is a multiple of `step`, which suits kernels. A plan has at most `most_stages`
+    stages. None means no limit.
     """
 
     model: nn.Module
@@ -121,11 +122,11 @@ class Space(Displayed):
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
         """Returns the search space for a target.
 
-        The table `nouns.runtime` has a row for the place where the model will run, which sets the axes and steps. Heads
-        also get equal ranks if a norm runs over the outputs of all heads, because such heads cannot be reordered.
+        The runtime in which the model will run (a row of `nouns.runtime`) determines the axes and the steps. Heads also
+        get equal ranks if a norm runs over the outputs of all heads, because such heads cannot be reordered.
 
         Raises:
-            NotSupported: The model lacks an axis that the settings name, or it has no axis at all.
+            NotSupported: The settings name an axis that the model lacks, or nothing of the model can be pruned.
         """
         is_latency, runtime = target.minimized == "latency", runtime_of(model, settings)
         family = family_of(model)
@@ -248,7 +249,7 @@ class Space(Displayed):
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers, or None if it changes nothing.
+        """Returns the prescription for one level of one axis in all layers, or None if this level changes nothing.
 
         The prescription is cached. It has no weights (`refit` in `prescribe_maps`).
         """
@@ -261,7 +262,7 @@ class Space(Displayed):
         return self._pieces[key]
 
     def uniform(self, axis: str, level: int) -> Choices:
-        """Returns the plan with one level of one axis in all layers."""
+        """Returns the plan that uses one level of one axis in all layers."""
         return replace(Choices.nothing(self.depth), **{axis: (level,) * self.depth})
 
     def rule(self, axis: str, level: int) -> Rule:
@@ -348,7 +349,7 @@ class Space(Displayed):
                     yield fitted
 
     def shifts(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan in which one stage moves by one layer. It prunes the same number of patches there."""
+        """Yields every plan in which one stage moves by one layer and prunes as many patches there as before."""
         for layer, count in enumerate(choices.num_pruned):
             for other in (layer - 1, layer + 1):
                 if count and 0 < other < self.depth and not choices.num_pruned[other]:
@@ -365,7 +366,7 @@ class Space(Displayed):
         return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))
 
     def _fitted(self, choices: Choices) -> Choices:
-        """Returns the plan in which no stage prunes more than half of its input patches."""
+        """Returns the plan with every stage limited to pruning at most half of its input patches."""
         # Stages are limited from the first to the last, because each one changes the input of later stages.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:

@@ -1,8 +1,8 @@
-"""Plans for portable models, which have one MLP width and one number of heads, as arguments of a library's class.
+"""Plans for portable models, in which all layers share the MLP width and number of heads of a library's class.
 
-Costs are computed in closed form. For latency, two timed models give a straight line in the MACs. For every number of
-heads, the best plan has the largest width within the budget. So a search compares only one plan per number of heads. As
-in every plan, each layer selects its own units and heads.
+MACs and parameters are computed in closed form. Latency is assumed to be a linear function of the MACs, fitted to two
+timed models. For every number of heads, the best plan has the largest width within the budget. A search therefore
+compares only one plan per number of heads. As in every plan, each layer selects its own units and heads.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,8 @@ class UniformSpace(Space):
         """Returns the space of portable plans for a model.
 
         Raises:
-            NotSupported: The library's class has no argument for the MLP width, or no smaller width is a multiple.
+            NotSupported: The library's class has no argument for the MLP width, or no smaller width is a multiple of
+                the required number.
         """
         space = cls(model, diagnosis, None, (HIDDEN,), multiple=width_multiple(model, settings))
         require_portable(model, settings, space.stock)
@@ -82,7 +83,7 @@ class UniformSpace(Space):
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules for a plan. In every layer, they keep this number of the strongest units and heads."""
+        """Returns the rules that keep the plan's number of the strongest hidden units and heads in every layer."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -111,7 +112,7 @@ def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
 
 
 def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
-    """Returns the number that must divide the widths of a portable plan, by default the runtime's."""
+    """Returns the number by which the MLP widths of a portable plan are divisible, by default the runtime's number."""
     return settings.multiple or runtime_of(model, settings).width_multiple
 
 
@@ -151,7 +152,7 @@ def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
 
 
 def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns a working copy of a realized plan, as the library's class creates it, with all MLPs narrowed.
+    """Returns a working copy of a realized plan's model, created by the library's class, with all MLPs narrowed.
 
     Raises:
         NotSupported: The library's class cannot create this model.

@@ -1,4 +1,4 @@
-"""Rules: they turn a diagnosis into a prescription with reasons, and do not access the model."""
+"""Pruning rules, which turn a diagnosis into a prescription with reasons, without access to the model."""
 
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps

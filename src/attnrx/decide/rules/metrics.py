@@ -1,12 +1,12 @@
-"""Metrics that rank a head's score directions, also for rotary attention, and spectra rewritten in such a metric.
+"""Metrics that rank a head's score directions, also for rotary attention, and functions that apply such a metric.
 
-In rotary attention, pairs of rows are rotated by an angle that depends on the token's position. Only maps that commute
-with this rotation preserve the scores, so a pair is kept or removed as a whole.
+In rotary attention, pairs of query and key rows are rotated by an angle that depends on the token's position. Only maps
+that commute with this rotation preserve the scores, so a pair is kept or removed as a whole.
 
-Over the positions of an image, many frequencies hardly rotate. The pairs of such frequencies ("slow pairs") can be
-stored without rotation, multiplied by the mean cosine of the rotation between two positions. Their rows can then be
-combined by a singular value decomposition, as in other attention. Every rank uses the number of slow pairs that has the
-least error in the metric.
+Many frequencies hardly rotate over the positions of an image. The pairs with such frequencies ("slow pairs") can be
+stored without rotation. They are then multiplied by the mean cosine of the rotation between two positions. Their rows
+can then be combined by a singular value decomposition, as in other attention. For every rank, the number of slow pairs
+with the smallest error in the metric is used.
 """
 
 from collections.abc import Mapping
@@ -61,14 +61,14 @@ FLOOR = 1e-13
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirections":
-    """Returns each head's score directions in a metric. At every rank, the first directions are optimal.
+    """Returns each head's score directions in a metric, sorted so that the first r are optimal for every rank r.
 
-    For rotary attention, returns `RotaryDirections`, which hold the best form of every rank.
+    For rotary attention, returns `RotaryDirections`, which contain the best form of each head for every rank.
 
     Raises:
         UnknownName: The metric is not one of METRICS.
-        NotSupported: Directions must not be combined, because rows are divided by norms, because heads share their
-            directions, or because a norm runs over all features of query and key.
+        NotSupported: Directions cannot be combined. Either rows are divided by norms, or heads share their directions,
+            or a norm runs over all features of query and key.
         InvalidInput: The diagnosis lacks the moments that the metric needs.
     """
     spectrum = layer.spectrum
@@ -146,8 +146,8 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
     """Returns a rotary layer with new strengths, and a basis that keeps all of its directions.
 
-    The strengths only serve to choose the ranks. The best forms of two ranks share no directions, so the forms for the
-    chosen ranks are computed later (`RotaryDirections.decision`).
+    The strengths are used only to choose the ranks. The best form of a rank does not contain the best forms of smaller
+    ranks, so the forms are computed later, for the chosen ranks (`RotaryDirections.decision`).
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
     # Both sides are divided by the root of the strength, so all directions together give the original scores.
@@ -162,7 +162,7 @@ class _Choice:
     """One candidate form of a rotary head, with its error.
 
     The `slow` slowest pairs are stored without rotation. They are combined with the head's unrotated rows, and
-    `unrotated` of the resulting directions are kept. Of the other pairs, `rotated` are kept.
+    `unrotated` of the resulting directions are kept. Of the other pairs, which stay rotated, `rotated` pairs are kept.
     """
 
     error: float
@@ -172,7 +172,7 @@ class _Choice:
 
 
 class _Head:
-    """Finds the best form of one rotary head for every rank, from the Grams of its rows.
+    """Finds the best form of one rotary head for every rank, from the Gram matrices of its rows.
 
     The rows are ordered: unrotated rows, real parts, imaginary parts.
     """
@@ -218,7 +218,7 @@ class _Head:
         return best
 
     def _path(self, slow: int) -> list[_Choice]:
-        """Returns forms with `slow` unrotated pairs, by increasing rank. Each adds the best next direction or pair."""
+        """Returns forms with `slow` unrotated pairs, by increasing rank. Each adds the next best direction or pair."""
         # The squared error is the sum of three parts, which are assumed to be independent. `lost` is what slow pairs
         # lose without rotation. `tails` is for removed ordinary directions, and `rests` for removed fast pairs.
         static, fast = self.slowest[:slow], self._fast(slow)
@@ -290,7 +290,7 @@ class _Head:
 
 
 class RotaryDirections:
-    """Finds the best form of every head in a rotary layer, for every rank, in a metric that two Grams define."""
+    """Finds the best form of every head in a rotary layer, for every rank, in a metric defined by two Gram matrices."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class RotaryDirections:
 
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
-        """Descending strengths that stand for the errors. Their squares are the decreases of the errors' lower hull."""
+        """Descending strengths. Their squares are the decreases of the errors' lower convex hull."""
         # Rules allocate ranks by squared strengths. This allocation is exact only if the error is convex in the rank.
         strength = torch.zeros(self.used.shape, dtype=torch.float64)
         for row, head in zip(strength, self.heads, strict=True):
@@ -317,7 +317,7 @@ class RotaryDirections:
         return torch.where(self.used, strength.clamp_min(floor), 0.0)
 
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
-        """Returns the decision that keeps each head's best form of its rank.
+        """Returns the decision that keeps, for each head, the best form of the chosen rank.
 
         A head may keep one direction less than its rank, because one row cannot form a pair.
         """
@@ -336,7 +336,7 @@ class RotaryDirections:
 
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
-    """Returns how much the lower convex hull of the errors decreases at every rank from 1.
+    """Returns, for every rank from 1 on, how much the lower convex hull of the errors decreases.
 
     The hull is the largest convex function that is nowhere above the errors.
     """
@@ -371,8 +371,8 @@ def coherence(
 ) -> Float[Tensor, "heads frequencies"]:
     """Returns the mean cosine of the rotation between a patch and the patches it attends to, weighted by attention.
 
-    `heads` are the heads' indices in the original model. Positions are the same for all images. Patches attend to
-    nearby patches, so the cosines are larger than in a mean over all patches, and more pairs count as slow.
+    `heads` are the heads' indices in the original model. Positions are the same for all images. Patches attend mostly
+    to nearby patches, so the cosines are larger than in a mean over all patches, and more pairs count as slow.
     """
     assert positions.cos is not None and positions.sin is not None
     # Rotations are complex numbers e^(i phi), [heads, patches, frequencies]. cos(phi_j - phi_i) is the real part of

@@ -1,4 +1,4 @@
-"""Rules for portable models: only hidden units and heads are removed, equally many in every layer."""
+"""Rules for portable models: only hidden units and heads are removed, the same number in every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,10 +11,10 @@ from attnrx.vit.maps import HEADS, HIDDEN
 
 
 def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
-    """Checks and completes rules for a portable model. A rule for hidden units without a multiple gets `multiple`.
+    """Checks and completes rules for a portable model. A rule for hidden units that sets no multiple gets `multiple`.
 
     Raises:
-        NotSupported: There are rules for `others`, which are maps that no library class can hold after pruning.
+        NotSupported: `others` is not empty. It names maps that no library class can represent after pruning.
     """
     if others:
         raise NotSupported(
@@ -31,7 +31,8 @@ def _rounded(rule: Any, multiple: int) -> Rule:
 
 
 def require_uniform(prescription: Prescription, multiple: int) -> None:
-    """Raises InvalidRule unless all layers keep equally many heads and units, and `multiple` divides the units."""
+    """Raises InvalidRule unless all layers keep equal numbers of heads and units, with `multiple` dividing the
+    units."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
         # None means that all units or heads stay. A dict keeps the layers' counts in order, without repetitions.

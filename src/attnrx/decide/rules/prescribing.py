@@ -90,7 +90,7 @@ def prescribe(
         multiple: For a portable prescription, the number that must divide the MLP width. None means 8.
 
     Returns:
-        The prescription. For every map, it holds the kept directions and the reasons.
+        The prescription, which contains the kept directions of every map and the reasons.
 
     Raises:
         NoOpPrescription: The rules keep everything.
@@ -154,12 +154,12 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     The rule for "qk" selects directions by their strengths. Depending on its metric (METRICS), these are rewritten
     directions or the model's own. Without this rule, the scores do not change. The rules for "vo", "fc1" and "fc2" use
     OUTPUT_METRICS, and the rule for "hidden" uses HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no
-    reading, because tokens are selected for every image at run time.
+    measurement, because tokens are selected for every image at run time.
 
     The prescription records the rules with their metrics, and what the diagnosis records about its model and data.
 
-    A rule may remove all directions of a map, e.g. to compare with a model without this map. `prescribe` refuses such
-    rules. Without `refit`, the decisions about values and hidden units have no weights and cannot be realized.
+    Unlike `prescribe`, this function accepts rules that remove all directions of a map, e.g. for a comparison. Without
+    `refit`, the decisions about values and hidden units have no weights and cannot be realized.
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -219,7 +219,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
-    """Raises NotSupported if a layer fixes one of the named maps, or if two of them exclude one another."""
+    """Raises NotSupported if a layer does not allow changes to one of these maps, or if two maps exclude each other."""
     linear = [name for name in LINEAR_MAPS if name in names]
     if HIDDEN in names and linear:
         raise NotSupported(
@@ -321,8 +321,9 @@ def output_metric(rule: Rule, name: str) -> str:
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     """Returns every layer's decision about its heads, or None for a layer in which all heads stay.
 
-    For the rule, a layer is one unit with the heads as directions. In the metric "centered", a head's squared
-    strength is how much the error grows when greedy elimination removes this head (`elimination_losses`).
+    The rule receives the heads of a layer as if they were the directions of a single head. In the metric "centered", a
+    head's squared strength is how much the error grows when greedy elimination removes this head
+    (`elimination_losses`).
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -357,9 +358,9 @@ def decide_values(
 
     Without a rule, kept heads keep all their value dimensions, and the output projection is refitted to these heads.
 
-    In the metric "centered", a head's directions are balanced between the covariance of its output and its part of the
-    output projection. A squared strength is the error of removing the direction only from that head. The output
-    projection is then refitted to the kept directions of all heads together.
+    In the metric "centered", a head's directions balance the covariance of its output with its part of the output
+    projection (as in balanced truncation). A squared strength is the error of removing the direction only from that
+    head. The output projection is then refitted to the kept directions of all heads together.
 
     In the metric "weights", the directions are the singular vectors of each head's W_O W_V. Nothing is refitted, and
     the value bias is kept.
@@ -413,7 +414,7 @@ def _missing(diagnosis: Diagnosis, metric: str) -> set[str]:
 
 
 def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
-    """Returns the spectrum of a layer in which removed heads have no directions."""
+    """Returns a layer's spectrum without the directions of removed heads."""
     return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
 
 
@@ -427,7 +428,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns every MLP's ranks for one map, or None where two factors would not have fewer parameters.
+    """Returns every MLP's decision about one map, or None where two factors would not have fewer parameters.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.
@@ -462,8 +463,8 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
 def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
     """Returns every MLP's decision about its hidden units, or None for a layer in which all of them stay.
 
-    For the rule, an MLP is one unit with the hidden units as directions. The refit takes most of the time. Without
-    `refit`, the decisions have no weights for the second map and cannot be realized.
+    The rule receives the hidden units of an MLP as if they were the directions of a single head. The refit takes most
+    of the time. Without `refit`, the decisions have no weights for the second map and cannot be realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.

@@ -101,8 +101,8 @@ class Rule(ABC):
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Returns one layer's spectrum. Raises NotSupported if all strengths are 1, as in dense attention.
 
-    Strengths of 1 cannot rank directions. Other equal strengths are accepted. Either a model has learned them, or the
-    layer is dead, and all strengths are zero or, in a metric, at the noise floor.
+    If all strengths are 1, they cannot rank directions. Other equal strengths are accepted, because either a model has
+    learned them, or the layer is dead. In a dead layer, all strengths are zero or, in a metric, at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -117,7 +117,8 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns every direction's rank in its head: 0 for the largest amount. Ties go by index. Padding comes last."""
+    """Returns each direction's position in its head: 0 for the largest amount. Ties keep their order, padding is
+    last."""
     # Amounts are never negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
@@ -135,8 +136,8 @@ def fewest_holding(
 ) -> Bool[Tensor, "heads directions"]:
     """Returns a mask of the fewest directions in each head that hold this share of the head's amount.
 
-    With the energy as amount, this is SVDA, Eq. 45. Ties go to the lower index. At least one direction is kept. A share
-    of 1 keeps all directions with a nonzero amount.
+    If the amount is the energy, this is Eq. 45 of SVDA. Ties are broken by the lower index. At least one direction is
+    kept. A share of 1 keeps all directions with a nonzero amount.
     """
     if share == 1:
         # Directions are counted, because a rounded sum can reach its total before the last amount is added.
@@ -151,9 +152,9 @@ def fewest_holding(
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
     """Returns a bound on the change of any masked score for the same tokens (SVDA, Theorem 1, Eq. 12).
 
-    The bound is max |change of strength| * scale. It holds because query and key rows have unit length. It also holds
-    if strengths are changed instead of removed. The bound is infinite for dense attention with any change, because its
-    rows may have any length. It is also infinite for directions that all heads share.
+    The bound is max |change of strength| * scale, because query and key rows have unit length. The bound also holds if
+    strengths are changed instead of removed. For dense attention, any change makes the bound infinite, because rows may
+    have any length. The bound is also infinite if all heads share their directions.
     """
     if decision.keep.shape != spectrum.used.shape:  # no bound exists for shared directions
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
@@ -222,9 +223,9 @@ def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
-    At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties go to the lower
-    index. The removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than sqrt(1 -
-    rho) * norm(strength) * scale. The rule needs learned strengths.
+    At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties are broken by
+    the lower index. The removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than
+    sqrt(1 - rho) * norm(strength) * scale. The rule needs learned strengths.
     """
 
     rho: float
@@ -237,12 +238,12 @@ class EnergyRetention(Rule):
 
 @dataclass(frozen=True)
 class UniformRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or this share of them (IrrAtt's TruncAtt, Section 2.3).
+    """Keeps the `rank` strongest directions of each head, or the share `rank` of them (IrrAtt's TruncAtt, Section 2.3).
 
     With the metric "weights", the rule is the truncated singular value decomposition of each head's W_Q W_K^T.
     "weights" is the default for scores without norms. Otherwise, the default is the same as for TotalRank. The rank is
-    rounded to a multiple of `multiple`, because kernels load several values at once. They are slower at a rank in
-    between than at the next multiple.
+    rounded to a multiple of `multiple`, because kernels load several values at once. Kernels are slower at a rank
+    between two multiples than at the larger multiple.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -262,14 +263,14 @@ class UniformRank(Rule):
 
 @dataclass(frozen=True)
 class TotalRank(Rule):
-    """Keeps the strongest directions of all heads together: `rank` per layer, or this share of all directions.
+    """Keeps the strongest directions of all heads together: `rank` per layer, or the share `rank` of all directions.
 
-    The method is water-filling. Of all selections of this size, it removes the least energy, so heads get different
-    ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of `multiple` and at
-    least `minimum`, even if you request a smaller share.
+    The method is water-filling. Of all selections of the same size, this selection removes the least energy, so heads
+    get different ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of
+    `multiple` and at least `minimum`, even if you request a smaller share.
 
-    `metric` defines the strengths (see METRICS). With "own", they are the model's own strengths. The default metric is
-    "mix" for scores without norms, and "own" for scores with norms. For values and MLPs it is "centered" (see
+    `metric` defines the strengths (see METRICS). With "own", these are the model's own strengths. The default metric is
+    "mix" for scores without norms, and "own" for scores with norms. For values and MLPs, the default is "centered" (see
     OUTPUT_METRICS).
     """
 
@@ -298,7 +299,7 @@ class TotalRank(Rule):
     def allocated(
         self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
     ) -> Sequence[Sequence[int]]:
-        """Returns the ranks of these layers' heads, but only of heads that have rows (`has_rows` [heads])."""
+        """Returns the ranks of the heads in these layers, without heads that have no rows (`has_rows` [heads])."""
         strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
         return water_fill(strengths, total=self.total(spectra), multiple=self.multiple, minimum=self.minimum)
 
