@@ -1,7 +1,7 @@
 """The baseline of all speeds: what you would run without attnrx.
 
-The baseline is your model in eager PyTorch, or the file that the vendor's own tools convert it to, in the runtime and
-precision that you name.
+The baseline is your model in eager PyTorch. If you name a file format, it is the file that the vendor's own tools
+create from your model, in the same runtime and precision.
 """
 
 import weakref
@@ -57,7 +57,7 @@ class Baseline:
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
-        """Returns a baseline that runs the model in its own library's code. A model of attnrx runs in attnrx's code."""
+        """Returns a baseline that runs the model in its own library's code. An attnrx model runs in attnrx's code."""
         name = getattr(family_of(model), "library", None)
         if name is None:
             return cls("the unchanged model in the same kernels", model)
@@ -98,7 +98,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns the baseline for plans of a changed copy of the original, with attnrx's own files of this copy."""
+        """Returns the baseline for plans of a changed copy of the original, with the files that attnrx writes of it."""
         assert self.form is not None  # plans for a copy are timed as files
         drafts = _own_drafts(model, self.form, few_images(images))
         unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))
@@ -132,7 +132,7 @@ class Draft:
         *,
         is_compared: bool = False,
     ) -> "Draft":
-        """Returns the draft of a file that attnrx writes. If the format has 8 bits, it is calibrated on the images."""
+        """Returns the draft of a file that attnrx writes. An 8-bit file is calibrated on the images."""
         return cls(subject_of(model, form, images, class_names), form, is_compared=is_compared)
 
     def write(self, path: Path) -> Exported:
@@ -217,13 +217,13 @@ def without_8_bits(form: Format) -> Format:
 
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
-    """Returns the subject for a file of a model in its own library's code, at the precision of the format."""
+    """Returns an `ExportSubject` for a model in its own library's code, at the precision of the format."""
     # `Baseline.eager` times a different object: `family.library_model`, whose weights may differ from this model's.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 
 
 def vendor_title(form: Format) -> str:
-    """Returns a title for the file that the vendor's own tool writes in a format, for logs, claims and reports."""
+    """Returns a title for the file that the vendor's own tool writes, for logs, claims and reports."""
     if isinstance(form, OpenVINO):
         precision = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}[form.precision]
         return f"OpenVINO's own conversion to {precision}"

@@ -31,7 +31,7 @@ SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines 
 
 
 def _require_file_names(files: Mapping[str, Any], where: str) -> None:
-    """Checks that `files` maps plain file names to hashes, which are texts."""
+    """Checks that `files` maps file names without folders to hashes, which are strings."""
     for name, sha256 in files.items():
         if Path(name).name != name or not isinstance(sha256, str):
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
@@ -195,18 +195,18 @@ def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def result_path(folder: Path, form: Format) -> Path:
-    """Returns the path of a file in a result folder, model.onnx or model-FORMAT.SUFFIX."""
+    """Returns the path of an exported file in a result folder: model.onnx, or model-FORMAT.SUFFIX for other formats."""
     return folder / f"{'model' if form.name == Onnx.name else f'model-{form.name}'}{form.suffix}"
 
 
 def facts_path(path: Path | str) -> Path:
-    """Returns the path of a file's facts, which is the path of the file followed by .json."""
+    """Returns the path of the JSON file with the facts about an exported file, which is PATH.json."""
     path = Path(path)
     return path.with_name(f"{path.name}.json")
 
 
 def is_exported(path: Path | str) -> bool:
-    """Returns whether the path is a file that has facts in PATH.json."""
+    """Returns whether the path is an exported file, which has its facts in PATH.json."""
     return Path(path).is_file() and facts_path(path).is_file()
 
 
@@ -244,8 +244,8 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
 def load_exported(path: Path | str, trust: bool = False) -> Exported:
     """Opens a file that `export` wrote, as a module that runs it in its runtime.
 
-    A .pt2 file (program or aotinductor) can run code by its author. It is only opened if `trust` is True. Otherwise
-    `load_exported` raises InvalidInput.
+    A .pt2 file (program or aotinductor) can run arbitrary code. Such a file is opened only if `trust` is True.
+    Otherwise, InvalidInput is raised.
 
     Raises:
         CheckpointError: The file was changed or renamed after the export, or its facts name an unknown format.
@@ -313,7 +313,7 @@ def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the unchanged files that the facts of a path list, even if the export was interrupted."""
+    """Returns the unchanged files that an export's facts list, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}

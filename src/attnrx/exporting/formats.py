@@ -73,7 +73,7 @@ PRECISIONS: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in ROUN
 
 
 class Format(ABC):
-    """One kind of file that runs without attnrx. Every format is a frozen dataclass, and its fields are its knobs."""
+    """One kind of file that runs without attnrx. Every format is a frozen dataclass, and its fields are its options."""
 
     name: ClassVar[str]
     suffix: ClassVar[str]
@@ -120,7 +120,7 @@ class Format(ABC):
         return ROUNDING[dtype]
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Returns the files that every export to `path` has. Weights above MOST_BYTES need additional files."""
+        """Returns the files that an export to `path` always writes. Weights above MOST_BYTES need additional files."""
         return (path,)
 
     @property
@@ -144,7 +144,7 @@ class Format(ABC):
 
     @property
     def wanted(self) -> int:
-        """How many images are used to compare the file with the model and to calibrate it, if there are enough."""
+        """The number of images to compare the file with the model and to calibrate it, if there are enough images."""
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupport
 
 
 def library(module: str, extra: str = "onnx") -> Any:
-    """Imports a module that a format needs. `extra` is attnrx's extra that installs it."""
+    """Imports a module that a format needs. `extra` is the attnrx extra that installs the module."""
     return required_module(module, extra, "this format")
 
 
@@ -247,7 +247,7 @@ def remove_folders(package: BytesIO) -> BytesIO:
     """Returns an AOTInductor package without the names of this machine's folders. The package runs as before.
 
     The source code of the package's libraries is removed, because it contains the compiler's command. In the libraries
-    themselves, the folders in the names of source files are replaced by slashes. Only messages use these names.
+    themselves, the folders in the names of source files are replaced by slashes. These names appear only in messages.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

@@ -17,7 +17,7 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
     NNCF applies SmoothQuant and corrects biases. To measure the ranges of activations, it calls the graph once with
     every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, NNCF's own default
     is used, the mean over the ranges of single inputs. This mean clips the outliers of pre-trained models. Operations
-    with the names `floats` are not quantized.
+    whose names are in `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.

@@ -37,7 +37,7 @@ HEADS_FIRST = (0, 2, 1, 3)  # [batch, tokens, heads, features] to [batch, heads,
 
 @dataclass(frozen=True)
 class Onnx(Format):
-    """An ONNX file with input "images" and output "logits", "embedding" or "features" of all patches.
+    """An ONNX file with the input "images" and the output "logits", "embedding" or "features" (of all patches).
 
     If the weights exceed MOST_BYTES, they are stored in an external file.
 
@@ -189,8 +189,8 @@ def to_older_opset(model: Any, opset: int) -> None:
 def forget_shapes_of_weights(model: Any) -> None:
     """Removes the types and shapes that the graph declares for its weights, because the weights contain them, too.
 
-    ONNX Runtime's dynamic quantization transposes the weight of a classifier, but not the declared shape. A declared
-    shape would then contradict its weight.
+    ONNX Runtime's dynamic quantization transposes the weight of a classifier, but not the declared shape. The declared
+    shape would then contradict the weight.
     """
     for value in model.graph.initializers.values():
         value.type = value.shape = None
@@ -200,8 +200,8 @@ def use_flat_attention(model: Any) -> None:
     """Changes Attention operations so that they take and return [batch, tokens, heads * features], where possible.
 
     torch writes the operation with a separate axis of heads, so every operand is reshaped and transposed. In operator
-    set 23, the operation itself can divide the features into heads without copies. ONNX Runtime requires a mask for
-    every query, so a mask is repeated if it has only one row.
+    set 23, the operation itself can divide the features into heads without copies. ONNX Runtime requires one mask row
+    per query, so a mask with only one row is repeated.
     """
     ir = library("onnx_ir")
     expanded: dict[Any, Any] = {}
@@ -227,7 +227,7 @@ def use_flat_attention(model: Any) -> None:
 
 
 def _with_all_queries(ir: Any, node: Any, mask: Any, query: Any) -> Any:
-    """Inserts an operation before a node that repeats the mask for every query, and returns its output."""
+    """Inserts an operation that repeats the mask for every query in front of a node. Returns the repeated mask."""
     if isinstance(query.shape[2], int):
         new = [_constant(ir, [1, 1, query.shape[2], 1])]
     else:  # only the runtime knows the size of the axis
@@ -277,7 +277,7 @@ class Int8(Onnx):
     """ONNX with 8-bit matrix products, quantized by NNCF on `images` calibration images (see `quantizing`).
 
     Weights have one scale per output feature, and activations have one scale per tensor. Norms, softmax, activation
-    functions and the comparison of tokens stay in float. `most_difference` limits how far a logit may differ from eager
+    functions and token comparisons stay in float. `most_difference` limits how far a logit may differ from eager
     PyTorch, as a share of the largest logit. To measure the loss of accuracy, use `verify`.
     """
 
@@ -337,7 +337,7 @@ def use_unsigned_activations(model: Any) -> None:
     """Makes signed 8-bit activations unsigned. Zero points grow by 128, so the represented numbers stay the same.
 
     ONNX Runtime would make the same change itself. But if it has moved such an operation before a reshape, ONNX Runtime
-    refuses the file, because the declared type is still signed (1.31).
+    1.31 rejects the file, because the declared type is still signed.
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}
@@ -357,7 +357,7 @@ def keep_biases_apart(model: Any) -> None:
     """Reshapes the biases of linear maps from [features] to [1, 1, features], so they have the axes of the tokens.
 
     ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed and the bias has one
-    axis, it fuses product and bias into one operation, which only exists in float. ONNX Runtime then converts every
+    axis, ONNX Runtime fuses product and bias into one operation, which only exists in float. It then converts every
     weight to float in every call, and a call takes 2.3 times as long (ONNX Runtime 1.31).
     """
     arrays = library("onnx.numpy_helper")
@@ -414,7 +414,10 @@ def converted_by_openvino(source: Any, **options: Any) -> Any:
 
 
 def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
-    """Returns whether a program takes any number of images. OpenVINO's graph cannot tell: it frees fixed sizes."""
+    """Returns whether a program takes any number of images.
+
+    OpenVINO's graph does not show this, because its conversion makes fixed sizes dynamic.
+    """
     (name,) = program.graph_signature.user_inputs
     (given,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
     return not isinstance(given.meta["val"].shape[0], int)
@@ -504,7 +507,10 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 
 
 def comparisons(model: Any) -> list[str]:
-    """Returns the names of products of two activations. If attention is one operation, they are token comparisons."""
+    """Returns the names of matrix products of two activations.
+
+    If attention is one operation, all of these products are token comparisons.
+    """
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():
         are_constant = [value.get_node().get_name() in constants for value in node.input_values()]

@@ -159,7 +159,7 @@ class ExportSubject:
         return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
 
     def batches(self, count: int) -> list[Tensor]:
-        """Returns batches to calibrate and compare a file: about `count` calibration images, or noise without any.
+        """Returns batches to calibrate and compare a file: about `count` calibration images, or else noise.
 
         Raises:
             InvalidInput: There are fewer calibration images than one batch of the file.
@@ -221,7 +221,7 @@ def export(
             int8 requires images, because it is also calibrated on them.
         class_names: The name of every class. By default, the model's own names. If it has none, the names of the
             calibration dataset are used (e.g. an ImageFolder), provided that it has the same number of classes.
-        features: Whether the file returns the features of all patches instead of the model's answer.
+        features: Whether the file returns the features of all patches instead of the model's output.
 
     Returns:
         The file as a module, which runs in the runtime of the format.
@@ -253,7 +253,7 @@ def export(
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
-    """Returns a dataset's class names if the model has equally many classes and no names, else ()."""
+    """Returns a dataset's class names if the model has the same number of classes but no names, else ()."""
     fits = len(class_names) == num_classes(model) > 0
     return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
 
@@ -261,15 +261,15 @@ def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ..
 def precision_for(model: nn.Module, form: Format) -> str | None:
     """Returns the `precision` at which to export a model.
 
-    None means the model's own precision. It is returned if the format supports this precision and latencies can be
-    timed in it. Otherwise, "float32" is returned.
+    None means the model's own precision. The function returns None if the format supports this precision and latencies
+    can be timed in it. Otherwise, it returns "float32".
     """
     dtype = next(model.parameters()).dtype
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
 def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
-    """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision of `precision_for`.
+    """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision that `precision_for` returns.
 
     If the model has no class names, the file gets `class_names`, or else the names of the calibration images.
     """
@@ -291,7 +291,7 @@ def compare_with_original(
     """Times a file against the original model in the same format, and adds the speeds to PATH.json.
 
     The original is exported with the attention of its own library. Both files run alternately in the same runtime, with
-    `threads` CPU threads. They are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
+    `threads` CPU threads. Both are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -383,7 +383,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
-    """Captures a model, or a part of it, for inputs like the example. `shapes` says which sizes are dynamic."""
+    """Captures a model, or a part of it, for inputs like the example. `shapes` specifies the dynamic sizes."""
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
@@ -391,9 +391,9 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The place where parts of a model run when they are timed.
+    """The runtime in which parts of a model are timed.
 
-    Without a `form`, parts run in PyTorch under the `conditions`. With a `form`, they run in the format's runtime, on
+    Without a `form`, parts run in PyTorch under the `conditions`. With a `form`, parts run in the format's runtime, on
     the device and with the threads of the conditions.
     """
 
@@ -439,11 +439,11 @@ class _FourAxes(TorchFunctionMode):
 def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in a user's module return the dynamic batch size.
 
-    Python's own `len` returns a plain number, which fixes the batch size in torch.export. No mode of PyTorch can change
-    that. So every part of the model, which is attnrx's own copy, gets copies of the user's methods as attributes. The
-    copies hide the methods of the class. They have the same code and the same global names, but another `len`. The
-    user's classes and modules are not changed. Calls by `super()` reach the class's own methods, which must use
-    `images.shape[0]`.
+    Python's own `len` returns a plain number, which fixes the batch size in torch.export. No PyTorch mode can change
+    this. The model is attnrx's own copy, so every module in it temporarily gets copies of the user's methods as
+    attributes, which hide the methods of the class. These copies have the same code and the same global names, but
+    another `len`. The user's classes and modules are not changed. Calls through `super()` still reach the methods of
+    the class, which must use `images.shape[0]`.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
@@ -462,7 +462,7 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
 
 
 def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns copies of the methods that the user wrote for a class. Their `len` returns a tensor's first size."""
+    """Returns copies of the methods that the user wrote for a class. In them, `len` returns a tensor's first size."""
     methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
     spaces: dict[str, dict[str, Any]] = {}  # global names by module, shared by a copy and the functions that it calls
 
@@ -547,8 +547,8 @@ def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
     """Compares the file's outputs with the model's on the same images.
 
-    With token reduction, rounding may swap tokens, so some images that differ are excluded. At most the share
-    MAY_DIFFER is excluded, or MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
+    With token reduction, rounding may swap tokens, so some images that differ are excluded. The excluded share is at
+    most MAY_DIFFER, or MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
 
     Raises:
         NotSupported: The file does not run, or its outputs differ.
@@ -627,7 +627,7 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _OfItems(nn.Module):
-    """Wraps a model of images so that it accepts inputs with the axes of the user's module, e.g. videos."""
+    """Wraps an image model so that it accepts inputs with the axes of the user's module, e.g. videos."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
         super().__init__()
@@ -638,7 +638,7 @@ class _OfItems(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Wraps a model and returns the first tensor of its outputs, e.g. a transformers model's logits, or all tensors."""
+    """Wraps a model to return the first tensor of its outputs, e.g. a transformers model's logits, or all tensors."""
 
     def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()
@@ -650,6 +650,6 @@ class _Answer(nn.Module):
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
-    """Returns the subject for a model of unknown family, e.g. a reference implementation, with `like`'s input."""
+    """Returns an `ExportSubject` with the input of `like` for a model of unknown family, e.g. a reference."""
     converted = _Answer(copy_module(model), has_several=isinstance(like.outputs, Several)).eval()
     return replace(like, model=converted.to(like.images.device, like.images.dtype), facts={})

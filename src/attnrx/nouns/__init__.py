@@ -1,1 +1,1 @@
-"""The objects that the main functions exchange, with their files: diagnosis, prescription, plan and evidence."""
+"""The objects that the main functions exchange, and their files: diagnosis, prescription, plan and evidence."""

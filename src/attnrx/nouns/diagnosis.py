@@ -87,9 +87,9 @@ class Computed(Mapping[str, MapDirections]):
 class MapDiagnosis(Displayed):
     """One linear map of the MLP: the number of its inputs, and its directions by metric.
 
-    The metric "weights" has the singular directions of the weight matrix, with the bias as center. The metric
-    "centered" has the principal directions of the outputs on the data, about their mean. "centered" is measured only
-    with the diagnostic `Moments`.
+    In the metric "weights", the directions are singular vectors of the weight matrix, and the center is the bias. In
+    the metric "centered", they are the principal directions of the outputs on the data, about their mean. "centered" is
+    measured only with the diagnostic `Moments`.
     """
 
     inputs: int
@@ -100,10 +100,10 @@ class MapDiagnosis(Displayed):
 class HiddenDiagnosis(Displayed):
     """The hidden units of an MLP: their strengths by metric, their moments, and the linear map after them.
 
-    The strength "weights" is the norm of a unit's input weights times the norm of its output weights. "activation" is
-    the unit's standard deviation times the norm of its output weights. The square of "centered" is the growth of the
-    error when backward elimination removes the unit (`unit_losses`). Without the diagnostic `Moments`, only "weights"
-    is measured, and there is no covariance or mean.
+    The strength "weights" is the norm of a unit's input weights times the norm of its output weights. The strength
+    "activation" is the unit's standard deviation times the norm of its output weights. The square of the strength
+    "centered" is the error that backward elimination adds when it removes the unit (`unit_losses`). Without the
+    diagnostic `Moments`, only "weights" is measured, and there is no covariance or mean.
     """
 
     strength: Mapping[str, Float[Tensor, "units"]]
@@ -187,7 +187,7 @@ class Diagnosis(Displayed):
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Returns the first result of `compute` for this key, and keeps it.
 
-        A plan prescribes every candidate from one diagnosis, and would otherwise repeat the computation.
+        Planning creates all candidates from one diagnosis, so the computation would otherwise be repeated.
         """
         # Kept results are not a field, so they are not compared, and a copy made by `replace` starts without them.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
@@ -201,7 +201,7 @@ class Diagnosis(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: The caller's words for that model, for the error message.
+            what: A description of that model, for the error message.
 
         Raises:
             FingerprintMismatch: The diagnosis belongs to another model.

@@ -100,10 +100,10 @@ class PlanSettings:
     `axes` lists what the plan may change. By default, these are all axes that the model has. If an axis is left out,
     the reason is logged. The default token `reducer` is `ward`, with a relevance if the outputs come from a class
     token. `to` is the text of a format for `attnrx.export`. A latency target then applies to the file in this format,
-    and blocks and whole plans are timed in its runtime. A `portable` plan uses only what the library's own class can
-    hold. All its MLPs get one width, a multiple of `multiple` (by default the runtime's, see `nouns.runtime`). All its
-    layers get the same number of heads, if the class has an argument for it. The plan's latency is measured in the
-    library's own code.
+    and blocks and whole plans are timed in its runtime. A `portable` plan contains only changes that the library's own
+    class supports. All its MLPs get one width, a multiple of `multiple` (by default the runtime's, see
+    `nouns.runtime`). All its layers get the same number of heads, if the class has an argument for it. The plan's
+    latency is measured in the library's own code.
 
     Latency is measured by the `protocol`. Forward passes of `batch` images are timed under the `conditions`, by `clock`
     (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
@@ -111,14 +111,14 @@ class PlanSettings:
     timings run in a new process that keeps freed memory (`subprocess_runner`), because memory allocation is faster or
     slower depending on what the process did before.
 
-    First, every change is tried alone, to measure the divergence that it causes (its sensitivity). This uses
+    First, every change is tried on its own, to measure the divergence that it causes (its sensitivity). This uses
     `sensitivity_images` images in every `layer_stride`-th layer. A change keeps one of the `probed_levels` of the ranks
-    or prunes one of the `pruned_shares` of the patches. Values in between are interpolated. The search then measures
-    `trials` whole plans on `trial_images` images. For each of them, it draws `variations` candidates and takes the one
-    with the lowest predicted divergence. A plan that is far worse than the best one on the first batch is measured only
-    on that batch. The best `finalists` plans are measured on all images (`shrink` passes `num_images`). With
-    `bfloat16`, plans use bfloat16 matrix products if the device computes them faster. Sensitivities and predictions
-    use the model's own precision.
+    or prunes one of the `pruned_shares` of the patches. Sensitivities in between are interpolated. The search then
+    measures `trials` whole plans on `trial_images` images. For each of them, it draws `variations` candidates and takes
+    the one with the lowest predicted divergence. A plan that is far worse than the best one on the first batch is
+    measured only on that batch. The best `finalists` plans are measured on all images (`shrink` passes `num_images`).
+    With `bfloat16`, plans use bfloat16 matrix products if the device computes them faster. Sensitivities and
+    predictions use the model's own precision.
 
     Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct
@@ -199,7 +199,7 @@ class PlanSettings:
         """Returns the settings of an effort, "quick", "normal" or "thorough", with some fields changed.
 
         Raises:
-            UnknownName: No such effort.
+            UnknownName: There is no such effort.
             InvalidInput: A changed field has a wrong value.
         """
         if effort not in EFFORTS:
@@ -207,14 +207,14 @@ class PlanSettings:
         return replace(EFFORTS[effort].settings, **changes)
 
     def for_outputs(self, kind: OutputKind) -> "PlanSettings":
-        """Returns the settings for outputs of this kind. Maps need fewer images, which limits the batch size, too."""
+        """Returns the settings for this kind of outputs. Dense outputs need fewer images and a smaller batch size."""
         if kind.needed_images == 1:
             return self
         fewer = self.on_share(kind.needed_images)
         return replace(fewer, batch_size=min(self.batch_size, fewer.sensitivity_images))
 
     def on_share(self, share: float) -> "PlanSettings":
-        """Returns the settings with this share of the images, but with at least one."""
+        """Returns the settings with all numbers of images multiplied by `share`, but at least 1."""
         names = ("num_images", "sensitivity_images", "trial_images")
         return replace(self, **{name: max(round(share * getattr(self, name)), 1) for name in names})
 
@@ -251,8 +251,8 @@ class PlanSettings:
 def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
     """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
 
-    Small batches get more rounds, and large models get fewer. Timing a file ends as soon as its speed is precise. For
-    files (`of_files`), only very large models therefore get fewer rounds.
+    Small batches get more rounds, and large models get fewer. For files (`of_files`), only very large models get fewer
+    rounds, because timing a file ends as soon as its speed is precise.
     """
     if batch * macs >= LONGER_PASS:
         return LONGER_ROUNDS
@@ -262,7 +262,7 @@ def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of images and steps with which a map model with `macs` MACs per image is planned and fitted."""
+    """Returns the share of images and steps to plan and fit a model with dense outputs and `macs` MACs per image."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 
@@ -296,7 +296,8 @@ class Effort:
         predicted_images: The number of images for measuring the predictions of a plan.
         verified_images: The most images for verifying a result. An accuracy on 10,000 images has a standard error of at
             most 0.5 points.
-        image_share: The share of its images on which a quick call plans, fits and predicts maps. None means all images.
+        image_share: The share of its images on which a quick call plans, fits and predicts dense outputs. None means
+            all images.
         decoder_fits: The fits of a smaller decoder, before the plan and after it.
         keep_index: Whether the smaller model will search an index of the original's embeddings.
     """
@@ -383,7 +384,7 @@ class Effort:
         )
 
     def _for_index(self) -> "Effort":
-        """Returns the effort for a model that must find the same neighbours. It always includes a distillation."""
+        """Returns the effort, with distillation, for a model whose embeddings must find the same neighbours."""
         return replace(
             self,
             keep_index=True,
@@ -394,7 +395,7 @@ class Effort:
         )
 
     def with_smaller_decoder(self) -> "Effort":
-        """Returns the effort for a plan with a smaller decoder. It measures fewer plans, to save time."""
+        """Returns the effort for a plan with a smaller decoder. Fewer plans are measured, to save time."""
         # A search of ten plans gained 5 % in 53 CPU seconds, and fitting the decoder takes less time than that. Fitting
         # also gains more than a quick repair, in a quarter of the time.
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))

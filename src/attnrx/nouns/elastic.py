@@ -39,7 +39,7 @@ RECORD = kinds.record(
 
 @dataclass(frozen=True)
 class Size:
-    """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
+    """One stored size: the name of its folder, its costs as shares of the original's costs, and its divergence.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
     model. If it was not measured, `latency` is None. `fingerprint` identifies the size's weights.
@@ -65,9 +65,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Several sizes of one model in a folder, each an ordinary saved model with its evidence, and the original.
+    """A folder with several sizes of one model and the original, each an ordinary saved model with its evidence.
 
-    Of all sizes within a budget, `load` returns the size that diverges least (`best`).
+    Of all sizes within a budget, `load` returns the size that diverges least from the original (`best`).
     """
 
     folder: Path

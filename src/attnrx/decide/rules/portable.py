@@ -31,8 +31,7 @@ def _rounded(rule: Any, multiple: int) -> Rule:
 
 
 def require_uniform(prescription: Prescription, multiple: int) -> None:
-    """Raises InvalidRule unless all layers keep equal numbers of heads and units, with `multiple` dividing the
-    units."""
+    """Raises InvalidRule unless all layers keep equal numbers of heads and units, and `multiple` divides the units."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
         # None means that all units or heads stay. A dict keeps the layers' counts in order, without repetitions.

@@ -117,8 +117,7 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns each direction's position in its head: 0 for the largest amount. Ties keep their order, padding is
-    last."""
+    """Returns each direction's rank in its head: 0 for the largest amount. Ties keep their order. Padding is last."""
     # Amounts are never negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
