@@ -1,4 +1,4 @@
-"""Captures a model, writes it to a temporary folder, compares it with eager PyTorch, and moves it to its path."""
+"""Captures a model, writes a file to a temporary folder, compares it with eager PyTorch, and moves it to its path."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

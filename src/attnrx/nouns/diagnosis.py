@@ -115,7 +115,7 @@ class HiddenDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class LayerDiagnosis(Displayed):
-    """One layer: its spectrum, and its readings by name. The first axis of every reading is the heads.
+    """One layer: its spectrum, and its readings (measurements) by name. The first axis of a reading is the heads.
 
     If the MLP was diagnosed, `mlp` describes its two linear maps, and `hidden` describes its hidden units.
     """

@@ -283,7 +283,7 @@ class DecoderFit(NamedTuple):
 
 @dataclass(frozen=True)
 class Effort:
-    """How much one call measures and fits. Numbers of images are limits, because a dataset may have fewer.
+    """How much one call measures and fits. Numbers of images are upper limits, because a dataset may have fewer images.
 
     Attributes:
         name: "quick", "normal" or "thorough".

@@ -55,7 +55,7 @@ class Frontier:
         """Returns the plan with the least predicted divergence whose cost share is at most `limit`.
 
         Raises:
-            NotSupported: No plan is cheap enough by the cost table.
+            NotSupported: According to the cost table, no plan is cheap enough.
         """
         # Plans are sorted by rounded savings, but checked by exact costs. Up to the rounding, the first plan that is
         # cheap enough is optimal. Then savings beyond the budget are undone.

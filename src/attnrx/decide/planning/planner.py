@@ -111,7 +111,8 @@ def plan(
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair. Give it to `shrink` instead.
         FingerprintMismatch: The diagnosis belongs to another model.
-        NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
+        NotSupported: According to the cost table, no plan is cheap enough, or the measured latency does not reach the
+            target.
         NoOpPrescription: The unchanged model meets the target, e.g. because attnrx's kernels are faster. Save it
             unchanged.
 
@@ -353,7 +354,7 @@ class Planner:
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
     def _require_reachable(self, limit: float) -> None:
-        """Raises NotSupported if every plan costs more than `limit`, before sensitivities are measured.
+        """Raises NotSupported, before sensitivities are measured, if every plan costs more than `limit`.
 
         For a speed target, also logs the unchanged model's speed and the largest possible speed.
         """

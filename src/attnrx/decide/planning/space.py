@@ -87,7 +87,7 @@ class Choices:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The total number of patches that are pruned before each layer, including earlier stages."""
+        """The total number of patches pruned before each layer, by its own stage and all earlier stages."""
         return tuple(accumulate(self.num_pruned))
 
 
@@ -217,7 +217,7 @@ class Space(Displayed):
     def metric(self) -> str | None:
         """The metric for qk: "mix", or None if a layer must keep its own directions in their own order.
 
-        Layers with norms must keep their directions, and so must layers whose heads share directions.
+        Layers with norms, or with heads that share directions, must keep their own directions.
         """
         has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
         return None if has_own_order else "mix"

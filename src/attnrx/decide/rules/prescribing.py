@@ -247,7 +247,7 @@ def _applies(rule: Rule, name: str) -> bool:
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """Returns the rule with its metric filled in. Rules for qk get none if they use the model's own directions."""
+    """Returns the rule with its metric filled in. Rules for qk get no metric if they use the model's own directions."""
     if not _applies(rule, name):
         other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
