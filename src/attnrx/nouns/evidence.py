@@ -89,7 +89,7 @@ class Finding(Displayed):
 
     @property
     def outcome_text(self) -> str:
-        """The outcome. For an undecided claim, also its limit, the reason, and how many samples would decide it."""
+        """The outcome as text. For an undecided claim, the text also has the reason and the deciding sample size."""
         if self.outcome != UNDECIDED:
             return self.outcome
         limit = f"{self.limit:.4g} {self.unit}".strip() if self.limit is not None else "its limit"
@@ -116,20 +116,22 @@ def against_limit(
     at_least: bool,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Judges a value by a limit. The claim holds if the whole interval satisfies it, and fails if no part does.
+    """Compares a measured value and its interval with a limit, and returns the outcome.
+
+    The claim holds if the whole interval satisfies the limit, and fails if no part of the interval does. In all other
+    cases, the claim is undecided.
 
     Args:
-        value: The measured value. NaN fails.
-        limit: The limit. Without a limit, the value is reported.
-        interval: The ends of the value's interval. A value without an interval is exact.
-        n: The number of samples.
-        at_least: Whether the limit is a lower bound. Otherwise it is an upper bound.
-        strict: Whether a value equal to the limit fails to satisfy it.
+        value: The measured value. If it is NaN, the claim fails.
+        limit: The limit, or None to report the value without an outcome.
+        interval: The lower and upper end of the value's interval. If both are None, the value is exact.
+        n: The sample size, e.g. the number of images.
+        at_least: Whether the limit is a lower bound. If False, the limit is an upper bound.
+        strict: Whether a value equal to the limit violates it.
 
     Returns:
-        Limit, outcome, interval, n and deciding n, as arguments of `Finding`. The half of the interval towards the
-        limit shrinks as 1 / sqrt(n). The deciding n is the sample size at which this half equals the distance between
-        the value and the limit.
+        The limit, the outcome, the interval, `n` and `deciding_n`, as keyword arguments for `Finding`. `deciding_n` is
+        the sample size at which the interval would no longer contain the limit, if its width shrinks as 1 / sqrt(n).
     """
     low, high = interval
     judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
@@ -161,7 +163,7 @@ def against_limit(
 def estimate_against_limit(
     estimate: Estimate, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
 ) -> dict[str, Any]:
-    """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+    """Returns the keyword arguments for a `Finding` on an estimate, with an outcome if there is a limit."""
     value, ends = estimate.value, (estimate.low, estimate.high)
     # Every resample of one image is that image, so the interval has no width and decides no claim.
     if n == 1 and math.isclose(*ends, rel_tol=1e-9):
@@ -172,11 +174,11 @@ def estimate_against_limit(
 
 @dataclass(frozen=True, repr=False)
 class Evidence(Displayed):
-    """All findings about one candidate. `about` records the models, the data, the settings and the versions.
+    """All findings about one compressed model. `about` records the models, the data, the settings and the versions.
 
     Printing the evidence shows a table of the findings.
 
-    `about["notes"]` holds remarks. `about["warnings"]` holds texts without which the numbers would mislead you.
+    `about["notes"]` holds remarks. `about["warnings"]` holds warnings without which the numbers would mislead you.
     Warnings come first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
@@ -206,7 +208,7 @@ class Evidence(Displayed):
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
-        """The claims that the images do not decide, because there are too few of them."""
+        """The claims that are undecided, because there were too few images or timing rounds."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
@@ -216,7 +218,7 @@ class Evidence(Displayed):
 
     @property
     def counted(self) -> str:
-        """The number of claims with each outcome, and of other quantities: "of 2 claims 1 holds, 1 ..."."""
+        """A text with the number of claims per outcome, and the number of quantities without a limit."""
         number, reported = len(self.claims), len(self.findings) - len(self.claims)
         words = {HOLDS: ("holds", "hold"), FAILS: ("fails", "fail"), UNDECIDED: ("is undecided", "are undecided")}
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in words}
@@ -245,7 +247,7 @@ class Evidence(Displayed):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What you must know before you read the numbers, e.g. that the accuracy is at chance level."""
+        """The warnings that you should read before the numbers, e.g. that the accuracy is at chance level."""
         return tuple(map(str, self.about.get("warnings", ())))
 
     @kinds.checked()
@@ -259,7 +261,7 @@ class Evidence(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: The caller's words for that model, for the error message.
+            what: How the error message names the model.
 
         Raises:
             FingerprintMismatch: The evidence was measured on another model.
@@ -271,7 +273,7 @@ class Evidence(Displayed):
 
     @kinds.checked()
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file with a hash of its content, and returns its path."""
+        """Writes the evidence and a hash of its content to a JSON file, and returns the file's path."""
         return write_json(path, sealed(self.to_record()))
 
     def to_record(self) -> dict[str, Any]:
@@ -318,7 +320,7 @@ CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # a change
 
 
 def _contradictions(evidence: Evidence) -> list[str]:
-    """Returns a text for every number in the evidence that contradicts another one, with the name of its field."""
+    """Returns an error message, with the field's name, for every number that contradicts another number."""
     found = []
     for index, finding in enumerate(evidence.findings):
         where = f"findings[{index}]"
@@ -344,7 +346,7 @@ def _of_interval(finding: Finding) -> Iterator[str]:
 
 
 def _of_counts(finding: Finding) -> Iterator[str]:
-    """Yields a text if a share of images, or its change, contradicts the counts in the details."""
+    """Yields an error message if a share of images, or its change, contradicts the image counts in `details`."""
     n, details = finding.n, finding.details
     right, lost, gained = (details.get(name) for name in ("correct", "lost", "gained"))
     if type(n) is not int or n < 1 or finding.unit not in ("%", "points"):
@@ -377,7 +379,7 @@ def _of_outcome(finding: Finding) -> Iterator[str]:
 
 
 def _of_change(finding: Finding, evidence: Evidence) -> Iterator[str]:
-    """Yields a text if a change is not candidate minus reference, and the same check has both values."""
+    """Yields an error message if a change differs from the candidate's value minus the reference's value."""
     kind = CHANGES.get(finding.details.get("quantity", ""))
     if kind is None or finding.check != kind:
         return

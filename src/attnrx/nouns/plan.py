@@ -34,7 +34,8 @@ RECORD = kinds.record(
 class PredictedQuantity:
     """The prediction of one quantity: mean and standard deviation over images, and the number of images.
 
-    The plan was not chosen on these images. `limits` is the range of the quantity (`limits_of`).
+    The images of the prediction were not used to choose the plan. `limits` holds the smallest and the largest possible
+    value of the quantity (see `limits_of`).
     """
 
     value: float
@@ -43,7 +44,7 @@ class PredictedQuantity:
     limits: tuple[float, float] = (-inf, inf)
 
     def interval(self, images: int) -> tuple[float, float]:
-        """Returns the 95 % prediction interval of the mean over `images` other images, within the limits."""
+        """Returns the 95 % prediction interval of the mean over `images` other images, clipped to `limits`."""
         # The variance of the difference between two means: over the images of the prediction, and over the others.
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
         # The normal distribution extends beyond the range of the quantity, e.g. beyond an agreement of 100 %.
@@ -51,12 +52,12 @@ class PredictedQuantity:
         return max(self.value - half, low), min(self.value + half, high)
 
     def to_record(self) -> dict[str, float]:
-        """Returns the prediction as JSON-ready values, without the limits, which follow from the quantity's name."""
+        """Returns the prediction as JSON-ready values. The limits are omitted, because the quantity determines them."""
         return {"value": self.value, "spread": self.spread, "images": self.images}
 
 
 def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
-    """Returns the smallest and largest possible value of a quantity. Agreement and change are shares."""
+    """Returns the smallest and largest possible value of a quantity, e.g. 0 and 1 for "agreement"."""
     if quantity == "divergence":
         return 0.0, 2.0 if isinstance(outputs, Embeddings) else inf  # the cosine distance is at most 2
     return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
@@ -64,13 +65,13 @@ def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TargetMet:
-    """What the planner returns instead of a plan if the unchanged model meets the target. `reason` says why."""
+    """The planner's result if the unchanged model already meets the target. `reason` explains why."""
 
     reason: str
 
     @classmethod
     def by_speed(cls, faster: float, speed: float, where: str, baseline: str) -> "TargetMet":
-        """Returns the result for a request of `faster` if the unchanged model has this speed relative to a baseline."""
+        """Returns the result for the target `faster`, if the unchanged model is `speed` times as fast as `baseline`."""
         return cls(
             f"faster={faster:.3g} is met by the unchanged model {where}: it is {speed:.2f}x as fast as {baseline}, so "
             f"nothing has to be removed. Save it with rx.save, or request more than faster={speed:.2f}."
@@ -82,10 +83,10 @@ class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
     `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is the predicted cost as a
-    share of the original's. `measured` is the latency that was measured while planning, or None for other costs.
-    `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as shares.
-    `explained` has one line per choice. `about` records the settings, the kind of the model's outputs ("outputs") and
-    the number of images that the plan was chosen on ("images").
+    share of the original model's cost. `measured` records the timing of the plan, or is None if the cost is not
+    latency. `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as
+    shares. `explained` contains one line for each choice of the planner. `about` records the settings, the kind of the
+    model's outputs ("outputs") and the number of images that the plan was chosen on ("images").
     """
 
     prescription: Prescription
@@ -104,7 +105,7 @@ class Plan(Displayed):
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """The predictions that the check `promises` verifies, as JSON-ready values. The prescription records them."""
+        """The predictions that the check `promises` compares with measurements, as JSON-ready values."""
         return {
             "target": self.target,
             "spend": self.minimized,  # the name in the file format, schema 2

@@ -1,4 +1,4 @@
-"""Prescriptions: the pruning plan for a model with its reasons, as plain data that you can review and store."""
+"""Prescriptions, i.e. pruning plans with a reason for every decision, as plain data that you can review and store."""
 
 import json
 import re
@@ -33,29 +33,30 @@ MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "b
 
 
 def _require(part: Displayed, fits: bool, rule: str) -> None:
-    """Raises InvalidInput with the rule and the shapes of all fields if the part does not fit the rule."""
+    """Raises InvalidInput if `fits` is False. The message contains the rule and the shapes of all fields."""
     if not fits:
         raise InvalidInput(f"{part!r}: {rule}. Prescribe again, or correct the fields.")
 
 
 def _lay_out(part: Any, *names: str) -> None:
-    """Converts a part's tensors to contiguous float64, like tensors from a file, so products round identically."""
+    """Converts the named tensors to contiguous float64, so products round as with tensors loaded from a file."""
     for name in names:  # the dataclass is frozen, so its own `__setattr__` raises an error
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
 
 @dataclass(frozen=True, repr=False)
 class Basis(Displayed):
-    """New directions of a decision, as linear combinations of the rows of the model's query and key projections.
+    """New score directions of a layer, as linear combinations of the rows of its query and key projections.
 
-    New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
-    owns its directions, owner h is head h. Shared directions have a single owner, and combine the concatenated rows of
-    all heads. Neighbouring shared directions may form blocks with the sizes `blocks`. A head has the same strength for
-    all directions in a block.
+    Direction r of owner h has the query row `left[h, r] @ query_rows` and the key row `right[h, r] @ key_rows`. If the
+    heads have separate directions, owner h is head h. Shared directions have a single owner, and combine the
+    concatenated rows of all heads. Neighbouring shared directions may form blocks with the sizes `blocks`. A head keeps
+    all directions of a block or none, and all of them have the same strength.
 
-    Without pruning, the scores equal the model's, unless the prescription's `about` records an approximation error. For
-    rotary attention, `pairs` holds the index of the frequency that rotates each direction, or -1 for directions that
-    are not rotated. The unrotated directions come first, then the real parts of the pairs, then their imaginary parts.
+    If no direction is pruned, the attention scores equal the model's scores, unless the prescription's `about` records
+    an approximation error. For rotary attention, `pairs` holds the index of the frequency that rotates each direction,
+    or -1 for a direction that is not rotated. The unrotated directions come first, then the real parts of the pairs,
+    then their imaginary parts.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -78,12 +79,13 @@ class Basis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class OutputDecision(Displayed):
-    """The decision about one of OUTPUT_MAPS. Its outputs y become decode @ encode @ (y - center) + center.
+    """A low-rank decision: it replaces the outputs y of a map by decode @ encode @ (y - center) + center.
 
-    For "vo", y concatenates the value outputs of the heads, with one unit per head. For a map of the MLP, y is the
-    output of the map, a single unit. `encode` contains the kept directions of all units, concatenated, with
-    `ranks[unit]` rows for each unit. Each row of `encode` is nonzero only on its own unit, but `decode` may combine all
-    units. `strength` contains the strengths of all directions, kept or pruned, for plots of the spectrum.
+    The map is one of OUTPUT_MAPS. For "vo", y is the concatenation of all heads' value outputs, and every head is one
+    unit. For an MLP map, y is the output of the map, and the map is the only unit. `encode` contains the kept
+    directions of all units, with `ranks[unit]` rows for each unit. Each row of `encode` is nonzero only on its own
+    unit, but `decode` may combine all units. `strength` contains the strengths of all directions, kept or pruned, for
+    plots of the spectrum.
     """
 
     ranks: tuple[int, ...]
@@ -102,10 +104,10 @@ class OutputDecision(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class ScoreDecision(Displayed):
-    """The decision about "qk": the kept directions, their strengths, and a reason per head.
+    """The decision about "qk" (the query-key scores): the kept directions, their strengths, and a reason per head.
 
-    `strength` holds the strengths after pruning, which most rules do not change. A head without directions has uniform
-    attention. The directions are the model's own, or the rows of `basis`.
+    `strength` holds the strengths after pruning. Most rules do not change them. A head that keeps no directions has
+    uniform attention. The directions are the model's own, or the rows of `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]
@@ -141,7 +143,7 @@ class ScoreDecision(Displayed):
 
     @property
     def directions(self) -> int:
-        """The number of the layer's directions before pruning, including the padding of ragged heads.
+        """The number of the layer's directions before pruning, including the padding of smaller heads.
 
         Shared directions count once.
         """
@@ -159,7 +161,8 @@ class ScoreDecision(Displayed):
 class HeadDecision(Displayed):
     """The decision about "heads": which heads stay, and their strengths. A removed head outputs zero.
 
-    If the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
+    If other heads compensate for the removed heads, the layer also has a decision about "vo", which refits the output
+    projection.
     """
 
     keep: Bool[Tensor, "heads"]
@@ -193,7 +196,7 @@ Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 
 @dataclass(frozen=True, repr=False)
 class LayerPrescription(Displayed):
-    """The decisions about one layer, keyed by map. "qk" is always there, other maps only if they are reduced.
+    """The decisions about one layer, keyed by map. There is always a key "qk", and a key for every other reduced map.
 
     A removed head keeps no score directions.
     """
@@ -245,13 +248,13 @@ class LayerPrescription(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenPrescription(Displayed):
-    """The token policy, and the weights of trained predictors if the token reducer learns them.
+    """The token policy and, for a learned token reducer, the weights of its trained predictors.
 
-    `predictors` holds the weights of all stages by name, as in `TokenReduction.stages`. If it is None, a learned token
-    reducer is initialized from `seed` and must be trained.
+    `predictors` holds the weights of all stages by name, as in `TokenReduction.stages`. Without these weights, a
+    learned token reducer is initialized from `seed` and must be trained.
 
     Raises:
-        InvalidInput: Predictors were given for a token reducer that learns nothing.
+        InvalidInput: `predictors` were given for a token reducer that has no trainable weights.
     """
 
     policy: TokenPolicy
@@ -283,13 +286,13 @@ class TokenPrescription(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class DepthPrescription(Displayed):
-    """The blocks that are removed whole. The tokens pass through them unchanged.
+    """The transformer blocks that are removed entirely. The tokens skip these blocks unchanged.
 
-    `removed` holds the numbers of the blocks in the original, in ascending order, counted from 1 as in a token policy.
-    Each block has a reason.
+    `removed` holds the numbers of the removed blocks, in ascending order. The blocks of the original model are counted
+    from 1, as in a token policy. `reasons` holds one reason for each removed block.
 
     Raises:
-        InvalidInput: There are no numbers, they are not in ascending order, or one is below 1.
+        InvalidInput: `removed` is empty, is not in ascending order, or contains a number below 1.
     """
 
     removed: tuple[int, ...]
@@ -321,11 +324,12 @@ def parse_depth(text: str) -> DepthPrescription:
 
 @dataclass(frozen=True, repr=False)
 class Prescription(Displayed):
-    """The decisions about all layers of one model (named by its fingerprint), the rules, and the data (in `about`).
+    """The pruning decisions about all layers of one model, and the rules that they follow from.
 
     `rules` contains the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
-    prescribed token policy, or None. `depth` holds the blocks that are removed whole, or is None. Decisions about the
-    layers of removed blocks have no effect.
+    prescribed token policy, or None. `depth` holds the blocks that are removed entirely, or is None. Decisions about
+    the layers of removed blocks have no effect. `fingerprint` identifies the model, and `about` records the data and
+    the settings.
     """
 
     example = "attnrx.prescribe(diagnosis, rules)"
@@ -367,7 +371,7 @@ class Prescription(Displayed):
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Kept directions per layer and head."""
+        """The number of kept directions per layer and head."""
         return tuple(layer.qk.ranks for layer in self.layers)
 
     @property
@@ -375,8 +379,8 @@ class Prescription(Displayed):
         """The share of pruned score directions ("Dir. pruned" in the paper's tables).
 
         The share measures how much smaller the query and key projections become. A shared direction counts once,
-        although every head computes scores with it. The query-key products may therefore cost more than before. To
-        compare forms, use their MACs (`Family.costs`).
+        although every head computes scores with it. The query-key products may therefore cost more than before, so
+        compare costs by their MACs (`Family.costs`).
         """
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
@@ -385,7 +389,7 @@ class Prescription(Displayed):
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file whose floats are read back exactly.
 
-        Bases, output decisions and predictor weights are written to a safetensors file in the same folder
+        The tensors of bases, decisions and predictors are written to a safetensors file in the same folder
         (`storage.write_with_tensors`). Returns the path of the JSON file.
 
         Raises:
@@ -456,7 +460,7 @@ class Prescription(Displayed):
 
         Args:
             fingerprint: The fingerprint of the model.
-            what: The caller's words for that model, for the error message.
+            what: How the error message names the model.
 
         Raises:
             FingerprintMismatch: The prescription belongs to another model.
@@ -483,7 +487,7 @@ def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
 
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
-    """Checks that all units of a map have the same number of directions, and ranks up to that number."""
+    """Checks that all units of a map have the same number of directions, and that no rank exceeds this number."""
     # The units become a table [units, directions], so all rows need the same length.
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
@@ -523,7 +527,7 @@ POLICY = kinds.record(
 
 # `rules` holds the token policy and the removed blocks as text. The fields `tokens` and `depth` hold everything else.
 def _require_both(record: Mapping[str, Any], where: str) -> None:
-    """Checks that tokens and depth each have both a rule and a field, or neither."""
+    """Checks that "tokens" and "depth" each have both an entry in `rules` and a field in the record, or neither."""
     for name in (TOKENS, DEPTH):
         if (name in record["rules"]) != (name in record):
             here, there = (f"rules.{name}", name) if name in record["rules"] else (name, f"rules.{name}")

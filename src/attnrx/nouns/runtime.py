@@ -1,8 +1,8 @@
 """The runtimes in which a model may run, and what a plan for each runtime may choose.
 
-The planner reads the table RUNTIMES. A row records what was measured in its runtime (docs/results/speed.md,
-docs/results/gpu.md). If no machine of this project has the runtime, the row follows the vendor's guide. The table
-excludes only choices that are slower at every size. All other choices are timed by plans for latency.
+The planner reads the table RUNTIMES. Each row records what was measured in one runtime (docs/results/speed.md,
+docs/results/gpu.md). For a runtime that the project could not measure, the row follows the vendor's guide. The table
+excludes only choices that are slower at every size. If the target is latency, the planner times the other choices.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,18 @@ class Runtime:
     """A runtime and a device, and what a plan for them may choose.
 
     Attributes:
-        title: The name of the runtime in texts.
-        named_by: How you select the runtime in a call.
-        axes: The axes that save time in this runtime. For the axes of STOCK, make the plan with `portable=True`.
+        title: The name of the runtime in messages and reports.
+        named_by: How you select the runtime in a call, e.g. `to='onnx'`.
+        axes: The axes whose reduction saves time in this runtime. If they are STOCK, make the plan with
+            `portable=True`.
         equal_heads: Whether heads of unequal ranks are slower than dense heads. If so, all heads of a layer get one
             rank.
-        rank_multiple: Ranks are multiples of this number (see `rank_step`).
-        width_multiple: Hidden widths are multiples of this number (see `width_step`).
-        most_stages: The most stages of token merging that save time, or None for any number. Every stage adds
-            operations, and these take time even if the model is small.
-        source: "measured" by this project, "assumed" from another row with the same kernels, or "vendor", from the
-            vendor's guide.
+        rank_multiple: Plans use ranks that are multiples of this number (see `rank_step`).
+        width_multiple: Plans use hidden widths that are multiples of this number (see `width_step`).
+        most_stages: The largest number of token-merging stages that saves time, or None if every number may. Every
+            stage adds operations, which take time even in a small model.
+        source: The source of the row: "measured" by this project, "assumed" from a row with the same kernels, or
+            "vendor" for the vendor's guide.
         page: The page with the measurements or the guide, as a link from docs/.
     """
 

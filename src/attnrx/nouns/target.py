@@ -1,4 +1,4 @@
-"""The target of a plan: an upper limit for a cost, for the file size, or for a loss in the model's answers."""
+"""The target of a plan: a limit for a cost, for the file size, or for the change of the model's outputs."""
 
 import re
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", RECALL: "macs", SIZE: "params"}
 class Target:
     """A limit for one quantity.
 
-    "latency", "macs" and "params" have an upper limit, as a share of the original's. "size" has an upper limit for the
-    file, in megabytes. "max-kl" limits the mean divergence of the outputs from the original's (in nats for classes).
-    "max-drop" limits how many points of top-1 accuracy are lost. "recall" has a lower limit: the share of a new query's
-    nearest neighbours that a search finds in an index of the original's embeddings.
+    "latency", "macs" and "params" have an upper limit, as a share of the original model's cost. "size" is an upper
+    limit for the file, in megabytes. "max-kl" limits the mean divergence from the original model's outputs (in nats for
+    classes). "max-drop" limits the loss of top-1 accuracy, in points. "recall" is a lower limit. Recall is the share of
+    a new query's nearest neighbours that a search finds in an index of the original model's embeddings.
     """
 
     quantity: str
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def minimized(self) -> str:
-        """The cost that a plan minimizes: the quantity itself, MACs for a limited loss, or parameters for a size."""
+        """The cost that a plan minimizes: the limited cost, MACs for a limited loss, or parameters for a file size."""
         return MINIMIZED.get(self.quantity, self.quantity)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Target:
         """Parses `quantity=number unit`. `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
 
         Raises:
-            InvalidInput: The text has another form, the quantity is unknown, or the number is outside its range.
+            InvalidInput: The text is not a valid target, the quantity is unknown, or the number is outside its range.
         """
         read = FORM.fullmatch(text)
         if read is None or (read[1] and read[4]):
@@ -85,7 +85,7 @@ def target_of(
     """Returns the target that is set by exactly one of the arguments.
 
     Raises:
-        InvalidInput: No argument or several are given, or the value is not a number in its range.
+        InvalidInput: Not exactly one argument is given, or its value is not a number in the allowed range.
     """
     arguments = {"faster": faster, "macs": macs, "params": params}
     arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size, "recall": recall}

@@ -1,7 +1,8 @@
 """Figures for papers: spectra, readings, ranks, tokens, kept patches and trade-offs, as SVG, PDF and CSV.
 
 A `Figure` contains numbers with their labels, or pictures. Matplotlib draws the figure, and a CSV file stores its
-numbers. The registry `DRAWN` lists the results that can be drawn. Other packages may register their own results in it.
+numbers. The registry `DRAWN` contains the kinds of results that can be drawn. Other packages may register their own
+kinds of results.
 """
 
 import csv
@@ -58,7 +59,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """The series that share a pair of axes, or a `picture` with values in [0, 1], which is drawn instead of them."""
+    """The series that share a pair of axes, or a `picture` with values in [0, 1], which is drawn instead."""
 
     series: tuple[Series, ...]
     title: str = ""
@@ -93,7 +94,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The functions that load results of one class and turn them into figures. `name` is the kind of their files."""
+    """The functions that load and draw the results of one class. `name` is the kind recorded in the results' files."""
 
     name: str
     result: type
@@ -118,7 +119,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
     Args:
         source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, `TokenSamples`, or a list of
-            these. All but `TokenSamples` may also be the path of a file or folder.
+            these. Instead of a result other than `TokenSamples`, you may pass the path of its file or folder.
         folder: The folder that the figures are written to.
         formats: One or more of svg, pdf and csv.
 
@@ -126,7 +127,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
         The written files.
 
     Raises:
-        InvalidInput: The source is none of these results, or has nothing to draw.
+        InvalidInput: `source` is not one of these results, or has nothing to draw.
         NotSupported: Matplotlib is not installed.
         CheckpointError: A file is damaged, or cannot be written.
 
@@ -189,7 +190,7 @@ def _kinds() -> str:
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yields the results in a file, or in the files of a folder."""
+    """Yields the result in a file, or the results in all files of a folder."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     known = [(file, kind) for file in files if (kind := file_kind(file)) in DRAWN]
     if not known:
@@ -319,7 +320,7 @@ def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads dir
 
 
 def _grid(name: str, label: str, diagnosis: Diagnosis, reading: str) -> Figure:
-    """Returns a grid of one reading, with a row per layer and a column per head of the original model."""
+    """Returns a figure of one reading as a grid, with a row per layer and a column per head of the original model."""
     heads = range(1 + max(head for layer in diagnosis.layers for head in layer.spectrum.heads))
     rows = list[Series]()
     for index, layer in enumerate(diagnosis.layers, 1):

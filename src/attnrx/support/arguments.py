@@ -453,12 +453,14 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Runs user code in the context, and names it (`what`) in errors that it raises. Errors of attnrx pass unchanged.
+    """Turns errors of user code in the context into a UserCodeError that names the code (`what`).
 
-    SystemExit is also turned into a UserCodeError. Otherwise it would end the process with a misleading exit code.
+    Errors of attnrx are not changed. SystemExit is also turned into a UserCodeError, because it would otherwise end the
+    process with a misleading exit code.
 
     Raises:
-        UserCodeError: (or `error_class`) The user's code raised an exception, which is the `__cause__`.
+        UserCodeError: The user's code raised an exception, which is the `__cause__`. If you pass `error_class`, this
+            class is raised instead.
     """
     try:
         yield
@@ -500,7 +502,7 @@ CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", 
 
 @cache
 def _annotated(cls: type) -> Mapping[str, Kind]:
-    """Returns the kinds of all fields of a dataclass that their names or annotations define."""
+    """Returns the kind of every dataclass field for which the name or the annotation defines a kind."""
     hints = get_type_hints(cls)
     kinds = {field.name: named_kind(field.name, hints[field.name]) for field in fields(cls) if field.init}
     return {name: kind for name, kind in kinds.items() if kind is not ANY}

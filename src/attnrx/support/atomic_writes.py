@@ -111,7 +111,7 @@ def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
     """Yields an empty private folder, which is deleted at the end or, if this process is killed, by the next call.
 
     Args:
-        folder: The folder to create it in. By default, the system's folder for temporary files.
+        folder: The parent folder. By default, it is the system's folder for temporary files.
 
     Raises:
         CheckpointError: The folder cannot be created.
@@ -140,7 +140,7 @@ ReplacedFiles = Callable[[Path, Collection[str]], Collection[str]]
 
 
 def parts_by(is_part: Callable[[Path], bool]) -> ReplacedFiles:
-    """Returns a function that names all files in a folder for which `is_part` is true, whatever was written."""
+    """Returns a function for `replacing_folder` that names all files in a folder for which `is_part` is true."""
     return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
 
 
@@ -149,7 +149,8 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
     """Yields an empty temporary folder. If the block ends without an error, its files are moved to `folder`.
 
     The old and the new folder are exchanged in one step, by one process at a time. A mount point or the current folder
-    cannot be exchanged. For these, the files are moved one by one, and no file may have to be replaced.
+    cannot be exchanged. Their files are moved one by one, which is only possible if no existing file has to be
+    replaced.
 
     Args:
         folder: The folder to create or change.
@@ -158,7 +159,7 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
         last: The name of the file that is moved last, because it makes the other files valid.
 
     Raises:
-        InvalidInput: A file that was written exists in `folder` and is not a part.
+        InvalidInput: A new file has the name of a file in `folder` that is not a part, and would overwrite it.
         CheckpointError: The folder cannot be replaced in one step, or cannot be written. Nothing was changed.
     """
     target = _prepare_target(Path(folder))
@@ -223,7 +224,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
         seconds: How many seconds to wait for the lock, or -1 to wait without a limit.
 
     Raises:
-        CheckpointError: Another process or thread held the lock during all this time.
+        CheckpointError: Another process or thread held the lock for more than `seconds` seconds.
     """
     target = real_path(target)
     _create_parent(target)
@@ -333,7 +334,7 @@ def _start(target: Path) -> str:
 
 
 def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Returns a pattern of temporary names that processes of this host use for `target`. Group 1 is the process id."""
+    """Returns a regular expression for this host's temporary names for `target`. Group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-z_]{{8}}\.{suffix}")
 
 
@@ -424,7 +425,8 @@ def _keep_one(old: Path, target: Path) -> None:
 def full_disk(folder: Path, needed: int) -> str | None:
     """Returns the system's message about a full disk if a folder's disk has less than `needed` bytes, else None.
 
-    Use it if a runtime has failed to write a file, because the runtime's own message does not mention the full disk.
+    Call this function after a runtime failed to write a file, because the runtime's own message does not mention the
+    full disk.
     """
     with suppress(OSError):
         if shutil.disk_usage(folder).free < needed:

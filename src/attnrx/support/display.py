@@ -12,7 +12,7 @@ MAX_OBJECT, MAX_VALUE, MAX_ITEMS = 1500, 160, 6
 
 
 class Sentence(str):
-    """A text that you may also call: `evidence.summary` and `evidence.summary()` return the same text."""
+    """A text that is also callable: `evidence.summary` and `evidence.summary()` return the same text."""
 
     __slots__ = ()
 

@@ -46,7 +46,7 @@ def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
     """Returns a record without the fields in `lost`.
 
     Raises:
-        CheckpointError: A field has a different value than in `lost`, so it cannot be dropped.
+        CheckpointError: The value of a field differs from its value in `lost`, so the field cannot be dropped.
     """
     for key, value in lost.items():
         if key in record and record[key] != value:
@@ -79,7 +79,7 @@ def _plan(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _evidence(record: Entries, path: Path) -> dict[str, Any]:
-    """Returns evidence with schema 3. Evidence with schema 2 had no seal and gets one."""
+    """Returns evidence with schema 3. Schema 2 had no seal (a hash of the content), so a seal is added."""
     if record.get("schema") != 2:
         return dict(record)
     return sealed({name: _of_types(value) for name, value in record.items() if name != SEAL} | {"schema": 3})
@@ -108,10 +108,10 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, size: str) -> tuple[str, dict[str, int]]:
-    """Returns the fingerprint of an elastic model's size, and the original's costs, from the evidence of the size.
+    """Reads an elastic model's evidence on one size, and returns the size's fingerprint and the original's costs.
 
     Raises:
-        CheckpointError: The size has no such evidence.
+        CheckpointError: The evidence is missing, or lacks the fingerprint or the costs.
     """
     try:
         # Only the last part of the name is used, because a name with a separator could lead out of the folder.

@@ -1,8 +1,8 @@
 """Opens other authors' files: Hugging Face and timm models, tables, pickles, torch programs and files of runtimes.
 
 A library that loads a file or a repository may run code by the author. Only this module calls library functions that
-may do so (`tests/test_structure.py`). So there is one place that decides. An author's code only runs with `trust`. Code
-in pickles never runs. The user is never asked on the terminal.
+may do so (`tests/test_structure.py`). This module therefore decides which code may run. An author's code only runs if
+`trust` is true. Code in pickles never runs. The user is never asked on the terminal.
 """
 
 import argparse

@@ -50,7 +50,7 @@ def governor() -> str:
 
 
 class Load:
-    """The load that other processes put on the processors, from the creation of this object on."""
+    """Measures the processor load of other processes, from the creation of this object."""
 
     def __init__(self):
         self._start = _processor_seconds()
@@ -166,8 +166,8 @@ def one_thread() -> Iterator[None]:
     """Runs torch on one thread within the context, e.g. for small factorizations. You may also use it as a decorator.
 
     Several threads would divide a small factorization into parts of microseconds, and wait for each other after every
-    part. If another process uses the processor of one thread, this takes up to a hundred times as long as on one
-    thread.
+    part. If another process uses the processor of one of these threads, the factorization takes up to a hundred times
+    as long as on one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

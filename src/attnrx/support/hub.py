@@ -57,7 +57,7 @@ def download(name: str) -> Path:
     """Returns the local copy of a repository (OWNER/NAME or OWNER/NAME@REVISION), and downloads missing files.
 
     Raises:
-        InvalidInput: The name has neither of these forms.
+        InvalidInput: The name has neither the form OWNER/NAME nor OWNER/NAME@REVISION.
         CheckpointError: The hub cannot be reached, or has no such repository.
         NotSupported: The package huggingface_hub is not installed.
     """

@@ -125,7 +125,7 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def trainable(module: nn.Module) -> Iterator[None]:
-    """Enables gradients of all parameters within the context. Then frozen ones are frozen again, without gradients."""
+    """Enables gradients of all parameters within the context, then restores `requires_grad` and deletes gradients."""
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in parameters]
     try:
@@ -157,11 +157,11 @@ _FIXED = _Fixed()
 
 @contextmanager
 def fixed_weights() -> Iterator[None]:
-    """Caches every value of `of_weights` within the context. The weights must not change meanwhile.
+    """Caches the results of `of_weights` within the context, in which the weights must not change.
 
-    Such a value is, for example, the fused matrix for query, key and value. If you run the model and then record a
-    graph within the context, the graph contains these values as constants. Without the context, the graph contains the
-    operations that compute the values.
+    An example is the fused weight matrix of query, key and value. If you run the model and then record a graph within
+    the context, the graph contains the cached results as constants. Without the context, the graph contains the
+    operations that compute these results.
     """
     before, _FIXED.values = _FIXED.values, {}
     try:
@@ -250,11 +250,11 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
 def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
     """Returns, for every output, the largest difference that counts as rounding.
 
-    The limit is the square root of the machine epsilon, times the largest magnitude in the output's column. A column
-    contains the outputs of all images and positions for one class, channel or row. Because every column has its own
-    limit, a large constant in one output cannot hide differences between small logits. Columns with very small numbers
-    get the limit of the lower quartile of all columns, because they may round like the others. The epsilon is at least
-    float32's, because some attention computes its softmax in float32.
+    The limit for an output is the square root of the machine epsilon, times the largest magnitude in the output's
+    column. A column contains the outputs of all images and positions for one class, channel or row. Because every
+    column has its own limit, a large constant in one output cannot hide differences between small logits. Columns with
+    very small numbers get the lower quartile of all columns' limits, because their rounding errors may be as large as
+    in other columns. The epsilon is at least float32's, because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -324,7 +324,7 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
 
 
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
-    """Returns all numbers in a tree with one row per image. A tensor that has rows already is not changed."""
+    """Returns all numbers in a tree with one row per image. A tensor [images, numbers] is returned unchanged."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
     # flatten(1) would fail for a tensor with a single number per image, [images].

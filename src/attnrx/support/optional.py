@@ -38,7 +38,7 @@ REPORTING, UNREPORTED = ("openvino", "nncf"), {"CI": "true", "NNCF_CI": "1"}
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Keeps OpenVINO and NNCF from reporting imports and conversions to their makers within the context."""
+    """Disables the telemetry of OpenVINO and NNCF (reports on imports and conversions) within the context."""
     with ExitStack() as variables:
         for name, value in UNREPORTED.items():
             variables.enter_context(environment(name, value))

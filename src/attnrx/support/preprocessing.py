@@ -33,7 +33,7 @@ class ImageGeometry:
     """The settings by which any picture becomes 8-bit pixels, `channels` (1 or 3) x height x width.
 
     A picture is turned upright by its EXIF tag, converted to grey or RGB, and resized by Pillow (with antialiasing).
-    Then it is cropped or padded around its center to `size`. All pairs of numbers are (height, width).
+    Finally, the picture is cropped or padded around its center to `size`. All pairs of numbers are (height, width).
 
     `resize` is one of these words:
 
@@ -43,7 +43,7 @@ class ImageGeometry:
     - "exact" resizes to `resize_to` without keeping the proportions.
     - "none" does not resize.
 
-    Without `enlarge`, pictures are only enlarged as far as the crop needs it. `center` is how half pixels are rounded
+    Without `enlarge`, pictures are only enlarged as far as the crop requires. `center` is how half pixels are rounded
     when a picture is centered: "round" as in torchvision and timm, or "floor" as in transformers. Padded borders have
     the color `fill`. Transparent pixels keep their color or, with `alpha="white"`, are put on a white background.
     """
@@ -83,8 +83,8 @@ class ImageGeometry:
 
         - "pad" puts pictures between black borders and never enlarges them, so 28x28 pixels in 32x32 do not change.
         - "fill" resizes a picture until it fills `size`.
-        - "photo" resizes a picture to 256/224 of `size` and crops its center. Smaller pictures are not enlarged
-          further than the crop needs it.
+        - "photo" resizes a picture to 256/224 of `size` and crops its center. Smaller pictures are not enlarged further
+          than the crop requires.
         """
         rows, columns = (size, size) if isinstance(size, int) else size
         target = (round(MARGIN * rows), round(MARGIN * columns)) if fit == "photo" else (rows, columns)

@@ -6,7 +6,7 @@
     @RULES.register
     class Mine(Rule): ...
 
-Other packages register their things as in the last example, in a module that they name as an entry point.
+Other packages register things as in the last example, in a module that the package declares as an entry point.
 """
 
 import re
@@ -21,7 +21,7 @@ Registered = TypeVar("Registered")
 
 
 def text_name(thing: Any) -> str:
-    """Returns the name of a thing. A class without its own `name` gets its class name in snake case."""
+    """Returns the name of a thing. If a class does not define `name`, its name is the class name in snake case."""
     if not isinstance(thing, type):
         return str(thing.name)
     own = vars(thing).get("name")  # vars, because a subclass must not inherit the name
@@ -29,10 +29,10 @@ def text_name(thing: Any) -> str:
 
 
 class Registry(Mapping[str, Thing]):
-    """A mapping from names to the things of one kind. `noun` is the word for the kind in messages, e.g. "rule".
+    """A mapping from names to objects (things) of one kind. `noun` names the kind in messages, e.g. "rule".
 
-    Other packages register their things in modules, which they name as entry points of the `group`. These modules are
-    imported when a name is unknown, and when all names are listed.
+    Other packages register their things in modules, and declare these modules as entry points in the `group`. attnrx
+    imports the modules when a name is unknown, and when all names are listed.
     """
 
     def __init__(

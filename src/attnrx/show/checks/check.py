@@ -31,7 +31,7 @@ _kept: ContextVar[dict[str, _Outputs] | None] = ContextVar("outputs", default=No
 
 @contextmanager
 def keeping_outputs() -> Iterator[None]:
-    """Runs every model only once per set of images, for all comparisons in this context. No model may change."""
+    """Caches model outputs within the context, so every model runs only once per image set. Models must not change."""
     outer = _kept.get()
     token = _kept.set({} if outer is None else outer)
     try:
@@ -44,9 +44,9 @@ def keeping_outputs() -> Iterator[None]:
 class Comparison:
     """A candidate and its reference on one set of images.
 
-    Some checks need more than two models and images. `masked` is the reference with the pruned directions set to zero.
-    `prescription` and `diagnosis` are the documents that the candidate was made from. `splits` also holds the training
-    images.
+    Some checks need further inputs. `masked` is the reference with the pruned directions set to zero. `prescription`
+    and `diagnosis` are the documents that the candidate was made from. `splits` holds the training images in addition
+    to the test images.
 
     If the candidate is an exported file, `verify` sets `runtime` and `unchanged`. `runtime` names the file's runtime
     and precision. `unchanged` is the reference, exported for the same runtime and precision. If both files are timed,
@@ -135,7 +135,7 @@ class Comparison:
         return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
 
     def taking(self, images: int | None) -> "Comparison":
-        """Returns this comparison on the first `images` images, or on all of them if `images` is None or too large."""
+        """Returns the comparison on the first `images` images, or on all images if `images` is None or too large."""
         if images is None or images >= len(self.data):
             return self
         return replace(self, data=self.data.take(images), _cache={})  # the cached outputs belong to other images
@@ -169,7 +169,7 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
 
 
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
-    """Returns a warning if the reference's accuracy, in %, is not above guessing the most frequent class."""
+    """Returns a warning if the reference's accuracy (in %) does not exceed the share of the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
     # The lower end of the interval is compared, because on a few images any model may exceed guessing by luck.
     if accuracy.low > guessing:
@@ -185,7 +185,7 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
 class Check(ABC):
     """The base class of checks. Every check is a final frozen dataclass with its settings (knobs) as fields.
 
-    A check returns findings. The text of a finding's claim contains no measured number, so you can compare the same
+    A check returns findings. The claim of a finding is a text without measured numbers, so you can compare the same
     claim over several runs. The finding's `details["quantity"]` is a short name of what was measured.
     """
 
@@ -272,7 +272,7 @@ class Check(ABC):
             change: The change as a share of the images, candidate minus reference.
             most_drop: The largest allowed loss of accuracy, in percentage points.
             n: The number of images.
-            measure: The name of the accuracy, if it is not top-1 accuracy.
+            measure: The name of the accuracy measure, by default top-1 accuracy.
             quantity: The short name of the quantity.
             **more: The seed and the details, as in `finding`.
 
@@ -293,7 +293,7 @@ class Check(ABC):
 
 
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
-    """Returns the requirements of checks that these images, outputs and models do not meet, each with the reason.
+    """Returns the requirements that these images, outputs and models do not meet, with a reason for each requirement.
 
     A check may name these requirements in `needs`:
 
@@ -318,7 +318,7 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
 
 
 def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
-    """Raises InvalidInput for a check that is meaningless with these images, outputs and models."""
+    """Raises InvalidInput if one of the checks cannot run with these images, outputs and models."""
     unmet = unmet_needs(comparison)
     for check in checks:
         check.require(comparison)
@@ -329,7 +329,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
 
 
 def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip checks."""
+    """Returns the checks that can run with the images, outputs and models, and a note on why others are skipped."""
     notes = []
     # Every skipped check is named in one note only, even if it lacks both labels and logits.
     for need, reason in unmet_needs(comparison).items():

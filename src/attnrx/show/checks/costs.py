@@ -43,14 +43,14 @@ MIN_LOSS = 0.02  # twice a promised loss is at least this share of the images ab
 class Costs(Check):
     """The parameters and MACs that the candidate saves, and a test of the closed-form costs of both models.
 
-    The check claims that the closed forms equal the counted costs. Parameters are counted with numel. MACs are counted
-    with torch's FLOP counter on the unpadded eager backend.
+    The claim is that the costs computed in closed form equal the counted costs. Parameters are counted with numel. MACs
+    are counted with torch's FLOP counter on the unpadded eager backend.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Computes the closed-form costs of both models, then counts them on one image."""
+        """Computes the costs of both models in closed form, then counts the same costs on one image."""
         reference = family_of(comparison.reference).costs(comparison.reference)
         candidate = family_of(comparison.candidate).costs(comparison.candidate)
         # The counted MACs are per image, so one image is enough.
@@ -84,7 +84,7 @@ class Costs(Check):
 
 
 def baseline_of(comparison: Comparison, library: bool) -> Baseline:
-    """Returns the reference as the baseline of a speed. With `library`, its own library's code is timed."""
+    """Returns the reference as the baseline of a speed. With `library`, its own library's implementation is timed."""
     reference = comparison.reference
     if library and getattr(family_of(reference), "library", None) is not None:
         return Baseline.eager(reference)
@@ -101,12 +101,12 @@ def speed_findings(
     limit: float | None = None,
     promise: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
-    """Times the candidate and the baseline, and returns findings of a check: the speed, and then its factors.
+    """Times the candidate and the baseline, and returns the speed and its factors as findings of `check`.
 
-    The two factors of the speed are the gain from the runtime and the gain from the compression. There are no factors
-    if the baseline already is the unchanged model in the candidate's runtime. There are none either if the candidate is
-    a file and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is the record of
-    a speed that a plan predicted.
+    The two factors of the speed are the gain from the runtime and the gain from the compression. The factors are
+    omitted if the baseline already is the unchanged model in the candidate's runtime. They are also omitted if the
+    candidate is a file and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is
+    the record of a speed that a plan predicted.
     """
     begin("measuring speed")
     model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS
@@ -129,7 +129,7 @@ def described_speed(
     promise: Mapping[str, Any] | None = None,
     gained_by: str | None = None,
 ) -> tuple[Finding, ...]:
-    """Returns findings of a check on a measured speed and, if the unchanged model was timed, on its two factors.
+    """Returns a measured speed and, if the unchanged model was timed, its two factors as findings of `check`.
 
     `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster in this runtime
     than the `baseline`, by default the runtime itself. `limit` and `promise` are the same as in `speed_findings`.
@@ -161,7 +161,7 @@ def described_speed(
 
 @dataclass(frozen=True)
 class Latency(Check):
-    """The speed of a forward pass relative to the reference, timed alternately, and the ratio of peak memory.
+    """The speed of a forward pass relative to the reference (timed alternately), and the ratio of peak memory.
 
     If the candidate and the baseline differ in more than the compression, the speed has two factors. `speed of
     unchanged` is due to the runtime, i.e. attnrx's kernels or the runtime of a file. `speed by compression` is relative
@@ -205,13 +205,14 @@ class Promises(Check):
 
     A plan predicts the divergence, the agreement and the change of accuracy, each with an interval. Every prediction
     becomes a claim. The claim fails if the mean over these images is worse than the whole predicted interval for this
-    number of images. Otherwise the mean's own interval decides. The claim holds if this interval excludes twice the
-    promised loss. If it does not, there are too few images, and the claim is undecided. Its limit is then twice the
-    promised loss.
+    number of images. Otherwise, the claim holds if the mean's own interval excludes twice the promised loss. If the
+    interval includes twice the promised loss, there are too few images. The claim is then undecided, and its limit is
+    twice the promised loss.
 
-    The promised loss is the divergence, or the share of images with changed decisions or lost accuracy. For shares,
-    twice the loss is at least `MIN_LOSS` more than the loss. If the predicted interval reaches the end of the
-    quantity's range, every model meets the prediction, and the mean is reported without a limit.
+    The promised loss is the predicted divergence, the predicted share of images with changed decisions, or the
+    predicted loss of accuracy. For shares, twice the loss is at least `MIN_LOSS` more than the loss. If the predicted
+    interval reaches the end of the quantity's range, every model meets the prediction, and the mean is reported without
+    a limit.
 
     The claim about speed in PyTorch is relative to the library's own implementation. The claim holds if a pass takes at
     most 10 % longer than predicted (`within`). Precision, threads, clock and batch size are the same as in the plan.
@@ -297,7 +298,7 @@ def _kept_promise(
 def judged_promise(
     quantity: str, promised: PredictedQuantity, values: Float[Tensor, "images"], seed: int
 ) -> dict[str, Any]:
-    """Returns the arguments of a `Finding` on a quantity's mean over images, and on whether it keeps the promise."""
+    """Returns the keyword arguments for a `Finding` on whether a quantity's mean over images keeps the promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
     # Over a few images, all shares or changes may be equal, e.g. zero. The functions in ESTIMATES return intervals of
     # nonzero width even then.

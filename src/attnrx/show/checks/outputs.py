@@ -49,7 +49,7 @@ class Accuracy(Check):
 
     Embeddings have no classes. An embedding is correct if the nearest neighbour's image has the same label
     (`attnrx.vit.outputs`), and findings call this 1-nearest-neighbour accuracy. If images have several labels, an
-    output is correct if all of them are right (exact-match accuracy).
+    output is correct if all its labels are correct (exact-match accuracy).
 
     The claim is that the candidate loses at most `most_drop` points. The claim holds if the whole interval of the
     change satisfies the limit, and fails if no part of the interval does. Otherwise the claim is undecided, because
@@ -126,7 +126,7 @@ class Calibration(Check):
 class Metric(Check):
     """The mean over images of the `metric` that you pass to `verify` or `shrink`, e.g. an intersection over union.
 
-    The findings are the mean for each model, and the mean change per image. All have intervals over images.
+    The findings are the mean for each model, and the mean change per image. Every finding has an interval over images.
     """
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -232,7 +232,7 @@ class Fidelity(Check):
         return findings + self._at_other_sizes(comparison)
 
     def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns the agreement and the divergence over all images of other sizes."""
+        """Returns the agreement and the divergence over the image sets with other image sizes, if there are any."""
         sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
         if not sets or isinstance(comparison.candidate, Exported):  # an exported file accepts only one size
             return ()
@@ -285,7 +285,7 @@ class Fidelity(Check):
 def squared_distances(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images 2"]:
-    """Returns the squared norms of the difference and of the base per image, the two sums in SVDA, Eq. 46."""
+    """Returns, for every image, the squared norms of `other - base` and of `base` (the two sums in SVDA, Eq. 46)."""
     # The sums are per image, so that a bootstrap can resample both sums of the ratio in Eq. 46 together.
     base, other = base.double(), other.double()
     return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
@@ -368,13 +368,13 @@ class Retrieval(Check):
 class Index(Check):
     """The share of the reference's k nearest neighbours that queries still find in an index, for every k in `ks`.
 
-    Every image is a query, and by default all other images form the index. The candidate embeds new queries, which are
-    searched among vectors of the reference. The reference embeds old queries, which are searched among vectors of the
-    candidate. The search is exact and compares vectors by cosine similarity. In a larger index, neighbours are closer
-    to each other and harder to keep.
+    Every image is a query, and by default all other images form the index. New queries are embedded by the candidate,
+    and searched among the reference's vectors. Old queries are embedded by the reference, and searched among the
+    candidate's vectors. The search is exact and compares vectors by cosine similarity. In a larger index, neighbours
+    are closer to each other and harder to keep.
 
     To search in your own index, pass its vectors as `stored`. The reference must have computed these vectors, and the
-    images must not be in the index. Old queries are then omitted.
+    query images must not be in the index. Old queries are then not evaluated.
 
     `least_recall` is the smallest allowed recall, in %, of new queries with the last k in `ks`.
     """

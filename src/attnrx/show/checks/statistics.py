@@ -75,7 +75,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 
 def chunks(draws: int, n: int) -> Iterator[int]:
-    """Yields the number of resamples of `n` images in each chunk. The memory of a chunk does not grow with `n`."""
+    """Yields how many resamples of `n` images each chunk contains, so that memory does not grow with `n`."""
     chunk = max(1, CHUNK // n)
     yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
 
@@ -113,13 +113,13 @@ def studentized(
     seed: int,
     minimum: float = -math.inf,
 ) -> Estimate:
-    """Returns a smooth function of column means over images, with its studentized bootstrap interval.
+    """Returns the value of a smooth function of column means over images, with its studentized bootstrap interval.
 
     The change in every resample is divided by the resample's own standard error, which comes from the delta method
     (Efron and Tibshirani, 1993, section 12.5). If a resample lacks the few images of a heavy tail, both its mean and
     its standard error are small. The quotient reflects this skew, and percentiles do not. For n images, each tail of
-    the interval is TAIL * n / (n + SHORT) instead of TAIL. A small sample has too few images from the tail for any
-    bootstrap, and wider intervals make up for this (benchmarks/coverage.py).
+    the interval has the probability TAIL * n / (n + SHORT) instead of TAIL. A small sample has too few images from the
+    tail for any bootstrap, and wider intervals make up for this (benchmarks/coverage.py).
 
     Args:
         values: One row per image.
@@ -128,7 +128,7 @@ def studentized(
         minimum: The smallest possible value of the quantity.
 
     Returns:
-        The value with its interval, which has no width if all images are equal.
+        The value with its interval. If all rows are equal, both ends of the interval are the value.
     """
     values = values.double().cpu()
     n, columns = values.shape
@@ -192,9 +192,10 @@ def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"
     """Returns a metric's mean change, after minus before, with its interval over images. The metric may have any unit.
 
     If the metric changes for every image, the interval is the studentized bootstrap interval. Otherwise `mean_change`
-    computes the interval, because a metric that changes for some images only is like a decision. An example is the
-    share of a few objects that a detector finds. The `unit` is the root mean square of the nonzero changes. If no image
-    changes, the `unit` is the smallest difference between two images' values, so that the interval has nonzero width.
+    computes the interval, because a metric that changes for only some images behaves like a decision. An example is the
+    share of detected objects if an image contains only a few objects. The `unit` is the root mean square of the nonzero
+    changes. If no image changes, the `unit` is the smallest difference between two images' values, so that the interval
+    has nonzero width.
     """
     changes = (after - before).double()
     if bool((changes != 0).all()):
@@ -207,7 +208,7 @@ def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"
 def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
-    """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
+    """Returns every image's confidence minus correctness in the column of its confidence bin, and zeros elsewhere."""
     # The gaps are kept per image, [images, bins], because a resample's calibration error needs its own column means.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin

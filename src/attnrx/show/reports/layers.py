@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A coloured table with a row per layer and a column per head or map. A row's only cell spans all columns."""
+    """A coloured table with a row per layer and a column per head or map. A single cell in a row spans all columns."""
 
     title: str
     note: str

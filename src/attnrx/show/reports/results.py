@@ -329,7 +329,7 @@ def findings(evidence: Evidence) -> dict[str, Any]:
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
-    """Returns the findings for the main table, and the many findings on one corruption at one severity."""
+    """Splits the findings into those for the main table, and those on one corruption at one severity."""
     separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
         # False and True are the indices of the two lists.

@@ -286,7 +286,7 @@ def _group_fills(groups: Int[Tensor, "rows columns"], image: Float[Tensor, "chan
 
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
-    """Returns the colours of values, from dark blue at `low` to yellow at `high`."""
+    """Maps values to colours, from dark blue at `low` to yellow at `high`."""
     ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
     # The highest value belongs to the last interval between two colours, because no interval begins at it.
@@ -306,7 +306,7 @@ def as_colours(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image with values in [0, 1] as a PNG data URI. Too many channels for a picture are averaged."""
+    """Returns an image with values in [0, 1] as a PNG data URI. Channels are averaged as in `shown`."""
     from PIL import Image
 
     image = shown(image)
@@ -326,11 +326,12 @@ def patch_picture(
     groups: Int[Tensor, "rows columns"] | None = None,
     fills: Mapping[int, str] | None = None,
 ) -> str:
-    """Returns an SVG of the image with the id `shown`, in which patches that are not `left` are covered.
+    """Returns an image as SVG, in which pruned or merged patches are marked. `shown` is the id of the image's pixels.
 
-    Patches with the same number in `groups` were merged. They are outlined together, and filled with the colour of this
-    number in `fills`, if there is one. One unit of the SVG is one patch. The first picture of an image contains the
-    pixels as the data URI `address`. Later pictures of the image refer to the first one by its id.
+    Patches with the same number in `groups` were merged. Each group is outlined, and filled with its colour in `fills`,
+    if there is one. Without groups, patches that are not `left` are covered. One unit of the SVG is one patch. The
+    first picture of an image contains the pixels as the data URI `address`. Later pictures of the image refer to the
+    pixels by their id.
     """
     rows, columns = left.shape
     size = f'width="{columns}" height="{rows}"'
@@ -366,7 +367,7 @@ def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
 
 
 def _outline(parts: list[list[int]]) -> str:
-    """Returns an SVG path of the edges between neighbouring patches in different parts."""
+    """Returns an SVG path of the edges between neighbouring patches with different numbers in `parts`."""
     # Only the upper and left edges of patches are drawn, so that no edge is drawn twice.
     edges = ""
     for row, cells in enumerate(parts):
