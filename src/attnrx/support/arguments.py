@@ -339,8 +339,8 @@ def record(
 ) -> Kind:
     """Returns a `Kind` for JSON objects with the required `fields` and the optional fields `more`.
 
-    Other fields are only allowed if the object is `open`. `then` checks valid fields together. `check` raises Invalid
-    with the path of the first field that is missing, unknown or wrong.
+    Other fields are only allowed if `open` is true. `then` checks valid fields together. `check` raises Invalid with
+    the path of the first field that is missing, unknown or wrong.
     """
     required, known = tuple(fields or ()), {**(fields or {}), **(more or {})}
 

@@ -140,14 +140,14 @@ def _model(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a model's file by the names of this version. `record` describes the stored model."""
+    """Returns the tensors of a model's file, keyed by this version's names. `record` describes the stored model."""
     if record.get("family") != "whole":
         return dict(tensors)
     return {_renamed(name, "module.", "source."): tensor for name, tensor in tensors.items()}
 
 
 def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a user's module by the names that its fingerprint is computed from.
+    """Returns the tensors of a user's module, keyed by the names that its fingerprint is computed from.
 
     The fingerprint is still computed from the old names, because documents of earlier versions contain it.
     """

@@ -59,7 +59,7 @@ class UserCodeError(AttnrxError):
 
 
 class ScaleWarning(UserWarning):
-    """The warning about images that do not seem to be normalized as the model's training images were."""
+    """The warning about images that do not seem to be normalized like the model's training images."""
 
 
 class KernelWarning(UserWarning):
@@ -83,11 +83,11 @@ class TrainingDiverged(AttnrxError):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """The exception of a training run that was interrupted, and saved a checkpoint before it stopped."""
+    """The exception for an interrupted training run, which saved a checkpoint before it stopped."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error reports too little memory. torch raises a RuntimeError for it on the CPU, a subclass on CUDA."""
+    """Whether an error means that memory is exhausted. torch raises RuntimeError on the CPU, and a subclass on CUDA."""
     causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
     return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
 

@@ -50,7 +50,7 @@ def governor() -> str:
 
 
 class Load:
-    """Measures the processor load of other processes, from the creation of this object."""
+    """The processor load of other processes, measured from the creation of this object."""
 
     def __init__(self):
         self._start = _processor_seconds()

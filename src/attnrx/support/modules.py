@@ -139,12 +139,12 @@ def trainable(module: nn.Module) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether a compiler, an exporter or a trace is recording the present operations as a graph."""
+    """Whether a compiler, an exporter or a trace is recording the current operations as a graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def is_recorded() -> bool:
-    """Whether the present operations are recorded, either for gradients or as a graph."""
+    """Whether the current operations are recorded, either for gradients or as a graph."""
     return torch.is_grad_enabled() or is_traced()
 
 
@@ -197,8 +197,8 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
 def kept(build: Callable[P, Value]) -> Callable[P, Value]:
     """Returns a function that caches the tensors of `build`, which must only depend on the arguments.
 
-    Without the cache, every new tensor would cost a kernel on a GPU. Copying numbers to the tensor would wait for the
-    GPU, and could not be a part of a CUDA graph. While a graph is traced, `build` is called without the cache.
+    Without the cache, every new tensor would need a kernel launch on a GPU. Copying numbers to the tensor would wait
+    for the GPU, and could not be a part of a CUDA graph. While a graph is traced, `build` is called without the cache.
     """
     # Inference mode is off, because gradients cannot be computed through an index that was created in inference mode.
     returned: Any = lru_cache(maxsize=256)(torch.inference_mode(mode=False)(build))

@@ -43,9 +43,10 @@ class ImageGeometry:
     - "exact" resizes to `resize_to` without keeping the proportions.
     - "none" does not resize.
 
-    Without `enlarge`, pictures are only enlarged as far as the crop requires. `center` is how half pixels are rounded
-    when a picture is centered: "round" as in torchvision and timm, or "floor" as in transformers. Padded borders have
-    the color `fill`. Transparent pixels keep their color or, with `alpha="white"`, are put on a white background.
+    Without `enlarge`, pictures are only enlarged as far as the crop requires. `center` determines how half pixels are
+    rounded when a picture is centered: "round" as in torchvision and timm, or "floor" as in transformers. Padded
+    borders have the color `fill`. Transparent pixels keep their color or, with `alpha="white"`, are put on a white
+    background.
     """
 
     size: tuple[int, int]

@@ -44,7 +44,7 @@ def say(line: str) -> None:
 
 
 def details(log: Log) -> Log:
-    """Returns a log callback for details, e.g. every trial of a plan. It is silent unless ATTNRX_PROGRESS is 2."""
+    """Returns `log` for details, e.g. every trial of a plan. Unless ATTNRX_PROGRESS is 2, returns a silent callback."""
     return log if os.environ.get(SETTING) == DETAILED else no_log
 
 
@@ -102,8 +102,8 @@ _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
 def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, again: str = "") -> Iterator[None]:
     """Shows the phases of a call within the context. Only the outermost call shows its phases.
 
-    `shares` has the usual share of time of every phase. If the call returns several results (`repeated`), the phases
-    from `again` on are repeated for each of them.
+    `shares` maps every phase to its usual share of the call's time. If the call returns several results (`repeated`),
+    the phases from `again` on are repeated for each of them.
     """
     if _current.get() is not None:
         yield
@@ -172,7 +172,7 @@ def _on_terminal() -> bool:
 
 
 def _show(line: str) -> None:
-    """Writes a line of progress. On a terminal, the line overwrites the line before."""
+    """Writes a line of progress. On a terminal, the line overwrites the previous line."""
     global _is_live
     if os.environ.get(SETTING) == SILENT:
         return

@@ -301,8 +301,8 @@ class Features(Check):
     """The error of the last patch features, candidate against reference.
 
     The relative squared error and the cosine are computed for every patch and averaged over the patches of an image.
-    The intervals are over images. Pruned and merged patches are restored first. `most_error` limits the mean relative
-    squared error.
+    The intervals are over images. Before the comparison, pruned and merged patches are restored. `most_error` limits
+    the mean relative squared error.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)

@@ -1,4 +1,4 @@
-"""Report sections about layers and heads: what was removed, the reasons of the prescription, and readings of heads."""
+"""Report sections about layers and heads: what was removed, the reasons, and diagnostic readings of the heads."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -104,7 +104,7 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns texts on what was removed, and a heat map of ranks for every pruned map, or None if nothing changed."""
+    """Returns facts about what was removed, and a heat map of ranks per pruned map, or None if nothing changed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
@@ -200,7 +200,7 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
 
 
 def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
-    """Returns heat maps of the readings: the first OPEN_FIGURES are open on the page, and the others are folded."""
+    """Returns heat maps of the readings: the first OPEN_FIGURES are open on the page, and the others are collapsed."""
     names = readings_per_head(diagnosis)
     if not names:
         return None

@@ -91,7 +91,7 @@ def interval(low: Number | None, high: Number | None) -> str:
 
 
 def plain(value: Any, longest: int = 8) -> str:
-    """Formats any JSON value on one line. Long lists are cut, and their number of entries is appended."""
+    """Formats any JSON value on one line. Long lists are truncated, and their length is appended."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: MISSING}[value]
     if isinstance(value, int):

@@ -90,7 +90,7 @@ class ReportContent(Displayed):
 
     @property
     def records(self) -> dict[str, Mapping[str, Any]]:
-        """The `about` records of the report and of its parts, by the names that the page shows."""
+        """The `about` records of the report and its parts, keyed by their titles on the page."""
         records: dict[str, Mapping[str, Any]] = {"this report": self.about}
         for name, part in (("the diagnosis", self.diagnosis), ("the prescription", self.prescription)):
             if part is not None:
@@ -119,7 +119,7 @@ def write_report(
     prescription: Prescription | None = None,
     diagnosis: Diagnosis | None = None,
 ) -> Path:
-    """Writes the report as one HTML file, which needs neither network nor scripts, can be printed, and has a dark mode.
+    """Writes the report as one printable HTML file with a dark mode, which needs neither network nor scripts.
 
     Pass any of `evidence`, `prescription` and `diagnosis`. To set a title or add other parts, pass `content` instead.
     To get the page as text, e.g. for an iframe in a notebook, call `render(ReportContent(title, evidence=evidence))`.

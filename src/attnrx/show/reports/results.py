@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One part of the summary sentence: an amount, its conditions, 95 % interval and factors. Missing texts are ""."""
+    """One part of the summary sentence: an amount with conditions, 95 % interval and factors. Missing texts are ""."""
 
     amount: str
     conditions: str = ""
@@ -205,7 +205,7 @@ def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
 
 
 def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the data of the report's first section: the summary sentence, outcomes of claims, before and after.
+    """Returns the data of the report's first section: the summary, claim outcomes, and a before-and-after table.
 
     The section also shows the notes in `records`, which are the records of all parts of the report.
     """
@@ -250,8 +250,8 @@ def sentence(evidence: Evidence | None) -> str:
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
     """Returns the times of the baseline, the unchanged model in the smaller model's runtime, and the smaller model.
 
-    Each entry has a name, a share of the baseline's time, and a text in milliseconds. If the unchanged model was not
-    timed, the list is empty.
+    Each entry has a name, a share of the baseline's time, and the time in milliseconds as text. If the unchanged model
+    was not timed, the list is empty.
     """
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):

@@ -48,7 +48,7 @@ class TokenSamples:
 
 
 def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns the first `count` images, or fewer, and their class names, which are empty if there are no labels."""
+    """Returns at most the first `count` images, and their class names. Without labels, there are no names."""
     batch = next(iter(images.take(min(count, len(images))).batches(count)))
     # An image without a label has the label -1.
     if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
