@@ -82,7 +82,7 @@ class TargetMet:
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
-    `minimized` is the cost that the plan limits ("latency", "macs" or "params"). `cost` is the predicted cost as a
+    `minimized` is the cost that the plan reduces ("latency", "macs" or "params"). `cost` is the predicted cost as a
     share of the original model's cost. `measured` records the timing of the plan, or is None if the cost is not
     latency. `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as
     shares. `explained` contains one line for each choice of the planner. `about` records the settings, the kind of the
