@@ -236,3 +236,12 @@ def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.Mon
     assert smaller_decoder(model, fixed(model), short) is not None
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
     assert smaller_decoder(model, fixed(model), short) is None
+
+
+def test_a_detector_is_fitted_to_its_scores_and_boxes_only() -> None:
+    """transformers also returns the states of every decoder layer, [layers, images, ...], which are no outputs."""
+    users_models = pytest.importorskip("support.users_models")
+    model = working(users_models.rf_detr().eval().float())
+    (batch,) = decoding._batches(model, fixed(model).take(4))
+    assert batch.targets.shape == (4, sum(model.around.sizes.values()))
+    torch.testing.assert_close(decoding._outputs(model, batch), batch.targets)

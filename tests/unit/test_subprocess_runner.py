@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -106,4 +107,33 @@ def test_a_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(NotSupported, match="cannot be pickled"):
-        run_in_subprocess(len, lambda: None)
+        run_in_subprocess(len, threading.Lock())
+
+
+SCRIPT = """
+from torch import nn, ones
+from attnrx.support.subprocess_runner import run_in_subprocess, run_side_by_side
+
+SIDE = 3
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(SIDE, 1)
+
+    def forward(self, x):
+        return self.layer(x).sum() * SIDE
+
+def called(net):
+    return net, net(ones(1, SIDE)).item()
+
+net = Net()
+copied, found = run_in_subprocess(called, net)
+assert found == called(net)[1] == copied(ones(1, SIDE)).item()
+"""
+
+
+def test_classes_and_functions_of_a_script_are_sent(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, check=True)

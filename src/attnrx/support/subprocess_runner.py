@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 
 from attnrx.support.atomic_writes import scratch_folder
@@ -45,10 +46,7 @@ LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 FORKS = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # the option of Linux's prctl for a signal at the death of the parent
 
-ADVICE = (
-    "Define the classes and functions of the model in a module, not in a script or a notebook, or measure in this "
-    "process (in_subprocess=False)."
-)
+ADVICE = "Measure in this process (in_subprocess=False), or define the classes and functions of the model in a module."
 
 # The names of a call's two files, and the line that ends its output. No line of text starts with a zero byte.
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
@@ -58,7 +56,8 @@ class Subprocess:
     """Another Python process that runs calls. On Linux, every call runs in its own fork of this process.
 
     The other process keeps freed memory, like a service with its own allocator. Function, arguments and result are
-    pickled, because they may contain modules of any library. The pickles are exchanged in a private temporary folder.
+    pickled, because they may contain modules of any library. cloudpickle also pickles classes and functions of a script
+    or a notebook, which another process cannot import. The pickles are exchanged in a private temporary folder.
     However the calling process ends, the other process ends, too. On systems other than Linux, the other process
     finishes its call first. It searches for modules in the same folders as the calling process, with relative folders
     last.
@@ -97,7 +96,7 @@ class Subprocess:
         assert self.process.stdin is not None and self.process.stdout is not None
         with scratch_folder() as folder:
             try:
-                (folder / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
+                (folder / _CALLED).write_bytes(cloudpickle.dumps((function, arguments, torch.get_num_threads())))
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise NotSupported(
                     f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
@@ -248,7 +247,7 @@ def _run(folder: Path) -> None:
         # unpickled. Any other exception ends the process.
         except AttnrxError as error:
             returned = None, str(error)
-    (folder / _RETURNED).write_bytes(pickle.dumps(returned))
+    (folder / _RETURNED).write_bytes(cloudpickle.dumps(returned))
 
 
 def _run_and_exit(folder: Path) -> None:

@@ -122,9 +122,9 @@ def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images nu
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs.clear()
-        # `source` is called, because the model itself would compute a large batch in chunks, with one call per chunk.
+        # `answer` is used, because the model itself would compute a large batch in chunks, with one call per chunk.
         with model.forward_pass(), _calls_replaced(model, keep):
-            rows = rows_of(model.source(pixels))
+            rows = rows_of(model.answer(pixels))
         if len(outputs) != 1:
             return []
         if targets is not None:
@@ -162,7 +162,7 @@ def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]
 def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
     """Returns the model's outputs, computed from the recorded Vision Transformer outputs of a batch."""
     with _calls_replaced(model, lambda _: batch.features):
-        return rows_of(model.source(batch.images))
+        return rows_of(model.answer(batch.images))
 
 
 def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
