@@ -1,4 +1,4 @@
-"""Seals of JSON files. A seal is a hash of the file's other content. It shows if someone has edited the file."""
+"""Seals for JSON files: a hash of a file's content, stored in the file, shows whether the file was edited later."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
-    """Raises CheckpointError, with the `advice`, if a record was changed after `sealed` returned it."""
+    """Raises CheckpointError, with `advice` in its message, if a record does not match the hash that `sealed` added."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
 
@@ -30,7 +30,7 @@ def _seal(record: Mapping[str, Any]) -> str:
 
 
 def finite_json(value: Any) -> Any:
-    """Returns a value for JSON: NaN and infinity become None, keys become texts, and tuples become lists."""
+    """Converts a value for JSON: NaN and infinity become None, keys become strings, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -44,7 +44,7 @@ def write_text(path: Path | str, content: str) -> Path:
 
 @checked()
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes the `json_text` of a record with `write_atomically`, and returns the path."""
+    """Writes a record as JSON (see `json_text`) with `write_atomically`, and returns the path."""
     return write_text(path, json_text(record))
 
 
@@ -58,7 +58,8 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Reads a JSON file.
 
     Raises:
-        CheckpointError: The file is missing, not regular, larger than `max_bytes`, nested too deep or not JSON.
+        CheckpointError: The file is missing, is not a regular file, is larger than `max_bytes`, is nested too deeply,
+            or is not valid JSON.
     """
     path = require_regular(path)
     size = path.stat().st_size
@@ -80,7 +81,7 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object, or raises ValueError if a name occurs twice, because either value could be meant."""
+    """Converts a JSON object to a dict. Raises ValueError if a name occurs twice, because its value is then unclear."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -91,7 +92,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @checked()
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors and the texts `about` to a safetensors file with `write_atomically`, and returns the path."""
+    """Writes tensors, with `about` as metadata, to a safetensors file atomically, and returns the path."""
     content = _encoded(tensors, dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
@@ -106,10 +107,10 @@ def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
 
 @checked()
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
-    """Loads safetensors. If you pass `sha256`, the file must have this hash.
+    """Loads the tensors of a safetensors file. If you pass `sha256`, the file must have this hash.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or is not the file that was saved.
+        CheckpointError: The file is missing or damaged, has another hash, or contains a dtype that is not supported.
     """
     path = require_regular(path)
     try:
@@ -140,8 +141,8 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     """Writes a record as JSON, and its tensors as safetensors in the same folder. Returns the path of the JSON file.
 
     The JSON file refers to the tensors by their hash. The name of the tensors' file contains the name of the JSON file
-    and the hash, so different tensors never overwrite each other. The tensors are written first. They become valid when
-    the JSON file is replaced, in one atomic step. The tensors of the previous JSON file are then deleted.
+    and the hash, so different tensors never overwrite each other. The tensors are written first. The JSON file that
+    refers to them then replaces the previous JSON file in one atomic step. Finally, the previous tensors are deleted.
 
     Raises:
         InvalidInput: A file with this name exists, and attnrx did not write it.
@@ -169,7 +170,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
 
 
 def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Loads the tensors that `write_with_tensors` wrote with a record, or returns none if the record has no tensors.
+    """Loads the tensors that `write_with_tensors` wrote with a record. Without such tensors, the result is empty.
 
     Raises:
         CheckpointError: The tensors are missing, damaged, or do not have the hash in the record.
@@ -186,12 +187,12 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with a prefix, e.g. "layers.3.", with the prefix removed."""
+    """Returns the tensors whose names begin with `prefix`, e.g. "layers.3.", and removes it from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def layer_tensors(layers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the tensors of all layers in one mapping, by their names in a file, e.g. layers.3.NAME."""
+    """Returns the tensors of all layers in one dict. A name in layer 3 becomes "layers.3.NAME"."""
     return {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
@@ -207,7 +208,7 @@ _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content=
 
 
 def file_kind(path: Path | str) -> str | None:
-    """Returns the kind that is stored in a file of attnrx, or None for any other file."""
+    """Returns the kind of a file that attnrx wrote, e.g. "attnrx report", or None for any other file."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -252,9 +253,9 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
     Args:
         made_for: The fingerprint of the model that the document belongs to.
         fingerprint: The fingerprint of the model that the document is used with.
-        document: The beginning of the message, e.g. "the diagnosis was made for".
+        document: The beginning of the error message, e.g. "the diagnosis was made for".
         what: A description of the model that the document is used with.
-        advice: A text that says what to do.
+        advice: The end of the error message, which says what to do.
     """
     if made_for != fingerprint:
         raise FingerprintMismatch(f"{document} the model {made_for}, and {what} is {fingerprint}: {advice}.")
@@ -272,10 +273,10 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
 
 
 def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[str, Any]:
-    """Loads a JSON file of one kind and version, and checks all of its other `fields` before they are used.
+    """Loads a JSON file, and checks its kind, its schema version and all other `fields`.
 
     Raises:
-        CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
+        CheckpointError: The file is missing or damaged, has another kind or version, or contains an invalid field.
     """
     record = read_json(path)
     if isinstance(record, dict) and record.get("kind") == kind:
@@ -299,7 +300,8 @@ def read_with_tensors(
     `tensors_of` returns the tensors that the object uses. The file must not contain any other tensors.
 
     Raises:
-        CheckpointError: A file is missing, damaged, or of another kind or version. Or a tensor is missing or not used.
+        CheckpointError: A file is missing or damaged, or has another kind or version. Also raised if a tensor is
+            missing, or if a tensor is not used.
         InvalidInput: A tensor is not finite.
     """
     # Cheap checks come first: kind and version, then every field, and last the hash of the tensors.

@@ -1,6 +1,6 @@
-"""Runs programs, and calls functions in other processes. No other module starts child processes.
+"""Runs programs, and calls functions in other processes. No other module of attnrx starts child processes.
 
-Models are timed in another process, because times in this process would depend on its state, e.g. on its heap.
+Models are timed in a separate process, because the state of the calling process, e.g. its heap, would affect the times.
 """
 
 import ctypes
@@ -53,14 +53,14 @@ _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
 class Subprocess:
-    """Another Python process that runs calls. On Linux, every call runs in its own fork of this process.
+    """A separate Python process that runs function calls. On Linux, every call runs in its own fork of that process.
 
-    The other process keeps freed memory, like a service with its own allocator. Function, arguments and result are
+    The separate process keeps freed memory, like a service with its own allocator. Functions, arguments and results are
     pickled, because they may contain modules of any library. cloudpickle also pickles classes and functions of a script
     or a notebook, which another process cannot import. The pickles are exchanged in a private temporary folder.
-    However the calling process ends, the other process ends, too. On systems other than Linux, the other process
-    finishes its call first. It searches for modules in the same folders as the calling process, with relative folders
-    last.
+    The separate process ends when the calling process ends, even after a crash. On systems other than Linux, it
+    finishes its current call first. It imports modules from the same folders as the calling process, but searches
+    relative folders last.
     """
 
     def __init__(self):
@@ -84,14 +84,14 @@ class Subprocess:
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
     ) -> Iterator[Value]:
-        """Calls a module-level function several times with the same arguments, and yields the values.
+        """Calls a module-level function several times with the same arguments, and yields the return values.
 
-        The arguments are pickled once. The function runs with this process's number of threads. `on_line` is called
-        with every line that the function prints. Progress in the function goes to stderr.
+        The arguments are pickled once. PyTorch uses the same number of threads as in the calling process. `on_line` is
+        called with every line that the function prints to stdout. The function's stderr is not captured.
 
         Raises:
-            NotSupported: An argument cannot be pickled, or the process ended without a result. Or the function raised
-                an error of attnrx, and this error has the same message.
+            NotSupported: An argument cannot be pickled, or the process ended without a result. Also raised, with the
+                same message, if the function raised an attnrx error.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with scratch_folder() as folder:
@@ -196,9 +196,10 @@ def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
 
 
 def serve() -> None:
-    """Runs the loop of the other process. It reads names of modules, and then folders of calls, from stdin.
+    """Runs function calls in the separate process.
 
-    After each call, its result is in the folder of the call.
+    The first line of stdin names the modules to import. Every other line is the folder of a call, which contains the
+    pickled function and arguments. The result is written to the same folder.
     """
     _end_with_parent()
     for name in sys.stdin.readline().split():
@@ -227,7 +228,7 @@ def serve() -> None:
 def _end_with_parent() -> None:
     """Asks Linux to end this process when its parent ends.
 
-    The end of stdin would not be enough, because a process that is running a call does not read stdin.
+    Waiting for the end of stdin would not be enough, because a process does not read stdin while it runs a call.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -251,7 +252,7 @@ def _run(folder: Path) -> None:
 
 
 def _run_and_exit(folder: Path) -> None:
-    """Runs a call in a fork, and ends the fork without Python's clean-up at exit, which belongs to the parent."""
+    """Runs a call in a fork, and ends the fork without Python's exit handlers, which only the parent should run."""
     code = 1
     try:
         _run(folder)

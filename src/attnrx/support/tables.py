@@ -1,6 +1,6 @@
-"""Formats tables as text, aligned for consoles or as Markdown with plain text in the cells.
+"""Formats tables for consoles, with aligned columns, or as Markdown.
 
-Every Markdown cell is escaped, because names of classes and models may come from other people's files.
+Text in Markdown cells is escaped, because it may contain names of classes and models from other people's files.
 """
 
 import re
@@ -18,13 +18,13 @@ def _utf8(text: str) -> str:
 
 
 def markdown(words: Any) -> str:
-    """Returns a text on one line, escaped so that it contains no Markdown."""
+    """Joins a text into one line, and escapes the characters that have a meaning in Markdown."""
     # Line breaks become spaces, because in Markdown they end a row of a table.
     return MARKDOWN.sub(r"\\\1", " ".join(_utf8(str(words)).split()))
 
 
 def markdown_code(words: Any) -> str:
-    """Returns a text as Markdown code, with a fence one backtick longer than any run of backticks in the text."""
+    """Formats a text as Markdown code. Its delimiters are one backtick longer than the longest run in the text."""
     text = " ".join(_utf8(str(words)).split())
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence, room = "`" * (longest + 1), " " if longest else ""
@@ -38,7 +38,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str
 
 
 class Marked(str):
-    """A text that already is Markdown, so `markdown_table` does not escape it."""
+    """A string that is already Markdown, so `markdown_table` does not escape it."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ def _marked(cell: Any) -> str:
 
 
 def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
-    """Returns a table with columns aligned by spaces. All columns but the first are aligned to the right."""
+    """Formats a table as plain text with aligned columns. All columns except the first are right-aligned."""
     # Control characters become spaces. A line break would split the row, and a terminal would execute other controls.
     lines = [[_plain(cell) for cell in line] for line in (columns, *rows)]
     # The widths include the headings, so that the headings of a table without rows are spaced, too.

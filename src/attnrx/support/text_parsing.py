@@ -1,4 +1,4 @@
-"""Parses the texts of rules, token policies, checks, losses, formats and methods.
+"""Parses the strings in which users write rules, token policies, checks, losses, formats and methods.
 
 All of these texts share one grammar:
 
@@ -7,9 +7,9 @@ All of these texts share one grammar:
     knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values if the knob is a tuple
     value = number | "true" | "false" | "none" | word | call
 
-Knobs are the settings of an object, i.e. the fields of its dataclass. A value without a name belongs to the first knob
-that has no value yet. A number may end with %. If a kind of text has more syntax than calls, e.g. `a & b` or `0.7@4,7`,
-its own subclass of `TextReader` parses the additional syntax.
+Knobs are the options of an object, i.e. the fields of its dataclass. A value without a name is assigned to the first
+knob that has no value yet. A number may end with %. Some strings have additional syntax, e.g. `a & b` or `0.7@4,7`,
+which a subclass of `TextReader` parses.
 """
 
 import dataclasses
@@ -37,20 +37,20 @@ _DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", s
 
 
 def share(text: str) -> float:
-    """Parses a number or a percentage, so `50%` is 0.5. Raises ValueError for any other text."""
+    """Parses a number or a percentage, e.g. `50%` as 0.5. Raises ValueError for any other string."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Splits `TEXT NAME=TEXT NAME=TEXT` into the text before the first name, and the names with their texts."""
+    """Splits `TEXT NAME=TEXT NAME=TEXT` into the first TEXT and a list of (NAME, TEXT) pairs."""
     before, *parts = _NAMED.split(text.strip())
     return before, [(name, part.strip()) for name, part in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
-    """Returns the fields of a dataclass that have a text form, by name. Keyword-only fields come last.
+    """Returns the dataclass fields that users can set in a string, by name. Keyword-only fields come last.
 
-    Fields with a text form are numbers, flags, texts, objects of the class `nested`, and tuples of these.
+    Such a field contains a number, a boolean, a string, an object of the class `nested`, or a tuple of these.
     """
     plain = [*_DESCRIBED, Ellipsis]  # a list, because the arguments of a Callable are not hashable
 
@@ -64,7 +64,7 @@ def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.F
 
 @dataclass(frozen=True)
 class Token:
-    """A token of the text. Its kind is "number", "name", "end" (of the text), or the token itself for a sign."""
+    """A token of a parsed string. Its `kind` is "number", "name" or "end", or the character itself for punctuation."""
 
     kind: str
     text: str
@@ -72,9 +72,10 @@ class Token:
 
 
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
-    """Returns the knobs of a dataclass instance as text, which `TextReader.read_knobs` can parse.
+    """Writes the options (knobs) of a dataclass instance as a string that `TextReader.read_knobs` can parse.
 
-    Knobs without a default are written by position. Other knobs are written by name if they differ from their default.
+    Options without a default are written by position. Other options are written as NAME=VALUE, unless the value equals
+    the default.
     """
     knobs = []
     for name, field in knobs_of(type(part), nested).items():
@@ -88,14 +89,16 @@ def spelled_knobs(part: Any, nested: type | None = None) -> str:
 
 
 class TextReader:
-    """A recursive-descent parser of a text. Subclasses have a method for each rule of their grammar.
+    """A recursive-descent parser of one string. Subclasses have a method for each rule of their grammar.
 
-    For error messages, a subclass sets the `noun`, the `plural` and `examples` of its texts. A subclass also sets
-    `signs`, the punctuation that it allows, and may set `error`, the class of its errors. If knobs can be calls
-    themselves, `nested` is the class of their objects, and `read_nested` parses them.
+    A subclass sets `noun`, `plural` and `examples` for its error messages, and `signs`, the punctuation that it allows.
+    `error` is the class of its errors. If options can be calls themselves, `nested` is the class of the objects that
+    these calls create, and `read_nested` parses them.
 
     Raises:
-        InvalidInput: (or the class `error`) The text does not follow the grammar. The message contains the position.
+        InvalidInput: The string does not follow the grammar. The error has the class `error`, and its message contains
+            the position of the problem.
+        UnknownName: The string contains an unknown name or option.
         UnknownName: The text contains an unknown name or knob.
     """
 
@@ -118,7 +121,7 @@ class TextReader:
 
     @property
     def token(self) -> Token:
-        """The next token, which is not consumed. A character that cannot be parsed raises the error of the class."""
+        """The next token, without consuming it. Raises `error` if the next characters do not form a token."""
         rest = self.text[self.position :].lstrip()
         if not rest:
             return Token("end", "the end", len(self.text.rstrip()))
@@ -134,26 +137,26 @@ class TextReader:
         return Token(text if kind == "sign" else kind, text, start)
 
     def take(self, kind: str) -> bool:
-        """Consumes the next token if it is of this kind, and returns whether it is."""
+        """Consumes the next token if it has this `kind`. Returns whether it has this `kind`."""
         token = self.token
         if token.kind == kind != "end":
             self.position = token.start + len(token.text)
         return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Consumes the next token and returns it. A token of another kind raises the error of the class."""
+        """Consumes and returns the next token. Raises `error` if the token does not have this `kind`."""
         token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
         return token
 
     def problem(self, start: int, problem: str) -> InvalidInput:
-        """Returns the error with the position of the problem and examples of valid texts."""
+        """Returns an error with the position of the problem and with examples of valid strings."""
         where = f"the {self.noun} {self.text!r}, at character {start + 1}"
         return self.error(f"{where}: {problem}. {self.plural} read like {self.examples}.")
 
     def read_name(self, registry: Registry[type[Kind]]) -> tuple[Token, type[Kind]]:
-        """Parses the name of a class in a registry, and returns its token and the class.
+        """Parses the name of a registered class, and returns the name's token and the class.
 
         Raises:
             UnknownName: The registry has no such name.
@@ -162,9 +165,9 @@ class TextReader:
         return name, registry[name.text]
 
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
-        """Parses the knobs of a class in brackets and, with `is_short`, after colons. Both may be missing.
+        """Parses the options (knobs) of a class in brackets and, with `is_short`, after a colon. Both are optional.
 
-        Knobs in `filled` have a value already, so values without a name are assigned to the other knobs.
+        Options in `filled` already have a value, so values without a name are assigned to the other options.
 
         Raises:
             UnknownName: The class has no such knob.
@@ -182,7 +185,7 @@ class TextReader:
         return given
 
     def build(self, name: Token, kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-        """Creates an object from the values of its knobs. A missing required knob raises the error of the class."""
+        """Creates an object from the values of its options. Raises `error` if a required option is missing."""
         missing = [
             knob.name
             for knob in knobs_of(kind, self.nested).values()
@@ -226,7 +229,7 @@ class TextReader:
         given[knob] = tuple(values)
 
     def _read_value(self, name: Token, knob: str, kinds: tuple[type, ...], word: re.Pattern[str]) -> Any:
-        """Parses one value of a knob, which has one of the types `kinds`."""
+        """Parses one value of an option. The value must have one of the types `kinds`."""
         described = " or ".join(_DESCRIBED.get(kind) or f"a {kind.__name__.lower()}" for kind in kinds)
         if str in kinds and (match := word.match(self.text, self.position)):
             self.position = match.end()

@@ -41,10 +41,10 @@ NUM_KEPT = 2  # one more checkpoint than needed to resume, in case the last one 
 
 
 class Checkpoints:
-    """The last checkpoints of a run. Each is a folder, e.g. `checkpoints/step-00000420/`, with JSON and safetensors.
+    """The newest checkpoints of a training run, each in a folder such as `checkpoints/step-00000420/`.
 
-    A new checkpoint is written under a hidden name and then renamed. So an interruption never leaves a partial
-    checkpoint.
+    A folder contains one JSON file and one safetensors file. A new checkpoint is written under a temporary name and
+    then renamed, so an interruption never leaves a partial checkpoint.
     """
 
     def __init__(self, folder: Path):
@@ -62,8 +62,8 @@ class Checkpoints:
         """Writes a checkpoint, reads it back to verify it, and only then adds it to the checkpoints.
 
         Raises:
-            InvalidInput: A value is not finite.
-            CheckpointError: The checkpoint cannot be written, or contains other tensors when it is read back.
+            InvalidInput: A tensor contains NaN or infinity.
+            CheckpointError: The checkpoint cannot be written, or its tensors differ when they are read back.
         """
         require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
@@ -96,7 +96,7 @@ class Checkpoints:
 
 
 def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError unless a checkpoint can be read and contains these tensors."""
+    """Raises CheckpointError unless the checkpoint in `folder` can be read and contains exactly these tensors."""
     read_record(folder / "state.json", KIND, SCHEMA, STATE)
     stored = read_tensors(folder / "state.safetensors")
     if stored.keys() != tensors.keys() or not all(torch.equal(stored[name], tensors[name].cpu()) for name in stored):
@@ -107,11 +107,12 @@ def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
-    """Returns weights, running mean, optimizer state and the epoch's sums so far, gathered in the first process.
+    """Returns the state of a training run as tensors, gathered in the main process.
 
-    All processes must call this function, because each may have a shard. The result is empty in all processes but the
-    first. States of random generators are not stored, because every step derives its seed from the config's seed and
-    the number of the step.
+    The state consists of the weights, their running mean, the optimizer state, and this epoch's sums of losses and
+    counts. All processes must call this function, because each may hold a shard. In all processes except the main
+    process, the result is empty. Random generator states are not stored, because every step derives its seed from the
+    config's seed and the step number.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -188,8 +189,8 @@ def identity(
 ) -> dict[str, Any]:
     """Returns the record that identifies a run, as JSON-ready values.
 
-    The record contains the config, the structure of the model, and fingerprints of the data, of the weights before the
-    first step and of the teachers.
+    The record contains the config, the model's structure, and fingerprints of the data, the initial weights and the
+    teachers.
     """
     return {
         "config": without_folders(to_dict(config)),
@@ -213,9 +214,9 @@ def identity(
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
     """Raises CheckpointError with a list of differences if the requested run is not the saved run.
 
-    The requested model may have the weights from before the first step, or the last saved weights, whose fingerprint is
-    `reached`. The last weights are allowed, because a run changes the model in place, and you may resume the run with
-    this model.
+    The requested model may have either the initial weights of the run or its last saved weights, which have the
+    fingerprint `reached`. The last weights are allowed, because training changes a model in place, and you may resume
+    with that model.
     """
     # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

@@ -13,31 +13,33 @@ from attnrx.training.losses import Loss, Task
 class TrainingConfig:
     """The settings of a training run. The defaults train a small model on images of 32x32 pixels from scratch.
 
-    The learning rate changes in every step. It rises linearly during the warm-up, and then falls along a cosine. Weight
-    decay only affects matrices. Biases and norms have none, and strengths have their own decay.
+    The learning rate is updated in every step. It rises linearly during the warm-up, and then falls along a cosine.
+    Weight decay is applied to matrices, but not to biases and norms. Learned strengths have their own decay.
 
-    Some forms of attention learn a strength for every direction. Strengths bound the scores, so a large `strength_init`
-    enables selective heads, but keeps the spectrum flat. `strength_decay` moves heads towards uniform attention. A
-    larger `strength_learning_rate` spreads the spectrum.
+    In SVDA attention, each direction (rank-one term) of the scores has a learned strength. Query and key rows have unit
+    length there, so the strengths bound the scores. A large `strength_init` allows sharp attention, but keeps the
+    strengths similar. `strength_decay` moves heads towards uniform attention. A larger `strength_learning_rate` makes
+    the strengths differ more.
 
     With `parallel="ddp"`, every process has a copy of the model. With `parallel="fsdp"`, every process has a shard of
     the weights, gradients, optimizer state and running mean, and gathers the weights for every step. With `accumulate`,
-    a process computes its images in parts, as several processes would. All of these settings give the same result, up
-    to rounding. So you may resume a run with the other mode, or with another number of processes or parts.
+    a process divides its images into parts, as if there were more processes. All of these settings give the same
+    result, up to rounding. So you may resume a run with other values of `parallel` and `accumulate`, or with another
+    number of processes.
 
     Attributes:
         epochs: Passes over the training images.
         batch_size: Images per step, over all processes (256, or fewer for small datasets on the command line).
-        accumulate: The number of parts into which a process divides its images of a step. It computes them one after
-            the other, which saves memory.
+        accumulate: The number of parts into which a process divides its share of a batch. The parts are processed one
+            after the other, which saves memory.
         learning_rate: Peak learning rate, at the end of the warm-up.
         min_learning_rate: Final learning rate, at the end of the cosine decay.
         warmup_learning_rate: Initial learning rate, at the start of the warm-up.
         weight_decay: Weight decay of matrices. Biases, norms and strengths are excluded.
         warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
-        gradient_clip: Largest norm of the gradient, to which larger gradients are scaled down, or None for no limit.
+        gradient_clip: Maximum norm of the gradient. Larger gradients are scaled down to it. None turns clipping off.
         losses: The terms of the objective. Every term has its own weight.
-        augmentation: Random changes of training images. None uses the dataset's own augmentation.
+        augmentation: Augmentation of the training images. None means the dataset's own augmentation.
             `Augmentation(padding=0, flip=False)` disables augmentation.
         predictor_learning_rate: Factor that multiplies the learning rate for token predictors.
         strength_init: Initial value of every strength. Larger values sharpen attention sooner (the model's own).
@@ -48,7 +50,7 @@ class TrainingConfig:
         compile: Compile the model with torch.compile for training.
         parallel: How several processes (accelerate launch, torchrun) store the model. With ddp, each process has a
             copy. With fsdp, each process has a shard.
-        ema: Decay of a running mean of the weights. If it is set, the mean is validated and saved instead of the last
+        ema: Decay of an exponential moving average of the weights, which is validated and saved instead of the last
             weights (off).
         seed: Seed of new weights, the order of images, augmentation and noise.
         checkpoint_every: Steps between checkpoints. A checkpoint is also written when the run is interrupted.
@@ -93,7 +95,7 @@ class TrainingConfig:
 
     @property
     def warmup(self) -> float:
-        """The epochs of warm-up: `warmup_epochs` if it is set, else five but at most a tenth of the run."""
+        """The number of warm-up epochs: `warmup_epochs` if it is set, otherwise 5, but at most a tenth of the run."""
         return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     @property

@@ -27,14 +27,14 @@ TeacherSource = tuple[str, str | None]
 class LossContext:
     """The inputs of a loss at one training step.
 
-    `model` is the module without wrappers. To run it again, a loss calls `model.forward`, which is never compiled.
-    `logits` have float32 or a higher precision. `seed` is different in every step. `shard` is the index of this part of
-    the step's images, and the number of parts. `progress` is the completed share of the training.
+    `model` is the module without wrappers. A loss that runs it again calls `model.forward`, which is never compiled.
+    `logits` have float32 or a higher precision. `seed` is different in every step. `shard` contains the index of this
+    part of the step's images and the number of parts. `progress` is the completed fraction of the training.
 
-    If a loss needs features, `features` contains the outputs of the model's blocks. They have fewer tokens after a
-    stage that removes tokens. If the model has a token policy, `run` contains statistics of its tokens in this step's
-    forward pass (`models.recording_tokens`). `teachers` are the loaded models that losses compare with. The losses of a
-    step may share results in `memory`.
+    If a loss needs features, `features` contains the output tokens of the model's blocks. After a stage that removes
+    tokens, the outputs have fewer tokens. If the model has a token policy (rules for pruning or merging tokens), `run`
+    contains token statistics from this step's forward pass. `teachers` contains the loaded teacher models. Losses can
+    share intermediate results within a step through `memory`.
     """
 
     model: nn.Module
@@ -51,10 +51,10 @@ class LossContext:
 
 
 class Loss(ABC):
-    """One term of the training objective. A loss is a frozen dataclass of options, and a call returns its value.
+    """One term of the training objective. A loss is a frozen dataclass, and calling it returns the value of the term.
 
-    The value does not include the `weight`. It is a mean over the images of one process, and averaging over processes
-    gives the mean over all images.
+    The value does not include the factor `weight`. Each process computes a mean over its own images, and the average
+    over processes is the mean over all images.
     """
 
     example: ClassVar[str] = "attnrx.training.losses.Task()"
@@ -91,7 +91,7 @@ class Task(Loss):
 
 
 class TeacherLoss(Loss):
-    """A loss that compares the model with a teacher, which is a folder or a name that `load_model` accepts."""
+    """A loss that compares the model with a teacher: a saved folder or a model name that `load_model` accepts."""
 
     teacher: str
     weights: str | None
@@ -114,10 +114,10 @@ class TeacherLoss(Loss):
 
 @dataclass(frozen=True)
 class Distillation(TeacherLoss):
-    """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
+    """The KL divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
-    The factor temperature^2 keeps the size of the gradient at any temperature. `teacher` is a folder or a name that
-    `load_model` accepts. If the teacher is a name such as timm:NAME, `weights` may be a local file of weights. This
+    The factor temperature^2 keeps the gradients at a similar scale for any temperature. `teacher` is a folder or a name
+    that `load_model` accepts. If the teacher is a name such as timm:NAME, `weights` may be a local weights file. This
     loss does not use labels.
     """
 
@@ -142,13 +142,13 @@ class Distillation(TeacherLoss):
 
 @dataclass(frozen=True)
 class FeatureDistillation(TeacherLoss):
-    """The mean squared difference between the output tokens of the model's blocks and the teacher's.
+    """The mean squared difference between the output tokens of the model's blocks and of the teacher's blocks.
 
-    Every token is first centred and scaled to unit variance over its features, as in a LayerNorm without weights
-    (whitened targets, Wei et al., 2022, arXiv 2205.14141). Otherwise the few features of a ViT's tokens that are a
-    hundred times larger than the others would dominate the loss. The loss is 0 for equal tokens and 2 for unrelated
+    Every token is first normalized to zero mean and unit variance over its features, as in a LayerNorm without weights
+    (whitened targets, Wei et al., 2022, arXiv 2205.14141). In a ViT, a few features are a hundred times larger than the
+    others, and would dominate the loss without this normalization. The loss is 0 for equal tokens and 2 for unrelated
     tokens. Only the last `last` blocks are compared, or all blocks if `last` is None. The teacher must have the same
-    depth, width and tokens.
+    depth, width and number of tokens.
     """
 
     reads_features: ClassVar[bool] = True
@@ -189,10 +189,10 @@ def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
 
 @torch.no_grad()
 def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
-    """Runs a teacher on the images of the step, only once for all losses that need it.
+    """Runs a teacher on the images of the step. The outputs are computed once and shared by all losses of the step.
 
-    Returns the teacher's logits and, if the step needs features, the outputs of the teacher's blocks. If the teacher
-    was trained with another normalization, it gets the images in its own normalization.
+    Returns the teacher's logits and, if a loss of this step needs features, the outputs of the teacher's blocks. If the
+    teacher uses another image normalization than the model, the images are converted to the teacher's normalization.
     """
     if source not in context.memory:
         teacher = context.teachers.get(source)
@@ -219,14 +219,14 @@ class _Reader(TextReader):
 
 @checked()
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
-    """Builds a loss from a text with its class name in snake case and its knobs, e.g. `target_rank:16:0.1`.
+    """Creates a loss from a string with its name in snake case and its options, e.g. `target_rank:16:0.1`.
 
-    `shared` has default values for knobs, e.g. the teacher. Values without a name in the text are assigned to the other
-    knobs.
+    `shared` contains default values for options, e.g. the teacher. Values without a name are assigned to the options
+    that are not in `shared`.
 
     Raises:
-        UnknownName: The loss or one of the knobs does not exist.
-        InvalidInput: The text does not follow the syntax of losses, or a required knob is missing.
+        UnknownName: The loss or one of the options does not exist.
+        InvalidInput: The string does not follow the syntax of losses, or a required option is missing.
     """
     reader = _Reader(text)
     name, kind = reader.read_name(LOSSES)

@@ -1,10 +1,10 @@
 """One training step, with the optimizer, the learning rate schedule and a running mean of the weights.
 
 The weights may be sharded over the processes (FSDP2). Between steps, every process then stores a shard of all weights,
-gradients, optimizer state and running means. For a step, the weights are gathered block by block, and stay gathered
-until all gradients are computed. So a loss can use the weights as ordinary tensors, however often the model runs in a
-step. This module calls PyTorch's `fully_shard`, which runs anywhere, because Accelerate only supports FSDP on
-accelerators.
+gradients, optimizer states and running means. In a step, the weights are gathered block by block, and stay gathered
+until all gradients are computed. So a loss can use the weights as ordinary tensors and run the model more than once.
+This module calls PyTorch's `fully_shard` directly, because Accelerate supports FSDP only on accelerators, and
+`fully_shard` also runs on CPUs.
 """
 
 import math
@@ -40,16 +40,17 @@ EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is a part of the seed, so that no tw
 
 
 def derived_seed(*parts: int) -> int:
-    """Returns a seed that depends on every part. Neighbouring parts lead to unrelated seeds.
+    """Returns a seed that depends on all `parts`. Similar parts, e.g. consecutive steps, lead to unrelated seeds.
 
-    Random numbers of a run only depend on its seed and the step, so a run can be resumed without generator states.
+    All random numbers of a step depend only on the run's seed and the step number. A run can therefore be resumed
+    without saved generator states.
     """
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run and their learning rate, which rises linearly in the warm-up and then falls along a cosine."""
+    """The learning rate schedule of a run: a linear rise during the warm-up, and then a fall along a cosine."""
 
     config: TrainingConfig
     steps_per_epoch: int
@@ -71,7 +72,8 @@ class Schedule:
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """Returns AdamW with parameter groups for matrices, for biases and norms (without decay), and for strengths.
 
-    The predictors of a token policy have their own groups. A group's `factor` multiplies its learning rate.
+    The parameters of token predictors, which learn which tokens to prune, are in separate groups. The `factor` of a
+    group multiplies its learning rate.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity, as tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
@@ -110,17 +112,17 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Frees gathered weights, so that every process only holds its shard. Does nothing if the model is not sharded."""
+    """Frees the gathered weights, so that every process holds only its shard. Unsharded models are left unchanged."""
     for part in _parts(model):
         part.reshard()
 
 
 @contextmanager
 def gathered_weights(model: nn.Module) -> Iterator[None]:
-    """Gathers the weights within the context, so that each process may run the model any number of times.
+    """Gathers the weights of a sharded model within the context, so that each process can run the model independently.
 
-    All processes must enter and exit together, and the weights must not change within the context. Does nothing if the
-    model is not sharded.
+    All processes must enter and exit the context together, and the weights must not change within it. For a model that
+    is not sharded, the context has no effect.
     """
     for part in _parts(model):
         part.unshard()
@@ -137,12 +139,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor of any shape, gathered from all processes. All processes must call this."""
+    """Returns a tensor of any shape, gathered from all processes. All processes must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Returns tensors, gathered one by one to the CPU if they are sharded. Without `keep`, the result is empty."""
+    """Gathers sharded tensors one by one on the CPU. Without `keep`, this process takes part but gets an empty dict."""
     whole_tensors = {}
     for name, tensor in tensors.items():
         # Tensors are gathered one by one and moved to the CPU, because all of them may not fit on a device beside the
@@ -154,7 +156,7 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor of any shape on the device of `like`, sharded in the same way if the shapes match.
+    """Moves a tensor of any shape to the device of `like`, and shards it like `like` if both have the same shape.
 
     Every process must pass the whole tensor.
     """
@@ -168,7 +170,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole_(target: Tensor, tensor: Tensor) -> None:
-    """Copies a whole tensor, which every process has, into a tensor of the same shape that may be sharded."""
+    """Copies an unsharded tensor, which every process has, into a tensor of the same shape that may be sharded."""
     local_shard(target).copy_(local_shard(shard_like(tensor, target)))
 
 
@@ -186,7 +188,7 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Updates the mean after `step` steps. The decay is smaller at first, to forget the initial weights sooner."""
+        """Updates the mean after `step` steps. The decay is smaller in early steps, to forget the initial weights."""
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
         # One call updates all parameters, because a kernel for each would take longer than the arithmetic. Each process
@@ -231,9 +233,9 @@ class Learner:
     ):
         """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-        `target` is the caller's model. `model` is the `target` itself, or a copy of it whose weights will be sharded.
-        If a loss needs the outputs of blocks, every forward pass appends them to `features`, each [batch, tokens,
-        width]. `teachers` are the loaded models that losses compare with.
+        `target` is the caller's model. `model` is either the same object or, for sharding, a copy. If a loss needs the
+        outputs of blocks, every forward pass appends them to `features`, each [batch, tokens, width]. `teachers`
+        contains the loaded teacher models.
 
         Raises:
             NotSupported: The config has settings for learned strengths, but the model has no learned strengths.
@@ -274,7 +276,7 @@ class Learner:
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
-        """Returns a context with bfloat16 matrix products if the config requests them. Weights keep their dtype."""
+        """Returns a context for the forward pass: with precision="bf16", matrix products are computed in bfloat16."""
         return bfloat16_products(self.accelerator.device, self.config.precision == "bf16")
 
     def summed(self, sums: Float[Tensor, "names"]) -> Float[Tensor, "names"]:
@@ -282,7 +284,7 @@ class Learner:
         return total
 
     def step_(self, batch: Batch, step: int) -> None:
-        """Runs one step with this process's share of the batch, in `accumulate` parts one after the other."""
+        """Runs one training step on this process's share of the batch, which is divided into `accumulate` parts."""
         config, parts, (process, processes) = self.config, self.config.accumulate, self.shard
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(step) * group["factor"]
@@ -314,7 +316,7 @@ class Learner:
 
     @contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Turns off the exchange of gradients within the context, so every process only adds up its own gradients."""
+        """Turns off gradient synchronization within the context, so every process accumulates its own gradients."""
         sharded = _parts(self.model)
         for each in sharded:
             each.set_requires_gradient_sync(False, recurse=False)
@@ -328,10 +330,10 @@ class Learner:
     def _backward(
         self, images: ImageBatch, labels: Int[Tensor, "batch"], step: int, shard: tuple[int, int]
     ) -> Float[Tensor, "numbers"]:
-        """Runs the backward pass of one part of a step, whose images are the `shard` (its index, the number of shards).
+        """Runs the forward and backward pass of one part of a step.
 
-        Returns the terms of the loss and the loss itself, all divided by the number of parts, and the number of correct
-        predictions.
+        `shard` contains the index of this part and the number of parts over all processes. Returns the loss terms and
+        the total loss, all divided by `accumulate`, and the number of correct predictions.
         """
         config = self.config
         # Dropout and sampled tokens use this seed. Every process has different images, so its seed differs, too.

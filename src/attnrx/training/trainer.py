@@ -1,6 +1,6 @@
-"""Runs a training, with a history of epochs, checkpoints and exact resume.
+"""The training loop, with a history of epochs, checkpoints and exact resume.
 
-The data and the processes are checked before the first step, so that errors in settings do not cost training time.
+The data and the processes are checked before the first step, so that wrong settings do not waste training time.
 """
 
 import copy
@@ -65,7 +65,7 @@ CHECK_EVERY = 16  # steps between checks on a GPU or with several processes, whe
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run: the model (with the mean of its weights if `ema` is set), its history and training.json."""
+    """A finished run: the trained model (with the averaged weights if `ema` is set), its history and training.json."""
 
     model: nn.Module
     history: tuple[Mapping[str, Any], ...]
@@ -77,20 +77,20 @@ class TrainingRun:
 def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | str, *, log: Log = no_log) -> TrainingRun:
     """Trains the model in place, and writes the model, training.json, history.jsonl and checkpoints to `folder`.
 
-    To resume an interrupted or killed run from its last checkpoint, repeat the call. On a CPU, the result is
-    bit-identical to the result of an uninterrupted run. If the run is already finished, the call loads its result from
-    the folder. With several processes (`accelerate launch`), call this function in every process.
+    To resume an interrupted or killed run from its last checkpoint, repeat the call. On a CPU, a resumed run gives
+    bit-identical results to an uninterrupted run. If the run is already finished, the call loads its result from the
+    folder. With several processes (`accelerate launch`), call this function in every process.
 
-    On a CPU, the same call always results in the same weights, bit for bit. On CUDA, the backward pass of fused
-    attention adds numbers in any order, so runs differ by rounding. To get the same weights on CUDA, call
-    `torch.use_deterministic_algorithms(True)` first. Operations without a deterministic algorithm then fail.
+    On a CPU, the same call always gives the same weights, bit for bit. On CUDA, the backward pass of fused attention
+    adds numbers in varying order, so runs differ by rounding. To get reproducible weights on CUDA, first call
+    `torch.use_deterministic_algorithms(True)`. Operations without a deterministic algorithm then raise an error.
 
     Args:
         model: The model, of any family that `load` supports. Parameters with `requires_grad=False` are not trained.
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
         config: The settings of the run.
         folder: The folder of the run. It is created if it does not exist.
-        log: A function that is called with a line of text for every epoch, in the first process.
+        log: A function that the main process calls with a line of text after every epoch.
 
     Returns:
         The trained model with its history and record.
@@ -146,10 +146,10 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C, termination or a closed terminal sets, so that the present step can be finished.
+    """Yields an event that is set on Ctrl-C, termination or a closed terminal, so that the current step can finish.
 
-    If the event is set at the end of the context, the context raises KeyboardInterrupt. A second signal raises
-    KeyboardInterrupt at once, without a new checkpoint. Outside the main thread, the context has no effect.
+    If the event is set when the context ends, the context raises KeyboardInterrupt. A second signal raises
+    KeyboardInterrupt immediately, without a new checkpoint. Outside the main thread, signals are not handled.
     """
     interruption = threading.Event()
 
@@ -166,11 +166,11 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Uses deterministic algorithms, where they exist, within the context. Then restores settings and generators.
+    """Uses deterministic algorithms within the context, where they exist. Then restores settings and generator states.
 
-    On CUDA, the backward pass of fused attention is only deterministic if PyTorch forbids all other algorithms.
-    Operations without a deterministic algorithm would then fail. So attnrx leaves the choice to the user, who may call
-    `torch.use_deterministic_algorithms(True)`. Without that call, PyTorch warns once about the backward pass.
+    On CUDA, the backward pass of fused attention is deterministic only if PyTorch forbids all other algorithms. But
+    then operations without a deterministic algorithm fail. So attnrx does not forbid them. Users can do so with
+    `torch.use_deterministic_algorithms(True)`. Otherwise, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -189,7 +189,7 @@ def deterministic() -> Iterator[None]:
 
 
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Returns the data on the model's input scale. Raises an error if model, data and batch size do not fit together.
+    """Returns the data with the model's image normalization, after checking that the data fit model and batch size.
 
     If a loss uses labels, every training image must have a label, and the label must be a class of the model. If no
     loss uses labels, images need no labels, and the data may have fewer classes than the model.
@@ -250,11 +250,11 @@ def connect_processes(**settings: Any) -> "PartialState":
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
-    """Returns the Accelerate object for the launched processes, after checking their parallel mode and number.
+    """Returns the `Accelerator` for the launched processes, after checking their parallel mode and their number.
 
     Raises:
         NotSupported: The processes were launched for another parallel mode.
-        InvalidInput: The batch size is not a multiple of the number of processes times the number of parts.
+        InvalidInput: The batch size is not a multiple of the number of processes times `accumulate`.
     """
     # If the heads of a layer have no directions, the layer has empty parameters, which are not used. For unused
     # parameters, DDP requires a flag.
@@ -280,10 +280,10 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 
 @torch.no_grad()
 def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] | tuple[None, None]:
-    """Returns the accuracy and the cross-entropy over all images, which are divided among the processes.
+    """Returns the accuracy and the mean cross-entropy over all images, which are divided among the processes.
 
-    Processes may get different numbers of images. If `images` is None, because the split has no labels, both results
-    are None.
+    Processes may get different numbers of images. Both results are None if `images` is None, e.g. because the
+    split has no labels.
     """
     if images is None:
         return None, None
@@ -306,7 +306,7 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
 class _Run:
     """The training loop.
 
-    `step` counts the finished steps of the whole run. The epoch and the position in the epoch follow from it.
+    `step` is the number of finished steps in the whole run. It also determines the epoch and the position in the epoch.
     """
 
     def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], log: Log):
@@ -342,7 +342,7 @@ class _Run:
         self._write_history()
 
     def _write_history(self) -> None:
-        """Writes `history.jsonl`. Line n is always about epoch n, even after interruptions and repeated epochs."""
+        """Writes `history.jsonl`. Line n always describes epoch n, even after interruptions and repeated epochs."""
         if self.accelerator.is_main_process:
             # The whole file is written atomically, because a crash could cut off an appended line.
             write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
@@ -384,7 +384,7 @@ class _Run:
             )
 
     def _check(self, interruption: threading.Event) -> None:
-        """Checks now and then for non-finite values, for a signal to stop, and for a due checkpoint."""
+        """Checks periodically for non-finite values, for a signal to stop, and for a due checkpoint."""
         learner, ended = self.learner, self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
@@ -461,7 +461,7 @@ class _Run:
         return self.checkpoints.path(self.step)
 
     def _finish(self) -> TrainingRun:
-        """Saves the model together with training.json, which shows that the run is finished."""
+        """Saves the model and training.json. This file marks the run as finished."""
         learner = self.learner
         if learner.mean is not None:
             learner.mean.swap_()

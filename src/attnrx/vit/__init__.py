@@ -1,1 +1,1 @@
-"""Everything about the models: attention layers, token reducers, C++ kernels, costs, and adapters for libraries."""
+"""Vision Transformers: attention layers, token reducers, C++ kernels, costs, and adapters for model libraries."""

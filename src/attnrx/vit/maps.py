@@ -1,4 +1,4 @@
-"""The names of the maps in a transformer block, which rules, decisions, realizations, plans and costs share."""
+"""Names of the maps in a transformer block that attnrx can compress, e.g. "qk" for queries and keys."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The attention layer, which combines a score form, value and output projections, and a backend."""
+"""The attention layer, which combines query, key, value and output projections with an attention backend."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,10 +49,11 @@ MOST_PLANS = 1024
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How a layer is computed for inputs of one shape: the backend, the buckets and the padded sizes.
+    """How a layer is computed for one input shape: the backend, the groups of heads (buckets) and the padded sizes.
 
-    `value_dims` is the padded value dimension per head, and `widths` is the same per bucket. `rows` is the padded
-    number of query and key rows per head. If `joint` is true, `Backend.attend_fused_qkv` computes the layer.
+    `value_dims` contains the padded value dimension of every head, and `widths` contains it for every bucket. `rows`
+    contains the padded number of query and key rows of every head. If `joint` is true, `Backend.attend_fused_qkv`
+    computes the layer.
     """
 
     backend: Backend
@@ -64,10 +65,10 @@ class LayerPlan:
 
 
 class Attention(nn.Module):
-    """Multi-head attention in which every head can have its own rank and value dimension.
+    """Multi-head attention in which every head can have its own rank (query and key dimension) and value dimension.
 
-    Heads are numbered in the order in which the layer stores them. `spec.heads` contains their indices in the original
-    model. `spec.form` chooses how scores are computed.
+    Heads are numbered in storage order. `spec.heads` contains their indices in the original model. `spec.form`
+    determines how scores are computed, e.g. with rotary positions.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
@@ -96,11 +97,11 @@ class Attention(nn.Module):
         """Returns the attention output of `tokens`.
 
         Keys and values are computed from `key_tokens`, or from `tokens` if `key_tokens` is None. If you pass
-        `key_tokens`, `tokens` must be the first tokens in it. `positions` contains rotations and biases for all tokens
-        of an image. The layer selects the entries for the patches that `kept_patches` returns.
+        `key_tokens`, it must begin with `tokens`. `positions` contains rotations and biases for all tokens of an image.
+        If patches were pruned, `kept_patches` returns the remaining ones, and the layer selects their positions.
 
         Raises:
-            InvalidInput: The layer needs a bias per pair of tokens, but `positions` contains none.
+            InvalidInput: The layer needs a bias for every pair of tokens, but `positions` contains none.
         """
         if not self.spec.attends:
             return self.output(tokens[..., :0])  # without heads, the layer adds only its output bias
@@ -131,7 +132,7 @@ class Attention(nn.Module):
 
     @property
     def _is_short(self) -> bool:
-        """Whether a compiler records this call and all heads compute plain products of equal widths."""
+        """Whether a compiler is recording this call and all heads compute plain dot products of equal widths."""
         if self.equal_heads is None or not is_traced() or has_fixed_weights():
             return False
         return type(self.backend) in (Auto, Fused, AttentionCapture)
@@ -142,10 +143,10 @@ class Attention(nn.Module):
         return self._is_short or (all(self.spec.ranks or (0,)) and self.plan(tokens).backend.takes_few_queries)
 
     def _traced(self, tokens: TokenBatch, key_tokens: TokenBatch) -> TokenBatch:
-        """Returns the same output as `forward` while a compiler records a graph, for heads of equal widths.
+        """Computes the output of `forward` for heads of equal widths, while a compiler records a graph.
 
         `torch.compile` adds a guard for every number that the code reads, and checks all guards in every call. This
-        method reads only two numbers. A `LayerPlan` would add guards for the sizes of every head.
+        method reads only two numbers. `forward` would also read the sizes of every head.
         """
         assert self.equal_heads is not None
         (heads, width), backend = self.equal_heads, self.backend
@@ -159,9 +160,9 @@ class Attention(nn.Module):
         self._packed = PackedWeights.of_(self._projections)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns the joint weight and bias of queries, keys and values, or None if they are not packed.
+        """Returns the joint weight and bias of queries, keys and values, or None if there is no joint weight.
 
-        `parameters` lists the weights and biases of the projections, which may have any shape.
+        `parameters` lists the weights and biases of the projections (of any shape).
         """
         return None if self._packed is None else self._packed.last(parameters)
 
@@ -202,7 +203,7 @@ class Attention(nn.Module):
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
-        """Returns the bias per pair of tokens for the stored heads and the first `queries` tokens, or None."""
+        """Returns the bias per pair of tokens for the stored heads and the first `queries` tokens, if there is one."""
         bias, heads = None if positions is None else positions.bias, self.spec.heads
         if bias is None:
             if not self.spec.pair_bias:
@@ -221,7 +222,7 @@ class Attention(nn.Module):
         buckets: tuple[Bucket, ...],
         positions: Positions | None,
     ) -> tuple[ScoreFactors, ...]:
-        """Returns the score factors of every bucket, after inner norms, positions and pair biases were applied."""
+        """Returns the score factors of every bucket, with norms, rotary positions and pair biases applied."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
         # The last layer may compute only the class token. Its queries then need only the first positions.
         of_queries = positions
@@ -252,7 +253,7 @@ class Attention(nn.Module):
         return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
-        """Returns how the backend computes tokens of shape [batch, tokens, width]. Plans are cached by shape."""
+        """Returns how the backend computes tokens of shape [batch, tokens, width]. Results are cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
@@ -271,7 +272,7 @@ class Attention(nn.Module):
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def spectrum(self) -> Spectrum:
-        """Returns the score directions of all heads in float64, with the biases as last column of each table."""
+        """Returns the score directions of all heads in float64. The last column of each table contains the biases."""
         spec = self.spec
         ranks, width = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
@@ -291,11 +292,11 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def value_factors(self) -> dict[str, Tensor]:
-        """Returns small float64 matrices from which the SVD of every head's value map can be computed.
+        """Returns small float64 matrices from which the SVD of every head's value map W_O W_V can be computed.
 
-        `value_factor` and `readout_factor`, [heads, _, v_head_dim], are the factors R of QR decompositions V = Q R. For
-        `value_factor`, V contains the head's transposed value rows. For `readout_factor`, V contains the head's columns
-        of the output projection. Both are padded with zeros. `value_bias` is [heads, v_head_dim].
+        `value_factor` and `readout_factor`, [heads, _, v_head_dim], are the R factors of QR decompositions. For
+        `value_factor`, the head's transposed value rows are decomposed. For `readout_factor`, the head's columns of the
+        output projection are decomposed. Both are padded with zeros. `value_bias` is [heads, v_head_dim].
         """
         value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
         rows = _table(self.value, value_dims, value_dims, width)
@@ -318,7 +319,7 @@ def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], widt
 
 @contextmanager
 def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[None]:
-    """Replaces the backends of the layers inside the context, and restores the previous backends afterwards."""
+    """Replaces the backends of the layers within the context, and restores the previous backends afterwards."""
     # `layers` is iterated twice, and an iterator would be exhausted when the backends are restored.
     layers = tuple(layers)
     # Cached plans are restored, too. They refer to the temporary backend and would keep what it observed in memory.
@@ -350,10 +351,10 @@ def backend_of(name: str) -> Backend:
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Sets the backend of every attention layer in place, and returns the model.
 
-    Backends are "auto", "eager" (the reference), "fused" and "native". New models use "auto", which chooses "native"
-    for float32 inference on a CPU and otherwise the backend that is usually fastest. Layers that pass their attention
-    to a token reducer or an observer keep their backend. Saved models do not store the backend, because the fastest
-    one depends on the machine.
+    Backends are "auto", "eager" (the reference), "fused" (PyTorch's fused kernels) and "native" (C++). New models use
+    "auto", which chooses "native" for float32 inference on a CPU. Otherwise it chooses the backend that is usually
+    fastest. Layers that send their attention to a token reducer or an observer keep their backend. Saved models do not
+    store the backend, because the fastest backend depends on the machine.
 
     Args:
         model: A model with attnrx attention layers. It is changed in place.
@@ -364,8 +365,8 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: The kernel of "native" could not be built, the model has no attnrx attention, or every layer's
-            attention is captured for a token reducer.
+        NotSupported: The C++ kernel could not be built, the model has no attnrx attention, or all layers send their
+            attention to a token reducer.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)

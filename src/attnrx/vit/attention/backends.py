@@ -1,9 +1,9 @@
 """Attention backends, which compute the outputs of the heads from score factors and values.
 
-A backend divides the heads into buckets and computes each bucket at once. `Eager` is the reference. `Fused` calls
-PyTorch's fused kernels, and `Native` calls the C++ kernel. `Auto`, the default, chooses between them. `Portable` is for
-exported files. `AttentionCapture` also passes the attention to a token reducer, and `Observed` passes it to an
-observer.
+A backend divides the heads into groups (buckets), and computes each bucket at once. `Eager` is the reference. `Fused`
+calls PyTorch's fused kernels, and `Native` calls the C++ kernel. `Auto`, the default, chooses between these two.
+`Portable` is for exported files. `AttentionCapture` also sends the attention to a token reducer, and `Observed` sends
+it to an observer.
 """
 
 from abc import ABC, abstractmethod
@@ -38,10 +38,10 @@ BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
 
 
 class AttentionContext(NamedTuple):
-    """The input shape, device and recording state of one call to a layer.
+    """The input shape, device, dtype and thread count of one layer call, and whether it is recorded.
 
-    `free` is true if the call records neither gradients nor a graph. Only then can backends cache plans and use
-    kernels without gradients. In an export for any batch size, `images` is symbolic.
+    `free` is true if neither gradients nor a graph are recorded. Only then can backends cache plans and use kernels
+    without gradients. In an export for any batch size, `images` is symbolic.
     """
 
     images: int | torch.SymInt
@@ -78,10 +78,10 @@ class AttentionContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring heads that a backend computes together, from `start` up to but excluding `stop`.
+    """Neighbouring heads that a backend computes together, from index `start` up to, but not including, `stop`.
 
-    Every head in a bucket is projected to `rank` directions, which is at least its own rank. Zeros then pad the
-    projected rows to `width` for the attention kernel.
+    Every head in a bucket is projected to `rank` directions. This number is at least the head's own rank. The projected
+    rows are then padded with zeros to `width` for the attention kernel.
     """
 
     start: int
@@ -100,7 +100,7 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 
 
 class Mixture(ABC):
-    """Scores that are weighted sums of a few score maps, which all heads of a bucket share."""
+    """Attention scores that are weighted sums of a few score maps, which all heads of a bucket share."""
 
     @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
@@ -115,9 +115,9 @@ class Mixture(ABC):
 
 @dataclass(frozen=True)
 class GridScores:
-    """Relative position scores for keys in a grid, stored as one number per grid row and one per grid column.
+    """Relative position scores for keys in a grid, stored as one score per grid row and one per grid column.
 
-    The sum of the two numbers is added to a key's score.
+    The position score of a key is the sum of its row's and its column's score.
     """
 
     rows: Float[Tensor, "batch heads queries rows"]
@@ -152,10 +152,10 @@ def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.de
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    `query` and `key` are already normalized and rotated, if the form does so. Their `owners` axis has one entry per
-    head, or a single entry if all heads share directions. `strength` is None if all strengths are one. A `mixture`
-    computes the same scores with fewer operations. `bias` and `grid` are added to the scores if they are not None. The
-    first axis of `bias` has size 1 if all images share the bias.
+    `query` and `key` are already normalized and rotated, if the attention form does so. Their `owners` axis has one
+    entry per head, or a single entry if all heads share directions. `strength` is None if all strengths are 1. If there
+    is a `mixture`, it computes the same scores with fewer operations. `bias` and `grid` are added to the scores if they
+    are not None. The first axis of `bias` has size 1 if all images share the bias.
     """
 
     bucket: Bucket
@@ -185,7 +185,7 @@ class ScoreFactors:
 
 
 def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads of equal rank and equal value dimension, so that no head needs padding."""
+    """Groups neighbouring heads with equal rank and equal value dimension, so that no head needs padding."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
         if buckets and buckets[-1].rank == rank and (value_dims is None or value_dims[head] == value_dims[head - 1]):
@@ -222,7 +222,7 @@ class Backend(ABC):
     """Whether the backend accepts fewer query tokens than key tokens."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """Stores the functions that return token sizes, by which some backends weight keys, and their logarithms."""
+        """Stores two functions: one returns the token sizes, which weight the keys, and one their logarithms."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -231,9 +231,9 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns the sum of the pair bias and the logarithms of the token sizes, to be added to the scores.
+        """Returns a mask that is added to the scores: the pair bias plus the logarithms of the token sizes.
 
-        The logarithm of size 0 is -inf. Returns None if there is neither a bias nor a size.
+        The logarithm of size 0 is -inf. Returns None if there are neither pair biases nor token sizes.
         """
         bias = None if bias is None else bias.to(like.dtype)
         sizes = self.token_sizes()
@@ -260,7 +260,7 @@ class Backend(ABC):
         return self
 
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether `attend_fused_qkv` can compute this layer. It requires scores without strengths and norms."""
+        """Whether `attend_fused_qkv` can compute this layer. Layers with strengths or norms are not supported."""
         return False
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
@@ -281,9 +281,9 @@ class Backend(ABC):
         """Returns the outputs of one bucket's heads, [batch, heads, queries, v_head_dim]."""
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        """Returns the mean of the values, weighted by the token sizes, or zero if there are no keys.
+        """Returns the mean of the values, weighted by the token sizes, or zeros if there are no keys.
 
-        A head of rank 0 attends uniformly, so this mean is its output for every query.
+        A head of rank 0 has uniform attention, so this mean is its output for every query.
         """
         sizes = self.token_sizes()
         if sizes is not None:
@@ -294,7 +294,7 @@ class Backend(ABC):
     def __call__(
         self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
-        """Returns the concatenated outputs of all heads, given `values` for every bucket.
+        """Returns the concatenated outputs of all heads. `values` contains one tensor per bucket.
 
         `factors` contains entries only for buckets with ranks above 0.
         """
@@ -319,7 +319,7 @@ class Eager(Backend):
     """
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups neighbouring heads of equal shape, so that no head is padded."""
+        """Groups neighbouring heads with equal rank and equal value dimension, so that no head is padded."""
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
@@ -329,13 +329,13 @@ class Eager(Backend):
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are plain dot products and all heads have the same rank, which is also their value dimension."""
+    """Whether scores are plain dot products, and all heads have the same rank, equal to their value dimension."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
 
 def fused_attention(joint: JointFeatures, mask: Float[Tensor, "images _ _ keys"] | None) -> HeadOutputs:
-    """Computes heads of equal widths with PyTorch's fused kernel, using few views, and returns their outputs.
+    """Computes attention for heads of equal widths with PyTorch's fused kernel, and returns the heads' outputs.
 
     `mask` is added to the scores.
     """
@@ -361,8 +361,8 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
 class Fused(Backend):
     """PyTorch's fused attention, with all heads padded to one width.
 
-    Query, key and value get the same width, because PyTorch's fused kernels are slow for different widths. The scale is
-    always passed, because PyTorch's default would depend on the padded rank.
+    Query, key and value are padded to the same width, because PyTorch's fused kernels are slow for different widths.
+    The scale is always passed explicitly, because PyTorch's default depends on the padded width.
     """
 
     takes_few_queries = True
@@ -375,9 +375,9 @@ class Fused(Backend):
     STEP = 8
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups all heads with ranks above 0, and pads queries, keys and values to one width.
+        """Pads the queries, keys and values of all heads with ranks above 0 to one width.
 
-        The projections are padded to the largest rank, or to the full width if that is not slower.
+        The projections are padded to the largest rank, or to the full width if the full width is not slower.
         """
         width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
@@ -414,9 +414,9 @@ def runs_on(context: AttentionContext) -> bool:
 class Native(Eager):
     """The C++ kernel for float32 inference on a CPU, which computes all heads in one call.
 
-    Queries, keys and values may have any widths. The wheel contains the compiled kernel, or the user's compiler builds
-    it on first use. Without a kernel, or while gradients or a graph are recorded, `Fused` runs instead. Because `Fused`
-    ignores token sizes, pass `sizes` only after `runs` returned True.
+    Queries, keys and values may have different widths. A wheel contains the compiled kernel. Otherwise the user's
+    compiler builds the kernel on first use. `Fused` runs instead if there is no kernel, or while gradients or a graph
+    are recorded. Because `Fused` ignores token sizes, pass `sizes` only after `runs` has returned True.
     """
 
     takes_few_queries = True
@@ -432,7 +432,7 @@ class Native(Eager):
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups heads of equal shape, without padding.
 
-        If there are few tokens and every bucket needs separate operations, heads are instead padded to one rank.
+        For few tokens, heads are instead padded to one rank, unless the kernel can compute them from a joint product.
         """
         if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
@@ -471,7 +471,7 @@ def native_outputs(
     values: BucketValues,
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
-    """Computes all heads with the C++ kernel and returns their concatenated outputs."""
+    """Computes the attention of all heads with the C++ kernel, and returns their concatenated outputs."""
     mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     if mixtures:
         return mixtures[0].native_outputs(mixtures, factors[0].scale, values, sizes)
@@ -489,9 +489,9 @@ def native_outputs(
 
 
 class Auto(Fused):
-    """The default backend, which uses `Native` for float32 inference on a CPU and otherwise `Fused`.
+    """The default backend, which uses `Native` for float32 inference on a CPU, and otherwise `Fused`.
 
-    Layers whose heads mix the score maps of shared blocks use `Eager` instead of `Fused`.
+    If the heads of a layer mix the score maps of shared blocks, `Eager` is used instead of `Fused`.
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
@@ -504,9 +504,9 @@ class Auto(Fused):
 class Portable(Eager):
     """Scaled dot-product attention in few graph operations, for exported files.
 
-    The graph does not depend on the batch size, the number of threads or the machine. One operation computes
-    neighbouring heads of equal widths. If padding adds little arithmetic, one operation computes all heads. Queries and
-    values may have different widths. If there are token sizes, they weight the keys.
+    The graph does not depend on the batch size, the number of threads or the machine. Neighbouring heads of equal
+    widths are computed by one operation. If padding adds little arithmetic, all heads are padded and computed by one
+    operation. Queries and values may have different widths. If there are token sizes, they weight the keys.
     """
 
     takes_few_queries = True
@@ -531,8 +531,9 @@ class Portable(Eager):
 class CapturedAttention:
     """The quantities that a token reducer gets from one attention layer.
 
-    `attention` contains the full maps. `class_attention` contains only the first row of each map, where the class token
-    is the query. `keys` is the mean of the keys over the heads. `value_norms` contains the norm of each value vector.
+    `attention` contains the full attention maps. `class_attention` contains only the first row of each map, which is
+    the class token's attention. `keys` is the mean of the keys over the heads. `value_norms` contains the norm of each
+    value vector.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
@@ -542,11 +543,12 @@ class CapturedAttention:
 
 
 class AttentionCapture(Backend):
-    """Attention that weights tokens by their sizes and passes quantities to a token reducer.
+    """Attention that weights the keys by token sizes, and sends attention or other quantities to a token reducer.
 
-    `sizes` returns the size of every token, or None if all sizes are 1. `log_sizes` returns their logarithms. The
-    backend calls `receive` with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". It
-    uses a fused kernel unless full maps or gradients of the sizes are needed.
+    `sizes` returns how many original tokens each token represents, or None if every size is 1. `log_sizes` returns the
+    logarithms of the sizes. `receive` is called with the quantities that `wanted` names: "attention",
+    "class_attention", "keys" or "value_norms". A fused kernel is used unless full attention maps or gradients of the
+    sizes are needed.
     """
 
     takes_few_queries = True
@@ -562,7 +564,7 @@ class AttentionCapture(Backend):
         self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns a C++ backend if the kernel runs and at most class attention is wanted, and otherwise itself."""
+        """Returns a C++ backend if the kernel runs and nothing but class attention is wanted, and otherwise itself."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
         return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self
@@ -613,7 +615,7 @@ class AttentionCapture(Backend):
     def pass_on(
         self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
-        """Passes the quantities in `wanted` to `receive`. The first row of `attention` is the class attention."""
+        """Sends the quantities in `wanted` to `receive`. The first row of `attention` is the class attention."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]
@@ -626,9 +628,9 @@ class AttentionCapture(Backend):
 def capture_uniform(
     capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Float[Tensor, "batch tokens width"]
 ) -> None:
-    """Passes uniform attention to `capture.receive`, as a forward hook of a layer whose backend captures nothing.
+    """A forward hook that sends uniform attention to `capture.receive`, for layers whose backend captures nothing.
 
-    The token reducer then gets a result even from a layer without heads.
+    With this hook, a token reducer also gets a result from a layer without heads.
     """
     (batch, count), spec = output.shape[:2], layer.spec
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
@@ -637,9 +639,9 @@ def capture_uniform(
 
 
 class NativeCapture(Native):
-    """The C++ kernel, together with a separate computation of the class token's attention.
+    """The C++ kernel for layers whose class attention is sent to a token reducer.
 
-    The kernel returns only outputs, so the class token's row of every map is computed in PyTorch.
+    The kernel returns only outputs, so the class token's attention is computed separately in PyTorch.
     """
 
     def __init__(self, sizes: TokenSizes | None, receive: Callable[[CapturedAttention], None]):
@@ -648,7 +650,7 @@ class NativeCapture(Native):
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether the kernel runs and scores are plain dot products, without positions and pair biases."""
+        """Whether the kernel runs in this context, and scores are plain dot products without positions and biases."""
         plain = spec.form == "dense" and not spec.pair_bias
         return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
@@ -686,7 +688,7 @@ class NativeCapture(Native):
 
 @kept
 def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns a block-diagonal float32 matrix on the CPU, with `scale` where a direction belongs to a head."""
+    """Returns a block-diagonal float32 matrix: `scale` where a direction belongs to a head, and otherwise 0."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 
@@ -694,10 +696,10 @@ def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads di
 class Observation:
     """All intermediate results of one layer, with heads in storage order.
 
-    `query` and `key` are already normalized and rotated, but not yet multiplied by the strength. The results are
-    computed as score = scale * (query * strength) @ key^T, attention = softmax(score), and output = attention @ value.
-    The layer returns the sum of output @ readout over the heads, plus a bias. Directions and value dimensions are
-    padded with zeros.
+    `query` and `key` are already normalized and rotated, but not yet multiplied by the strength. The other results are
+    score = scale * (query * strength) @ key^T, attention = softmax(score), and output = attention @ value. The layer's
+    output is the sum of output @ readout over all heads, plus a bias. Directions and value dimensions are padded with
+    zeros.
     """
 
     # Heads of different ranks are padded to fit in one tensor. The zeros change neither scores nor outputs.
@@ -713,11 +715,11 @@ class Observation:
 
 
 class Observed(Backend):
-    """Computes attention like `Eager`, with all heads in one padded bucket, and passes the results to `observe`.
+    """Computes attention like `Eager`, with all heads padded to the same sizes, and sends the results to `observe`.
 
-    A head of rank 0 has zero scores and therefore uniform attention. Pass the layer's `AttentionCapture` backend as
-    `capture` if the layer has one. Tokens are then weighted by their sizes, and `capture` still receives its
-    quantities.
+    A head of rank 0 has zero scores and therefore uniform attention. If a token reducer uses the attention of this
+    layer, pass the layer's `AttentionCapture` backend as `capture`. Keys are then weighted by token sizes, and the
+    reducer still gets its quantities.
     """
 
     watches = True
@@ -761,12 +763,12 @@ class Observed(Backend):
 def sized_softmax(
     logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns a softmax in which every key is weighted by its size. A key of size 0 gets no attention.
+    """Returns a softmax in which every key is weighted by its token size. A key of size 0 gets no attention.
 
-    Adding the logarithms of the sizes to the scores would return the same attention. But the gradient of log(0) is
-    infinite. Here, gradients of the sizes are finite, because the score of a removed key (size 0) is clamped to the
-    largest score of the other keys. The clamp also keeps the gradients smaller than DynamicViT's formula (Rao et al.,
-    2021), where they grow exponentially with the scores of removed keys.
+    Adding the logarithms of the sizes to the scores would give the same attention, but the gradient of log(0) is
+    infinite. Here, the gradients of the sizes are finite, because the score of a removed key (size 0) is clamped to the
+    largest score of the other keys. Without the clamp, as in DynamicViT (Rao et al., 2021), gradients grow
+    exponentially with the scores of removed keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)

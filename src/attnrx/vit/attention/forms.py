@@ -29,9 +29,9 @@ class Positions:
     """Rotary positions and relative position biases for the tokens of one layer.
 
     `cos` and `sin` rotate every patch, with one angle per frequency of the original head. Their head axis has size 1 if
-    all heads share the angles. The first `prefix` tokens come before the patches and are not rotated. `bias` is added
-    to the scores of all pairs of tokens, including the prefix. The first axis has size 1 if all images share the
-    values.
+    all heads share the angles. The first `prefix` tokens are not patches (e.g. the class token) and are not rotated.
+    `bias` is added to the scores of all pairs of tokens, including the prefix. The first axis of all three tensors has
+    size 1 if all images share the values.
     """
 
     prefix: int
@@ -42,8 +42,8 @@ class Positions:
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
         """Returns the positions of the patches that remain in the layer.
 
-        `indices` selects these patches. None selects all patches. A token with the index -1 belongs to no patch, so it
-        is not rotated and has no bias.
+        `indices` contains the indices of these patches. None means all patches. The index -1 marks a token that is not
+        a patch. Such a token is not rotated and has no bias.
         """
         if indices is None:
             return self
@@ -69,7 +69,7 @@ class Positions:
         return replace(self, cos=cos, sin=sin, bias=bias)
 
     def of_first(self, count: int) -> "Positions":
-        """Returns positions that contain the rotations of the first `count` tokens only."""
+        """Returns a copy in which the rotations cover only the first `count` tokens."""
         if self.cos is None or self.sin is None:
             return self
         patches = max(count - self.prefix, 0)
@@ -83,9 +83,9 @@ def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor
 
 
 class ScoreForm(nn.Module, ABC):
-    """Base class of attention forms, with the query and key projections of a layer.
+    """Base class of attention forms, which contains the query and key projections of a layer.
 
-    A subclass computes the score factors from the projected rows.
+    A subclass computes the score factors from the projected queries and keys.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -96,15 +96,15 @@ class ScoreForm(nn.Module, ABC):
 
     @property
     def query_factor(self) -> float:
-        """The number by which queries are multiplied in the projection.
+        """The factor by which queries are multiplied in the projection.
 
-        A form that returns `spec.scale` here does not multiply the scores by it again.
+        If this factor is `spec.scale`, the scores are not multiplied by the scale again.
         """
         return 1.0
 
     @abstractmethod
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the score factors of every bucket whose rank is above 0, in the order of the buckets.
+        """Returns the score factors of every bucket (group of heads) whose rank is above 0, in the buckets' order.
 
         `query` and `key` are the outputs of the two projections, padded to `self.rows(buckets)` rows per head.
         """
@@ -112,7 +112,7 @@ class ScoreForm(nn.Module, ABC):
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns the projected `features` (padded to `rows` per head) after the rotation by their tokens' positions.
+        """Applies the rotary positions of the tokens to `features`, the projected tokens with `rows` rows per head.
 
         Forms without rotations return `features` unchanged.
         """
@@ -124,7 +124,7 @@ class ScoreForm(nn.Module, ABC):
 
     @abstractmethod
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Replaces the strengths, given as one tensor per head in storage order."""
+        """Sets the strengths. The list contains one tensor per head, in storage order."""
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the padded number of query and key rows per head (or per owner, if heads share directions)."""
@@ -132,7 +132,7 @@ class ScoreForm(nn.Module, ABC):
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Returns every bucket whose rank is above 0, with its query rows and its key rows."""
+        """Returns the bucket, its query rows and its key rows, for every bucket whose rank is above 0."""
         rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
@@ -152,7 +152,7 @@ class DenseForm(ScoreForm):
         return self.spec.scale if has_fixed_weights() and not self.spec.fixes_scores else 1.0
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the projected rows of every bucket, padded with zeros to the bucket's width."""
+        """Returns the queries and keys of every bucket, padded with zeros to the bucket's width, as score factors."""
         scale = self.spec.scale / self.query_factor
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, scale)
@@ -169,11 +169,11 @@ class DenseForm(ScoreForm):
 
 
 class RotaryForm(DenseForm):
-    """Dot products of query and key rows with rotary positions (RoPE, Su et al., 2021).
+    """Dot products of queries and keys with rotary positions (RoPE, Su et al., 2021).
 
     Pairs of rows are rotated by an angle that depends on the token's position. A pair (a, b) becomes (a cos - b sin,
-    b cos + a sin). The scores then depend only on differences of positions. Each head stores the rows that are not
-    rotated before its pairs.
+    b cos + a sin). The scores then depend only on relative positions. Each head stores its unrotated rows first, and
+    then its pairs.
     """
 
     def at_positions(
@@ -194,7 +194,7 @@ class RotaryForm(DenseForm):
         return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
 
     def rotation_table(self, positions: Positions | None) -> RotationTable:
-        """Returns the cosines and sines of the kept pairs in the C++ kernel's format, in float32."""
+        """Returns the cosines and sines of the kept pairs in float32, in the format of the C++ kernel."""
         cos, sin, prefix = required_rotation(positions)
         spec, (heads, frequencies) = self.spec, cos.shape[2:]
         pairs = spec.pairs or ()
@@ -212,12 +212,12 @@ class RotaryForm(DenseForm):
 
 
 class AxialForm(DenseForm):
-    """Dot products of query and key rows, plus relative position scores per axis, as in ViTDet and SAM.
+    """Dot products of queries and keys, plus relative position scores per axis, as in ViTDet and SAM.
 
     Li et al., MViTv2, 2022, define score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
     right[x_i - x_j]). Token i is in row y_i and column x_i of the window. `down` and `right` have a column for every
-    distance, starting with the most negative one. They have a row for every stored query row, so each head keeps its
-    own vectors after directions were removed.
+    distance, starting with the most negative distance. They have a row for every stored query row, so each head keeps
+    its own position vectors after directions were removed.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -237,7 +237,7 @@ class AxialForm(DenseForm):
         return 1.0  # the position vectors are multiplied by the unscaled query
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the dot products. Their `grid` contains the relative position scores.
+        """Returns the score factors. Their `grid` contains the relative position scores.
 
         Raises:
             InvalidInput: The number of tokens differs from the size of the window.
@@ -263,9 +263,9 @@ class AxialForm(DenseForm):
     def _vectors(
         self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
     ) -> Float[Tensor, "heads features lines lines"]:
-        """Returns each head's position vectors for all pairs of a query line and a key line, padded to `features`.
+        """Returns each head's position vectors for all pairs of query and key lines, padded to `features`.
 
-        A line is a row of the window for `down`, and a column for `right`.
+        For `down`, a line is a row of the window. For `right`, a line is a column.
         """
         parts = table.split(self.spec.rows)[bucket.heads]
         padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
@@ -276,7 +276,7 @@ class AxialForm(DenseForm):
 
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
-    """Returns the columns of all kept pairs in a table of `heads` x `frequencies` angles (see `rotation_index`)."""
+    """Returns the table columns of the angles of all kept pairs (see `rotation_index` for the table)."""
     index = [
         (head if heads > 1 else 0) * frequencies + pair
         for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
@@ -292,7 +292,7 @@ def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
 def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits projected features by bucket, where a head of bucket i has `rows[i]` features.
+    """Splits projected features by bucket. In bucket i, every head has `rows[i]` features.
 
     Each part has the shape [batch, tokens, heads, rows].
     """
@@ -318,11 +318,11 @@ def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]
 def rotation_index(
     spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int, device: torch.device
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
-    """Returns the column of the angle, the index of the partner row and the sign of the sine, for every projected row.
+    """Returns three values for every projected row: the column of its angle, its partner row, and the sign of its sine.
 
-    The angles of all heads form a table with `heads` x `frequencies` columns, where `heads` is 1 if all heads share
-    the angles. Rows that are not rotated get the column after the last one. `rows` contains the padded number of rows
-    per head.
+    The columns belong to a table of the angles of all heads, with `heads` x `frequencies` columns. `heads` is 1 if all
+    heads share the angles. Rows that are not rotated get an additional column after the last one. `rows` contains the
+    padded number of rows of every head.
     """
     # A head stores its rows in this order: rows that are not rotated, real parts of the pairs, imaginary parts,
     # padding. A real part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So the two rows of a
@@ -347,7 +347,7 @@ def rotation_index(
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
-    """Returns the index of the frequency that rotates each row, or -1 for unrotated rows and padding."""
+    """Returns the index of the frequency that rotates each row. Unrotated rows and padding get -1."""
     frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
     for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
         row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
@@ -367,9 +367,9 @@ def register_form(
     Args:
         name: The form's name in specs and in saved files.
         kind: The class that computes the scores.
-        traits: The properties by which costs, rules, backends and realizations treat the form.
-        compressions: Additional ways to compress layers of this form, by their names in `realize(by=NAME)`. The exact
-            compression needs no entry.
+        traits: The properties of the form that other modules need, e.g. to count its costs.
+        compressions: Additional methods to compress layers of this form, by the NAME in `realize(by=NAME)`. The exact
+            method needs no entry.
     """
     SCORES.register(kind, name)
     FORMS.register(traits, name)

@@ -15,7 +15,7 @@ from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_nat
 class HeadLinear(nn.Module):
     """Projects tokens to `rows[h]` features for every head h.
 
-    One weight matrix stores the rows of all heads one after another, without padding.
+    The rows of all heads are stored one after another in one weight matrix, without padding.
     """
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
@@ -67,9 +67,9 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 
 
 class PackedWeights(NamedTuple):
-    """One joint weight and bias for several projections, which share its memory.
+    """The joint weight and bias of several projections. The projections' own weights are views of the joint weight.
 
-    `parameters` lists the weight and bias of each projection in turn. `addresses` lists their memory addresses.
+    `parameters` lists the weight and bias of each projection in turn, and `addresses` lists their memory addresses.
     """
 
     parameters: tuple[Tensor | None, ...]
@@ -79,7 +79,7 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
-        """Moves the weights of the projections into one weight and makes each projection's weight a view of its rows.
+        """Copies the weights of the projections into one joint weight, and turns the original weights into views of it.
 
         In-place changes to a projection therefore also change the joint weight. PyTorch's recurrent layers share memory
         in the same way (`flatten_parameters`).
@@ -111,9 +111,10 @@ class PackedWeights(NamedTuple):
         return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the joint weight and bias of the last projections, which have these `parameters` (of any shape).
+        """Returns the part of the joint weight and bias that belongs to the last projections.
 
-        Returns None if the parameters were replaced or moved, so that they no longer share the joint memory.
+        `parameters` lists the weights and biases of these projections (of any shape). Returns None if one of these
+        parameters was replaced or moved, because it then no longer shares the joint memory.
         """
         # Identity is checked first. A parameter that was replaced for one call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
@@ -135,11 +136,11 @@ def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
 def joint_product(
     tokens: TokenBatch, sides: Sequence[Side], packed: PackedWeights | None
 ) -> Float[Tensor, "batch tokens rows"] | None:
-    """Returns the concatenated results of `padded` for several projections of the same tokens.
+    """Returns the concatenated outputs of several projections of the same tokens, computed jointly.
 
-    On a CPU, the C++ kernel computes all projections in one call. On other devices, one product with the `packed`
-    weights computes them. Returns None if the projections must be computed one by one, e.g. for gradients. Exported
-    graphs also need separate products. In a graph, one product that is then split in three takes longer
+    On a CPU, the C++ kernel computes all projections in one call. On other devices, one matrix product with the
+    `packed` weights computes them. Returns None if the projections must be computed one by one, e.g. for gradients.
+    Also returns None in exported graphs, because a joint product that is then split is slower there
     (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
@@ -166,9 +167,9 @@ def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
 
 
 class OutputProjection(nn.Module):
-    """Projects the concatenated heads, which have `value_dims[h]` features each, to the output width.
+    """Projects the concatenated outputs of all heads to the output width. Head h has `value_dims[h]` features.
 
-    The weight stores the columns of all heads without padding.
+    The columns of all heads are stored one after another in the weight, without padding.
     """
 
     def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
@@ -183,13 +184,13 @@ class OutputProjection(nn.Module):
         return linear_map(features, self.weight, self.bias)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
-        """Projects heads that are padded to `value_dims[h]` features, and ignores the padding."""
+        """Projects the outputs of heads that are padded to `value_dims[h]` features. The padding has no effect."""
         if value_dims == self.value_dims:
             return self(features)
         return linear_map(features, of_weights(self, value_dims, lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
-        """Returns the weight, with zero columns for the padding of each head."""
+        """Returns the weight with additional zero columns, for heads that are padded to `value_dims[h]` features."""
         if value_dims == self.value_dims:
             return self.weight
         # Zero columns multiply the padded features, so the padding does not change the output.
@@ -201,7 +202,7 @@ class OutputProjection(nn.Module):
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the index of the stored row for every padded row.
 
-    Rows of padding get the index after the last stored row, where callers append a row of zeros.
+    Padding rows get the index after the last stored row. Callers must append a row of zeros at this index.
     """
     zero, index, first = sum(rows), [], 0
     for num_rows, num_padded in zip(rows, padded, strict=True):

@@ -52,10 +52,10 @@ REFERENCE, UNCHANGED = "", " "
 class RecordedCalls:
     """A wrapper that runs a model on a CUDA device as one CUDA graph, for inference.
 
-    For few images or small layers, launching kernels one by one takes longer than running them. The first call with
-    inputs of a new shape and dtype records a graph. Every later call copies its inputs into the recorded inputs and
-    replays the graph, which overwrites the outputs of the previous call. Weights may change in place. If you replace a
-    weight by another tensor, the recorded graph still uses the old tensor.
+    For few images or small layers, launching the kernels one by one takes longer than running them. The first call with
+    a new input shape or dtype records a graph. Every later call copies its inputs into the recorded inputs and replays
+    the graph, which overwrites the previous outputs. Weights may change in place. If you replace a weight by another
+    tensor, the recorded graph still uses the old tensor.
     """
 
     def __init__(self, model: Callable[[Tensor], Any]):
@@ -64,7 +64,7 @@ class RecordedCalls:
 
     @torch.inference_mode()
     def __call__(self, images: Float[Tensor, "batch *sizes"]) -> Any:
-        """Returns the model's outputs, which the next call with this input shape overwrites.
+        """Returns the model's outputs. The next call with this input shape and dtype overwrites them.
 
         Raises:
             NotSupported: The model does something that a graph cannot record, e.g. it waits for the device.
@@ -99,16 +99,16 @@ class RecordedCalls:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which models are measured, which are the same for all compared models.
+    """The conditions under which models are measured. All compared models are measured under the same conditions.
 
     Attributes:
         device: The device on which models run, e.g. "cpu" or "cuda".
         precision: The dtype of weights and images: "float32", "bfloat16" or "float16".
         threads: The number of CPU threads, or None to keep the current number.
-        compiled: Whether models run through torch.compile. Its caches are cleared first, so that earlier models do not
-            count towards the recompilation limit.
+        compiled: Whether models run through torch.compile. Its caches are cleared before each measurement, so that
+            earlier models do not count towards the recompilation limit.
         graphs: Whether each model runs as one CUDA graph (`RecordedCalls`).
-        plain: Whether models run in their library's code, and not in attnrx's kernels.
+        plain: Whether models run in their library's code instead of attnrx's kernels.
     """
 
     device: str = "cpu"
@@ -124,7 +124,7 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model in evaluation mode, prepared for these conditions. `model` does not change."""
+        """Returns a copy of the model that is prepared for these conditions, in evaluation mode."""
         # Inference mode is disabled for the copy. Values derived from inference tensors could not be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
@@ -138,7 +138,7 @@ class Conditions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Sets the number of threads and disables gradients inside the context, and restores both afterwards."""
+        """Sets the number of threads and disables gradients within the context, and restores both afterwards."""
         num_threads = torch.get_num_threads()
         if self.compiled:
             torch.compiler.reset()
@@ -155,7 +155,7 @@ class Conditions:
 
     @property
     def in_kernels(self) -> bool:
-        """Whether models run in attnrx's kernels (`attnrx.accelerate`), which only eager PyTorch on a CPU can use."""
+        """Whether models run in attnrx's kernels (`attnrx.accelerate`), which require eager PyTorch on a CPU."""
         return not (self.on_cuda or self.compiled or self.plain)
 
     @property
@@ -165,7 +165,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one model's calls in seconds: the median, and the 10th and 90th percentile (`low`, `high`)."""
+    """The time of a model's forward pass in seconds: the median, and the 10th (`low`) and 90th (`high`) percentile."""
 
     median: float
     low: float
@@ -179,10 +179,10 @@ class Timing:
 def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
     """Returns the median of `seconds / reference` over all rounds, with its 95 % interval.
 
-    The ratio is computed within each round. Other load on the machine slows both models alike, so it cancels in the
-    ratio. The interval is a t interval on a logarithmic scale. If there are several processes, it is computed from the
-    median of each process and covers the differences between processes. If there is one process, it is computed from
-    the medians of four consecutive parts of the run (batch means). Another process can then give a ratio outside the
+    The ratio is computed within each round. Other load on the machine slows both models, so it mostly cancels in the
+    ratio. The interval is a t interval on a logarithmic scale. With several processes, the interval is computed from
+    the median of each process, and covers the differences between processes. With one process, it is computed from the
+    medians of four consecutive parts of the run (batch means). The ratio in another process can then lie outside the
     interval.
 
     Raises:
@@ -218,23 +218,23 @@ def interleave(
     repeated: bool = True,
     is_enough: Callable[[Mapping[str, Float[Tensor, "runs"]]], bool] | None = None,
 ) -> dict[str, Float[Tensor, "runs"]]:
-    """Times several functions in turns, once per round, and returns their times in seconds.
+    """Times several functions in alternation, each once per round, and returns their times in seconds.
 
-    Every second round calls the functions in reverse order, so that none always follows the same other function. The
-    garbage collector runs before the rounds, but not during them.
+    Every second round calls the functions in reverse order, so that no function always follows the same other function.
+    The garbage collector runs before the rounds, but not during them.
 
-    A deployed model is called again and again, so its weights stay in the processor's caches. To measure this case,
+    A deployed model is called repeatedly, so its weights stay in the processor's caches. To measure this case,
     `repeated` runs untimed calls of the same function before each timed call, if calls are short. One untimed call is
-    not enough. After calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one
+    not enough: after calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one
     thread) take 5.7, 5.5, 5.2, 5.0, 4.9, 4.9 ms. With two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
         runs: The functions to time, by name.
         rounds: How many times each function is timed.
         warmup: The number of untimed rounds before the timed rounds.
-        clock: The name of the clock, a key of `CLOCKS`.
-        repeated: Whether untimed calls run before a timed call that takes less than `REPEATED` seconds.
-        is_enough: Called with the times so far. If it returns True, no more rounds follow.
+        clock: The name of the clock: "wall", "cpu" or "cuda".
+        repeated: Whether untimed calls run before each timed call, if all calls take less than `REPEATED` seconds.
+        is_enough: A function of the times so far. If it returns True, the measurement ends early.
 
     Returns:
         The seconds of every round, by name, in float64.
@@ -309,10 +309,10 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 class LatencyComparison:
     """The latency of two models for the same batch, and the conditions of the measurement.
 
-    `faster` is the reference's time divided by the candidate's time. The original model may also have been measured in
-    the candidate's runtime and precision, as `unchanged`. `faster` then has two factors. `by_runtime` is the
-    reference's time divided by the unchanged model's time. `by_compression` is the unchanged model's time divided by
-    the candidate's time. Because each ratio is a median over rounds, the product of the factors only approximates
+    `faster` is the reference's time divided by the candidate's time. If the original model was also measured in the
+    candidate's runtime and precision (`unchanged`), `faster` is split into two factors. `by_runtime` is the reference's
+    time divided by the unchanged model's time. `by_compression` is the unchanged model's time divided by the
+    candidate's time. Because each ratio is a median over rounds, the product of the two factors only approximates
     `faster`.
     """
 
@@ -341,7 +341,7 @@ class LatencyComparison:
         return f"t over the medians of {parts}"
 
     def __str__(self) -> str:
-        """Returns a line with the speed, its interval and factors, the conditions and the median times."""
+        """Returns one line with the speed, its interval and factors, the number of threads and the median times."""
         reference, candidate = 1000 * self.reference.median, 1000 * self.candidate.median
         factors = ""
         if self.by_runtime is not None and self.by_compression is not None:
@@ -356,29 +356,29 @@ class LatencyComparison:
 def is_busy(taken: float | None) -> bool:
     """Whether the machine was too busy for a reliable measurement.
 
-    `taken` is the number of processors that other processes took from it, or None if it is unknown.
+    `taken` is how many processors, on average, other processes took from the measurement, or None if unknown.
     """
     return taken is not None and taken > BUSY
 
 
 def busy_text(taken: float | None) -> str:
-    """Returns a warning that other processes took `taken` processors from a measurement."""
+    """Returns a warning that other processes used `taken` of the processors during a measurement."""
     return f"measured beside other processes, which took {taken:.1f} of the processors that it needs"
 
 
 def speed_text(speed: float) -> str:
-    """Returns a relative speed as text, e.g. "1.62x faster", or "0.94x the speed" for a slower model."""
+    """Returns a speed ratio as text, e.g. "1.62x faster", or "0.94x the speed" for a slower model."""
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
 
 
 def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels") -> str:
-    """Returns the factors of a speed as text, e.g. "2.08x by attnrx's kernels x 1.06x by compression"."""
+    """Returns the two factors of a speedup as text, e.g. "2.08x by attnrx's kernels x 1.06x by compression"."""
     return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by compression"
 
 
 @dataclass(frozen=True)
 class LatencyProtocol:
-    """How latency is measured. The models run in turns, once per round (see `interleave`).
+    """How latency is measured. The models run in alternation, each once per round (see `interleave`).
 
     Attributes:
         conditions: The device, precision, threads and compilation.
@@ -386,11 +386,11 @@ class LatencyProtocol:
         warmup: The number of untimed rounds before the timed rounds.
         clock: "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the CUDA stream).
             None means "cuda" on a CUDA device and "wall" on other devices.
-        processes: The number of new processes among which the rounds are divided. Intervals then cover differences
+        processes: The number of new processes among which the rounds are divided. The intervals then cover differences
             between processes. Models that cannot be pickled are measured in this process instead, and
             `LatencyComparison.processes` is then 1.
-        enough: The precision at which the rounds end early, as a share of the speed. They end once every speed differs
-            from both ends of its interval by at most this share. None means that all rounds run.
+        enough: A precision at which the measurement ends early, as a fraction of the speed. It ends once every speed
+            differs from both ends of its interval by at most this fraction. None means that all rounds run.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -408,7 +408,7 @@ class LatencyProtocol:
 
     @property
     def resolved_clock(self) -> str:
-        """The name of the clock. If `clock` is None, the device decides which clock is used."""
+        """The name of the clock. If `clock` is None, the device determines it."""
         return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
 
 
@@ -420,15 +420,15 @@ def compare_latency(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
-    """Measures how long the forward passes of two models take for a batch, without changing the models.
+    """Compares the latency of two models: how long their forward passes take for a batch. The models do not change.
 
     Args:
         candidate: The model to measure.
         reference: The model to compare it with.
         images: The batch that every forward pass processes.
         protocol: The conditions, the number of rounds and the clock. The default is `LatencyProtocol()`.
-        unchanged: The original model in the candidate's runtime, e.g. the reference in attnrx's kernels or exported to
-            a file. If you pass it, the result also contains the two factors of the speed.
+        unchanged: The original model in the candidate's runtime, e.g. in attnrx's kernels or exported to a file. If you
+            pass it, the result also contains the two factors of the speed.
 
     Raises:
         InvalidInput: There are no images.
@@ -444,7 +444,7 @@ def compare_latencies(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> dict[str, LatencyComparison]:
-    """Measures the forward passes of several candidates in turns with one reference, and with `unchanged` if given.
+    """Compares the latency of several candidates with one reference. All models run in alternation.
 
     See `compare_latency` for the arguments. No model is changed.
 
@@ -498,7 +498,7 @@ def _taken(runs: Sequence[_Run]) -> float | None:
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
-    """Measures the models in `protocol.processes` new processes, one process after another, or in this process."""
+    """Measures the models in `protocol.processes` new processes, one after another, or in this process."""
     if protocol.processes > 1:
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
         # Models that cannot be pickled are measured in this process below. Their class may not be in a module, or a
@@ -524,13 +524,13 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
 
 
 def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
-    """Whether every speed differs from both ends of its interval by at most the share `enough` of the speed."""
+    """Whether every speed differs from both ends of its interval by at most the fraction `enough` of the speed."""
     speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
     return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Returns the peak CPU memory in bytes while `run` runs, above the memory that was in use before."""
+    """Returns by how many bytes CPU memory rises at its peak while `run` runs."""
     # By default, the profiler's library logs its start to stderr, and an error if the machine has no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -548,7 +548,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The memory of a model in bytes: its weights, and the peak of activations and work space in a forward pass."""
+    """The memory of a model in bytes: its weights, and the peak of activations and workspace in a forward pass."""
 
     weights: int
     activations: int
@@ -578,7 +578,7 @@ class MemoryComparison:
 def compare_memory(
     candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
 ) -> MemoryComparison:
-    """Measures the memory that a forward pass of each model needs for these images, without changing the models.
+    """Compares the memory that two models need for a forward pass of these images. The models do not change.
 
     Raises:
         InvalidInput: There are no images.

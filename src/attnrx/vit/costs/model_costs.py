@@ -3,8 +3,8 @@
 The numbers are exact and must agree with counted operations. They follow the convention of the SVDA paper (A.6).
 Parameters include all trainable tensors. MACs include all matrix products in the patch embedding and the layers, and
 one MAC per token for every strength. Biases, LayerNorm, row norms, softmax and GELU are not counted. The classifier's
-MACs are reported separately. All tokens of a layer are counted, although a model may compute only the class token in
-the last block.
+MACs are reported separately. Every layer is counted for all tokens, although the last block of a model may compute only
+the class token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,16 +48,16 @@ class LayerCosts:
     """The costs of one transformer block, by part.
 
     Attributes:
-        query_key: The query and key projections, and the products of queries and relative positions.
-        scores: The products of queries and keys.
+        query_key: The query and key projections, and the products of queries with relative position vectors.
+        scores: The products of queries with keys.
         diagonal: The multiplication by strengths.
-        fusion: The matrix that mixes the score maps of blocks.
+        fusion: The matrix that mixes the score maps that heads share.
         value_output: The value and output projections.
-        read_out: The products of attention maps and values.
+        read_out: The products of attention maps with values.
         mlp: The MLP.
-        layer_norms: The parameters of the norms, and all parameters that the other parts do not contain. Their MACs
-            are not counted.
-        directions: The number of score directions. Shared directions are counted once.
+        layer_norms: The parameters of the norms, and all parameters of the block that belong to no other part. Their
+            MACs are not counted.
+        directions: The number of score directions. Directions that heads share are counted once.
         spec: The spec of the attention layer.
         tokens: The number of tokens in the layer.
     """
@@ -76,7 +76,7 @@ class LayerCosts:
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """The costs of every part by its name. They add up to `total`."""
+        """The costs of every part by its name. The parts add up to `total`."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if isinstance(part, PartCosts)}
 
@@ -86,10 +86,10 @@ class LayerCosts:
         return _sum(self.parts.values())
 
     def over(self, lengths: Sequence[int], mlp_tokens: int | None = None) -> "LayerCosts":
-        """Returns the block's costs for one image whose tokens are divided into sequences of these `lengths`.
+        """Returns the block's costs for one image if its tokens are divided into sequences with these `lengths`.
 
-        Attention runs within each sequence (e.g. within a window). The MLP processes the tokens of all sequences, or
-        `mlp_tokens` tokens if this is not None.
+        Attention is computed within each sequence, e.g. within a window. The MLP processes the tokens of all sequences,
+        or `mlp_tokens` tokens if `mlp_tokens` is not None.
         """
         once, squares = sum(lengths), sum(length * length for length in lengths)
 
@@ -106,18 +106,18 @@ class LayerCosts:
 class ModelCosts(Displayed):
     """The costs of a whole model, by part.
 
-    If a reducer uses the class token's attention, a separate product computes it beside the fused kernel. This product
-    is not counted.
+    If a token reducer uses the class token's attention, this attention is computed in addition to the fused kernel. The
+    additional MACs are not counted.
 
     Attributes:
         patches: The patch embedding. In adopted models, its parameters include the learned tokens and positions.
         layers: The costs of each transformer block.
-        classifier: The parameters of the classifier with its norm. If the Vision Transformer is part of a larger
-            module, the parameters and MACs around it are included.
+        classifier: The parameters of the classifier and its norm. If the Vision Transformer is part of a larger module,
+            the parameters and MACs of the parts around it are included.
         classifier_macs: The MACs of the classifier. As in the SVDA paper, `macs` does not include them.
         embeddings: The learned tokens and positions, unless `patches` includes them. They have MACs only in timm's
             `relpos` models, where an MLP computes the pair bias once per call. These MACs assume a call with one image.
-        predictors: The modules of a learned reducer, which select tokens between layers.
+        predictors: The modules of a learned token reducer, which select tokens between layers.
     """
 
     patches: PartCosts
@@ -129,7 +129,7 @@ class ModelCosts(Displayed):
 
     @property
     def parts(self) -> dict[str, PartCosts]:
-        """The costs of every part by its name, summed over the layers. They add up to `total`."""
+        """The costs of every part by its name, summed over the layers. The parts add up to `total`."""
         names = self.layers[0].parts if self.layers else {}
         return {
             "patches": self.patches,
@@ -142,13 +142,13 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs per image inside a larger module, which may call the model's parts several times per image.
+        """Returns the costs per image inside a larger module, which may call the model's parts repeatedly per image.
 
         Args:
-            lengths: The lengths of the sequences on which each layer runs (see `LayerCosts.over`).
+            lengths: For each layer, the lengths of the sequences that it processes (see `LayerCosts.over`).
             patches: How many times the patch embedding and the predictors run.
             heads: How many times the classifier runs.
-            mlp_tokens: How many tokens each layer's MLP processes. None means all tokens of its sequences.
+            mlp_tokens: For each layer, the number of tokens that its MLP processes. None means all tokens.
         """
 
         def often(part: PartCosts) -> PartCosts:
@@ -180,7 +180,7 @@ class ModelCosts(Displayed):
 
     @property
     def product_macs(self) -> int:
-        """The MACs of all matrix products and convolutions, including the classifier, as FLOP counters count them."""
+        """The MACs of all matrix products and convolutions, including the classifier, as a FLOP counter counts them."""
         # FLOP counters do not count elementwise products, so the MACs of strengths are subtracted.
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
@@ -195,7 +195,7 @@ class ModelCosts(Displayed):
         return sum(layer.directions for layer in self.layers)
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the totals and the costs of every part as values that JSON can store."""
+        """Returns the totals and the costs of every part as a dict for JSON."""
         return {
             "params": self.params, "macs": self.macs, "classifier_macs": self.classifier_macs,
             "predictor_macs": self.predictors.macs, "tokens": list(self.tokens), "directions": self.directions,
@@ -208,9 +208,9 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
 
 
 def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
-    """Returns the costs of a block with this attention, MLP and norms.
+    """Returns the costs of a block with this attention layer, MLP and norms.
 
-    MACs are computed without padding. A backend that pads heads to a common rank computes more.
+    MACs are counted without padding. A backend that pads heads to a common rank computes more MACs.
     """
     # `rows` counts projected rows, and `rank` counts directions over all heads. They differ for layers with original
     # norms, which project more rows than they use, and for shared directions, which have one row for all heads.
@@ -243,23 +243,24 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
 
 
 def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
-    """Returns the costs of a linear map that is applied to every token."""
+    """Returns the costs of a linear layer that is applied to every token."""
     return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """The number of tokens in each layer under a token policy, and the costs of its predictors."""
+    """The number of tokens in each layer under a token policy, and the costs of the policy's predictors."""
 
     tokens: tuple[int, ...]
     predictors: PartCosts = PartCosts()
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
-    """Returns the costs of a token policy in a model with these layers, without building the model.
+    """Returns the token counts and predictor costs of a token policy, without building the model.
 
-    With `by="mask"`, all tokens remain in the layers, so every predictor runs on all tokens. A stage that prunes
-    nothing does not run its predictor. Its parameters are still counted, because the model contains them.
+    With `by="mask"`, no tokens are removed from the layers, so every predictor runs on all tokens. If a stage prunes
+    nothing, its predictor does not run. The parameters of this predictor are still counted, because the model contains
+    them.
 
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.
@@ -312,7 +313,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts floating-point operations inside the context, where the model records no gradients."""
+    """Counts floating-point operations within the context, in which the model records no gradients."""
     # no_grad is not enough. If an input is a parameter, as in timm's attention pooling, torch's counter raises an
     # AssertionError. So parameters do not require gradients inside the context. The model is not copied, because
     # callers read the number of tokens that its token reduction stores during the pass.

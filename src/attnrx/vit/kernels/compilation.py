@@ -1,12 +1,12 @@
 """Loads or compiles the C++ kernels, and registers them as PyTorch operators.
 
-Profilers, FLOP counters and meta tensors support the kernels because they are operators. A wheel contains the compiled
-library. Without a wheel, the user's compiler builds the library on first use, in a private cache folder.
+Because the kernels are operators, they work with profilers, FLOP counters and meta tensors. A wheel contains the
+compiled library. Without a wheel, the user's compiler builds the library on first use, in a private cache folder.
 
 Before attnrx loads a library from the cache, it checks that nobody else could have replaced it. The folder and the
 library must belong to this user. They must not be symbolic links, and other users must not have write permission. The
 name of the library contains the hash of the built file. attnrx compares this hash with the content of the opened file,
-and loads the library from the same file descriptor. A library in a wheel is not checked, like Python modules.
+and loads the library from the same file descriptor. A library in a wheel is trusted like any Python module.
 """
 
 import ctypes
@@ -52,12 +52,12 @@ _OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 # The result is cached even if the build fails, because a failing compiler must not run again in every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Returns the library of C++ kernels, or None if PyTorch's slower kernels must run instead.
+    """Loads the library of C++ kernels. Returns None if the library is not available, so PyTorch's kernels must run.
 
-    The library comes from the wheel if it contains one for this processor. Otherwise it comes from the cache, or is
-    compiled now. The result is None if ATTNRX_BUILD is 0, or if no compiler is found ($CXX, or c++, g++ or clang++ on
-    the path). If the compiler fails, or if other users can write to the cache folder, the function also issues a
-    `KernelWarning`.
+    The library is loaded from the wheel if the wheel contains one for this processor. Otherwise it is loaded from the
+    cache, or compiled. The result is None if ATTNRX_BUILD is 0, or if no compiler is found ($CXX, or c++, g++ or
+    clang++ on the path). If the compiler fails, or if other users can write to the cache folder, the function returns
+    None and issues a `KernelWarning`.
     """
     # The owner of a file can only be checked on POSIX systems.
     if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
@@ -137,7 +137,7 @@ def cpp_compiler() -> list[str]:
     """Returns the C++ compiler's command as a list of words, or [] if no compiler is found.
 
     Raises:
-        InvalidInput: The variable CXX is set, but not to a program on the path.
+        InvalidInput: The environment variable CXX is set, but does not name a program on the path.
     """
     variable = os.environ.get("CXX", "").strip()
     if not variable:
@@ -153,7 +153,7 @@ def cpp_compiler() -> list[str]:
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
-    """Returns the library for this source, compiler and machine, from the cache or by a new build.
+    """Loads the library for this source code, compiler and machine from the cache, or builds it.
 
     Raises:
         CheckpointError: The cache folder is not private, or the new library cannot be loaded.
@@ -212,7 +212,7 @@ def _create_private(folder: Path) -> None:
 
 
 def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
-    """Opens a file or folder, checks its owner and permissions, and returns the descriptor."""
+    """Opens a file or folder, checks its owner and permissions, and returns the file descriptor."""
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
@@ -268,9 +268,10 @@ def define(
 
     Args:
         schema: The operator's signature in PyTorch's schema language.
-        kernel: Computes the operator on a CPU.
-        empty: Returns uninitialized outputs of the right shapes, for meta tensors and for compilers.
-        operations: Returns the number of floating-point operations for given shapes, where a MAC counts as two.
+        kernel: A function that computes the operator on a CPU.
+        empty: A function that returns uninitialized outputs of the right shapes, for meta tensors and for compilers.
+        operations: A function that returns the number of floating-point operations for given shapes. One MAC counts as
+            two operations.
     """
     _OPERATORS.define(schema)
     name = schema.partition("(")[0]
@@ -284,7 +285,7 @@ def define(
 def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
     """Whether operators must run through PyTorch's dispatcher, e.g. for a profiler, a mode or a tensor subclass.
 
-    A kernel may be called directly only if nothing observes operators on this tensor.
+    If this function returns False, a kernel may be called directly, which saves time.
     """
     return (
         type(tensor) is not Tensor
@@ -298,7 +299,7 @@ def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can process the tensors, which may have any shape.
+    """Checks that kernels can process these tensors (of any shape).
 
     Raises:
         InvalidInput: A tensor requires gradients, which kernels do not record, or its layout is not strided.
@@ -315,7 +316,7 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
 def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
     """Raises InvalidInput with the dtypes and shapes of the tensors if `fits` is false.
 
-    Callers compute `fits` by checking that a kernel would stay within the bounds of the tensors.
+    The caller checks the dtypes and shapes. If they did not fit, a kernel would access memory outside the tensors.
     """
     if not fits:
         given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)

@@ -19,5 +19,5 @@ SHIPPED = {
 
 
 def shipped_library(name: str) -> Path:
-    """Returns the path where an installed wheel stores the library with this name."""
+    """Returns the path at which an installed wheel contains the library with this name."""
     return Path(__file__).with_name(f"native_{name}.so")

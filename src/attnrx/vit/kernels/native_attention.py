@@ -27,8 +27,8 @@ class RotationTable(NamedTuple):
     """Rotary positions in the format of the C++ kernel.
 
     `pairs` contains three integers per head: the first table column of the head's pairs, the number of its pairs, and
-    the number of unrotated rows before them. The list starts with the first integers of all heads, followed by all
-    second and all third integers. Its last entry is the number of tokens before the patches.
+    the number of unrotated rows before its pairs. The list contains the first integer of every head, then the second
+    of every head, then the third. The last entry of the list is the number of tokens before the patches.
     """
 
     cosines: Float[Tensor, "images patches columns"]
@@ -37,11 +37,11 @@ class RotationTable(NamedTuple):
 
 
 class JointFeatures(NamedTuple):
-    """Queries, keys and values of all heads in one tensor, as one joint product computed them.
+    """The queries, keys and values of all heads in one tensor, as a joint projection computes them.
 
-    `features` contains the queries of all heads, then all keys, then all values. `rows` is the number of query and key
-    features per head, and `value_dims` is the number of value features per head. The kernel rotates queries and keys by
-    `rotation` and adds `bias` to the scores, if these are not None.
+    `features` contains the queries of all heads, then all keys, then all values. `rows` contains the number of query
+    and key features per head, and `value_dims` the number of value features per head. If `rotation` is not None, the
+    kernel rotates queries and keys by it. If `bias` is not None, the kernel adds it to the scores.
     """
 
     features: Float[Tensor, "batch tokens _"]
@@ -62,9 +62,9 @@ def native_attention(
 ) -> Float[Tensor, "batch queries features"]:
     """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value for all heads, concatenated.
 
-    The C++ kernel computes float32 tensors on a CPU and records no gradients. Each entry of `queries`, `keys` and
-    `values` contains neighbouring heads of the same shape. Heads without query and key features return the mean of
-    their values.
+    The C++ kernel requires float32 tensors on a CPU and records no gradients. Each entry of `queries`, `keys` and
+    `values` contains neighbouring heads of the same shape. For heads without query and key features, the output is the
+    mean of the values.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -106,9 +106,9 @@ def described_heads(
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     output: Float[Tensor, "batch queries features"],
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
-    """Returns a description of all heads for the kernel, the number of heads, and the tensors that it points to.
+    """Returns a description of all heads for the kernel, the number of heads, and the tensors that are described.
 
-    Keep these tensors alive until the kernel returns. Some are contiguous copies that nothing else refers to.
+    Keep references to these tensors until the kernel returns. Some are contiguous copies to which nothing else refers.
     """
     buffers: list[Tensor] = []
     numbers: list[int] = []
@@ -135,7 +135,7 @@ def require_heads(
     values: Sequence[Float[Tensor, "*_"]],
     sizes: Float[Tensor, "*_"] | None,
 ) -> None:
-    """Raises InvalidInput if dtypes or shapes do not match, so that the kernel would read beyond a tensor's end."""
+    """Raises InvalidInput if dtypes or shapes do not match, because the kernel would then read beyond the tensors."""
     all_sides = (*queries, *keys, *values)
     fits = len(queries) == len(keys) == len(values) > 0 and {side.ndim for side in all_sides} == {4}
     if fits:
@@ -184,10 +184,10 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
 def native_joint_attention(
     joint: JointFeatures, sizes: Float[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens _"]:
-    """Returns the same outputs as `native_attention`, for jointly projected queries, keys and values.
+    """Computes the outputs of `native_attention` for jointly projected queries, keys and values.
 
-    The kernel reads the joint features directly. For a few images, creating a view per head would take longer than the
-    arithmetic. If there is a `rotation`, the kernel first rotates the queries and keys of the patches.
+    The kernel reads the joint features directly, because for a few images, creating a view for every head would take
+    longer than the arithmetic. If there is a `rotation`, the kernel first rotates the queries and keys of the patches.
     """
     features, rows, value_dims, scale, rotation, bias = joint
     require_inference((features, sizes, bias))
@@ -245,7 +245,7 @@ def _joint_attention(
 
 
 def num_features(values: Iterable[torch.Size]) -> int:
-    """Returns the total number of value features over all heads, given the shapes of their values."""
+    """Returns the total number of value features over all heads, given the shapes of the value tensors."""
     return sum([heads * value_dim for _, heads, _, value_dim in values])
 
 
@@ -261,7 +261,7 @@ def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[in
 def _operations(
     queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
 ) -> int:
-    """Returns the number of operations in the two products of every head."""
+    """Returns the number of floating-point operations in the two matrix products of every head."""
     sides = zip(queries, keys, values, strict=True)
     return sum(2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3]) for query, key, value in sides)
 
@@ -296,7 +296,7 @@ destination of every patch (the remaining patch that represents it)."""
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel can reduce `patches` to `count` in one round, for float32 inference on a CPU."""
+    """Whether the kernel supports these tokens, and can reduce `patches` patches to `count` patches in one round."""
     return (
         # A round can merge all patches at even positions, so at least patches // 2 remain.
         patches // 2 <= count < patches
@@ -319,10 +319,10 @@ def native_merge(
 ) -> Merged:
     """Merges patches until `count` remain, in one round of bipartite matching. Tokens before the patches are kept.
 
-    Patches at even positions are merged into patches at odd positions, where the best matches are merged first. Matches
-    are rated by the cosine of their `keys`. If `keys` is None, they are rated by the increase of the squared error, in
-    which `weights` (default: `sizes`) weight the patches. With `lengths`, a merged patch is rescaled to the mean norm
-    of its patches.
+    Every patch at an even position is matched with a patch at an odd position, and the best matches are merged. A match
+    is rated by the cosine similarity of the two `keys`. If `keys` is None, a match is rated by how much merging would
+    increase the squared error, in which `weights` (by default `sizes`) weight the patches. With `lengths`, a merged
+    patch is rescaled to the mean norm of its patches.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -385,7 +385,7 @@ def _empty_merged(
 def _merge_operations(
     tokens: torch.Size, sizes: torch.Size, indices: torch.Size, keys: torch.Size | None, *_: object, **__: object
 ) -> int:
-    """Returns the number of operations in the products between patches at even and at odd positions."""
+    """Returns the number of floating-point operations for comparing all patches at even and odd positions."""
     patches, features = indices[1], (tokens if keys is None else keys)[2]
     return 2 * tokens[0] * (patches // 2) * ((patches + 1) // 2) * features
 

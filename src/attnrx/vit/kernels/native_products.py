@@ -39,7 +39,7 @@ class NativeMap(ctypes.Structure):
 
 
 def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
-    """Whether device, dtype and recording state allow the kernels: float32 inference on a CPU."""
+    """Whether the kernels support the features' device, dtype and recording state: float32 inference on a CPU."""
     # The device is checked first, because on other devices even these comparisons would delay the kernels.
     return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
 
@@ -83,14 +83,14 @@ def linear_map(
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer that uses the C++ kernel where it can (see `linear_map`)."""
+    """A linear layer that uses the C++ kernel when the kernel supports the inputs (see `linear_map`)."""
 
     def forward(self, input: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return linear_map(input, self.weight, self.bias)
 
 
 def native_(linear: nn.Linear) -> NativeLinear:
-    """Converts an `nn.Linear` to a `NativeLinear` in place, and keeps its parameters and hooks."""
+    """Converts an `nn.Linear` to a `NativeLinear` in place. Its parameters and hooks do not change."""
     # Changing only the class keeps references to the module, its parameters and its hooks valid.
     linear.__class__ = NativeLinear
     assert isinstance(linear, NativeLinear)
@@ -106,7 +106,7 @@ def native_maps(
 ) -> Float[Tensor, "*batch outputs"]:
     """Applies several linear maps one after another, with a GELU after map i if `gelus[i]` is true.
 
-    With `joined`, every map is instead applied to `features`, and the outputs are concatenated. The C++ kernel computes
+    With `joined`, every map is instead applied to `features`, and the outputs are concatenated. The C++ kernel requires
     float32 tensors on a CPU and records no gradients.
 
     Raises:
@@ -120,9 +120,9 @@ def native_maps(
 def described_maps(
     inputs: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gelus: Sequence[bool], joined: bool = False
 ) -> tuple[list[NativeMap], list[Tensor]]:
-    """Returns the kernel's description of linear maps, and the tensors to which it points.
+    """Returns a description of linear maps for the kernel, and the tensors that are described.
 
-    The first map has `inputs` input features. Keep the tensors alive until the kernel returns.
+    The first map has `inputs` input features. Keep references to the tensors until the kernel returns.
 
     Raises:
         InvalidInput: A tensor is not float32 on a CPU, or shapes do not match.
@@ -182,9 +182,10 @@ _NATIVE_MAPS = define(
 class BlockTensors(NamedTuple):
     """The weights and settings of a transformer block, in the order that the C++ kernel expects.
 
-    `vectors` contains weight and bias of the first norm, weight and bias of the second norm, and the factors by which
-    the two branches are multiplied. `weights` and `biases` belong to the query, key, value and output projections,
-    followed by the MLP's maps. `gelus[i]` is true if a GELU follows map i. `scale` multiplies the attention scores.
+    `vectors` contains weight and bias of the first norm, weight and bias of the second norm, and the two vectors that
+    multiply the outputs of attention and MLP (LayerScale). `weights` and `biases` belong to the query, key, value and
+    output projections, followed by the MLP's maps. `gelus[i]` is true if a GELU follows map i. `scale` multiplies the
+    attention scores.
     """
 
     vectors: list[Tensor | None]
@@ -212,11 +213,11 @@ class _Block(ctypes.Structure):
 
 
 class KnownBlock:
-    """A block's tensors, described once for many calls of the C++ kernel.
+    """A description of a block's tensors for the C++ kernel, which is created once and used in many calls.
 
-    The description contains addresses, so in-place changes of weights affect the next call. It becomes invalid if a
-    tensor moves or changes its shape, which `is_current` detects. `is_exact` is false if a tensor had to be copied. The
-    kernel then does not see later changes to that tensor.
+    The description contains memory addresses, so in-place changes of weights affect the next call. The description
+    becomes invalid if a tensor moves or changes its shape, which `is_current` detects. `is_exact` is false if a tensor
+    had to be copied. The kernel then does not see later changes to that tensor.
 
     Raises:
         InvalidInput: A tensor is not float32, or shapes do not match.
@@ -286,16 +287,17 @@ def native_block(
     outputs: int | None = None,
     first_rows: bool = False,
 ) -> tuple[Float[Tensor, "batch outputs width"], Float[Tensor, "batch heads tokens"] | None]:
-    """Returns a block's output, together with its first token's attention to all tokens if `first_rows` is true.
+    """Returns a block's output and, if `first_rows` is true, the first token's attention to all tokens.
 
     The output is x + factors[1] * mlp(norm(x)), where x = tokens + factors[0] * attention(norm(tokens)). The C++ kernel
-    computes float32 tensors on a CPU and records no gradients.
+    requires float32 tensors on a CPU and records no gradients.
 
     Args:
         tokens: The block's input.
         block: The block's weights.
-        sizes: The number of original tokens that each token represents, which weights its key. None means 1 for all.
-        outputs: How many tokens to compute, starting with the first. None means all.
+        sizes: The number of original tokens that each token represents. Keys are weighted by it. None means that every
+            token represents one original token.
+        outputs: The number of tokens to compute, starting with the first. None means all tokens.
         first_rows: Whether to return the first token's attention in every head.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Model families, which find the attention layers of each kind of model, and build, load and save models by name."""
+"""Model families: each finds the attention layers in one kind of model, and builds, loads and saves such models."""
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.boundary.loading import build_model, load_model, save_model

@@ -1,1 +1,1 @@
-"""Shared by public functions on models (verbs): working copies, loading, saving and acceleration."""
+"""Working copies, loading, saving and acceleration of models, which attnrx's public functions share."""

@@ -1,7 +1,7 @@
 """Converts models to attnrx's kernels for inference (`accelerate`), and back (`plain`).
 
-An accelerated model is frozen: its class is a subclass of the user's class that refuses training and new weights. So
-the values that the kernels derive from the weights always stay valid.
+An accelerated model cannot be trained, and its weights cannot be changed. So the values that the kernels compute from
+the weights always stay valid. Its class is a subclass of the user's class.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from attnrx.vit.models.working.adopted import chunked_forward
 
 
 class Accelerated(nn.Module):
-    """The first base class of accelerated models. Their second base is the user's class."""
+    """Base class of accelerated models, which refuses training. The user's class is the second base class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model itself would return. A call with only images runs the batch in cache-sized chunks.
+        """Returns the outputs of the original model. A call with only images processes them in cache-sized chunks.
 
         Raises:
             NotSupported: torch.fx traces the model.
@@ -96,12 +96,12 @@ FROZEN = (
 
 @checked()
 def accelerate(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model for inference on a CPU that computes the same results in attnrx's kernels.
+    """Returns a copy of a model for inference on a CPU, which computes the same outputs with attnrx's kernels.
 
-    In float32, one call of a C++ kernel computes a whole attention, MLP or block of a known kind. A batch is computed
-    in chunks that fit the caches. If the answer needs only the class token, the last block computes no other token. The
-    copy has your model's class, call signature and state dict. It refuses training and new weights. To get your model
-    back, call `plain`.
+    In float32, one C++ kernel call computes a whole attention layer, MLP or block, if the kernel supports its kind.
+    Batches are processed in chunks that fit the processor's caches. If the model's output needs only the class token,
+    the last block computes no other token. The copy has your model's class, call signature and state dict. You cannot
+    train the copy or load new weights into it. To get your model back, call `plain`.
 
     Args:
         model: A model that attnrx returned, e.g. from `load` or `realize`.
@@ -110,7 +110,7 @@ def accelerate(model: nn.Module) -> nn.Module:
         The accelerated copy, in evaluation mode and without gradients.
 
     Raises:
-        InvalidInput: The model is accelerated already, or attnrx did not load it.
+        InvalidInput: The model is already accelerated, or was not loaded by attnrx.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -169,6 +169,6 @@ def _accelerated(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
-    """Returns an accelerated model without contents. Pickle then fills in its state."""
+    """Creates an accelerated model without attributes. Pickle calls this function and then restores the attributes."""
     made = _accelerated(kind)
     return made.__new__(made)

@@ -1,7 +1,7 @@
-"""Adopts models: reads a module's parts, makes its working copy, and proves that both compute the same.
+"""Adopts models: replaces the attention layers in a working copy, and checks that the copy computes the same outputs.
 
-A library's model can be created again by its library, so it has no surroundings. A user's module has the Vision
-Transformer at some path, and may have other parts around it (`Surroundings`).
+A library can create its own models again. A user's module contains the Vision Transformer at some path, and may have
+other parts around it (`Surroundings`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +53,15 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """Signals that a module needs more than images, or does not return one entry per image."""
+    """Raised if a module needs other inputs than images, or does not return one entry per image."""
 
 
 def adopted_instance(
     model: nn.Module, factory: Factory | None, inputs: Any = None, image_size: tuple[int, int] | None = None
 ) -> nn.Module:
-    """Returns a working copy of a module of any class. A model of a known family is returned unchanged.
+    """Returns a working copy of a module of any class. If the module belongs to a known family, it is returned itself.
 
-    `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` are
+    `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` is
     an example of its inputs. `image_size` is passed to `adopt`.
 
     Raises:
@@ -92,10 +92,10 @@ def adopt_any(
 ) -> nn.Module:
     """Adopts the largest part of a module that attnrx can read.
 
-    If the module is not a supported library model, attnrx tries the Vision Transformers inside it, from the largest on.
-    If there are none, it tries a structure found by names and shapes, and then only the MLPs. `creation` is how a
-    library creates the model. `image_size` is passed to `adopt` for a user's module. `stated` are fields of the model's
-    `Origin` that the model itself does not state.
+    If the module is not a supported library model, attnrx tries the Vision Transformers inside it, starting with the
+    largest. If there are none, attnrx searches for transformer blocks by the names and shapes of their parts, and then
+    tries to read only the MLPs. `creation` describes how a library creates the model. `image_size` is passed to `adopt`
+    for a user's module. `stated` contains fields of the model's `Origin` that cannot be read from the model itself.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -151,28 +151,28 @@ def adopt(
 ) -> Adopted:
     """Returns a working copy of a model with attnrx attention in every layer. The model itself is not changed.
 
-    As a proof, attnrx compares the outputs of model and copy on random images, and the outputs of every attention
-    before and after its replacement. A library's model (`path` is None) is also created again from its description and
-    compared with the result. For a user's module, forward passes show what the parts around the Vision Transformer
-    cost, read and return. Activations that parts store are detached.
+    As a check, attnrx compares the outputs of the model and the copy on random images, and the outputs of every
+    attention layer and its replacement. A library's model (`path` is None) is also created again from its description,
+    and compared with the copy. For a user's module, forward passes measure what the parts around the Vision Transformer
+    cost, and show what they read and return. Activations that the module stores are detached.
 
     Args:
         family: The family of the Vision Transformer.
         model: The library's model, or the user's module that contains one.
         path: The path of the Vision Transformer in a user's module, or "" for the module itself. None for a model that
             its library creates again.
-        facts: The known facts about a structure that attnrx found (`StructureFamily.found`).
+        facts: What attnrx found out about the structure of a user's module (`StructureFamily.found`).
         factory: The function that creates a user's module.
-        creation: How a library creates a user's module, if this is known.
+        creation: A description of how a library creates the user's module, if this is known.
         image_size: The height and width of the images that a user's module takes, if its Vision Transformer was created
             for another size. If the module refuses this size, the size of its Vision Transformer is used.
         **stated: Fields of `Origin` that replace the library model's values: `mean` and `std` of the image
             normalization, and `preprocessing`, the settings of the library's image transform.
 
     Raises:
-        NotSupported: The model has an unsupported feature, which the message names, an attribute that cannot be copied,
-            adapters, or weights that are computed from other tensors. Also raised if the outputs of both models differ,
-            if they are not tensors with one entry per image, or if the Vision Transformer is never called.
+        NotSupported: The model has an unsupported feature (the message names it), an attribute that cannot be copied,
+            adapters, or weights that are computed from other tensors. Also raised if the outputs of the model and the
+            copy differ, if they are not tensors with one entry per image, or if the Vision Transformer is never called.
         InvalidInput: The model was adopted already, or has no weights.
     """
     if isinstance(model, Adopted):
@@ -225,9 +225,9 @@ def _function_name(factory: Factory) -> str:
 def _proved(
     family: AdoptedFamily, original: nn.Module, working: Adopted, image_size: tuple[int, int] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns random images and a model's outputs for them, after comparing the outputs with the working copy's.
+    """Checks a working copy. Returns random images, and the model's outputs for them, which equal the copy's outputs.
 
-    For a user's module, the working copy also stores which of the module's methods takes images, and of which size.
+    For a user's module, the working copy also stores which method of the module takes images, and the images' size.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
@@ -247,7 +247,7 @@ def _proved(
 
 
 def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor) -> dict[str, Tensor]:
-    """Returns a model's outputs for two images, after comparing them with the working copy's outputs.
+    """Returns a model's outputs for two images, after checking that the working copy has the same outputs.
 
     Raises:
         _OtherInputs: The model needs more than images, or does not return one entry per image.
@@ -315,7 +315,7 @@ def _measure_(
     factory: Factory | None,
     creation: Mapping[str, Any] | None,
 ) -> None:
-    """Stores in the working copy of a user's module what forward passes show about the parts around the trunk."""
+    """Runs a user's module, and stores facts about the parts around its Vision Transformer in the working copy."""
     around = working.around
     assert around is not None
     kind = None
@@ -349,7 +349,7 @@ def _measure_(
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Returns whether a function creates this module, and its outputs are as expected once it has the weights."""
+    """Returns whether `create` returns the same module, with the expected outputs after the weights are loaded."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
@@ -387,7 +387,7 @@ def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopte
 def _kind(
     family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor, tensors: Mapping[str, Tensor]
 ) -> str:
-    """Returns the name of the `OutputKind` of a module. Features that a method returns count as an embedding."""
+    """Returns the name of a module's `OutputKind`. Vectors from a method other than `forward` count as an embedding."""
     around = working.around
     if around is not None and around.call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
         return "embedding"
@@ -397,10 +397,10 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the blocks whose patch tokens are read by other parts than the next block, e.g. by a decoder.
+    """Returns the indices of blocks with patch tokens that are also used outside the next block, e.g. by a decoder.
 
-    For the test, the patch tokens of a block are changed for all parts except the next block. If the outputs change,
-    another part reads the tokens.
+    To test a block, its patch tokens are changed for all parts of the model except the next block. If the model's
+    outputs change, another part uses these tokens.
     """
     blocks = family.blocks(working.trunk)
     prefix = family.parts(working.trunk).prefix_tokens
@@ -438,7 +438,7 @@ def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tup
 
 
 def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
-    """Raises NotSupported if an MLP mixes its hidden units. MLPs of known classes are not tested."""
+    """Raises NotSupported if an MLP mixes its hidden units, e.g. with a norm. MLPs of known classes are not tested."""
     source, parts = adopted.trunk, family.parts(adopted.trunk)
     pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
     if not pairs:

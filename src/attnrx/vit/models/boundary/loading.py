@@ -1,4 +1,4 @@
-"""Loads and saves models. A model comes from a saved folder, a name, a transformers folder, or an instance."""
+"""Loads and saves models. The source of a model is a saved folder, a name, a transformers folder or an instance."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,9 +38,9 @@ def load_model(
     inputs: Any = None,
     image_size: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """Returns a model from a saved folder, a name or an instance. Instances of other libraries are adopted (`adopt`).
+    """Loads a model from a saved folder, a name or an instance. Models of other libraries are converted by `adopt`.
 
-    The arguments are the same as in `attnrx.load`, which also reads elastic models and files for other runtimes.
+    `attnrx.load` has the same arguments, and also loads elastic models (several sizes in one) and exported files.
 
     Returns:
         A new model. If you pass an instance of an attnrx model, it is returned unchanged.
@@ -48,8 +48,8 @@ def load_model(
     Raises:
         CheckpointError: The folder or the weights cannot be read, or the weights do not fit the model.
         UnknownName: There is no model of this name.
-        NotSupported: The model has an unsupported feature, or belongs to no family.
-        InvalidInput: You passed `weights` or `pretrained` for a source that accepts neither.
+        NotSupported: The model has an unsupported feature, or its class is not supported.
+        InvalidInput: You passed `weights` or `pretrained` for a source that does not accept them.
     """
     factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
@@ -93,16 +93,16 @@ def load_model(
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Builds a model with fresh weights by its name, e.g. `timm:vit_tiny_patch16_224`.
 
-    On the meta device the model has no weights, but you can still compute its costs.
+    On PyTorch's meta device, the model is created without weights, which is enough to compute its costs.
 
     Args:
         name: The name of an attnrx model, or LIBRARY:NAME.
-        seed: The seed of the weights of attnrx models. Other libraries' models always use seed 0.
+        seed: The seed of the random weights in attnrx models. Models of other libraries always use seed 0.
         **changes: Configuration fields of an attnrx model, or arguments that the library accepts for this model.
 
     Raises:
         UnknownName: There is no such model.
-        InvalidInput: The model does not accept the changes.
+        InvalidInput: The model does not accept one of the changes.
     """
     library, _, architecture = name.partition(":")
     if library in LIBRARIES:
@@ -125,13 +125,13 @@ def save_model(
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model that is already in the folder is replaced atomically, together with all of its files. `parts` are the files
-    to replace, by default PARTS of `models.checkpoint`. `write_beside` gets the temporary folder and writes other files
-    of the new model. Before anything is replaced, the new folder is loaded, and its model is compared with `model`.
+    An earlier model in the folder is replaced atomically, together with all of its files. `parts` describes which files
+    to replace. The default is `PARTS` of `models.checkpoint`. `write_beside` is called with the temporary folder, and
+    can write more files there. Before anything is replaced, the new folder is loaded and compared with `model`.
 
     Raises:
         NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Also raised if the
-            saved model differs, because the model was changed in a way that a folder cannot store.
+            saved model differs from `model`, because `model` was changed in a way that a folder cannot store.
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
@@ -148,7 +148,7 @@ def save_model(
 
 
 def require_same(folder: Path, model: nn.Module, factory: Factory | None = None) -> None:
-    """Raises NotSupported if a folder contains another model. Answers for random images and the parts are compared."""
+    """Raises NotSupported if the saved model differs from `model` in its parts or its outputs for random images."""
     remedy = (
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
         "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
@@ -186,11 +186,11 @@ def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
 
 
 def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
-    """Returns the working copy of the model in an attnrx folder. If not None, `weights` is a file for its weights.
+    """Loads a working copy of the model in an attnrx folder. `weights` may be a file that replaces the saved weights.
 
     Raises:
-        CheckpointError: The folder has no model, or a damaged one.
-        NotSupported: A function must create the user's module, but `factory` is None.
+        CheckpointError: The folder contains no model, or a damaged model.
+        NotSupported: Only a function can create the user's module in this folder, but `factory` is None.
     """
 
     def build(family: Any, description: Mapping[str, Any]) -> nn.Module:
@@ -205,10 +205,10 @@ def load_folder(folder: Path | str, factory: Factory | None = None, weights: Pat
 
 
 def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
-    """Loads weights from another file into the model of a folder, e.g. after further training.
+    """Loads weights from another file into a model that was loaded from a folder, e.g. after further training.
 
     Raises:
-        CheckpointError: There is no such file, or its weights do not fit.
+        CheckpointError: The weights file does not exist, or its weights do not fit the model.
     """
     source = weights / "model.safetensors" if weights.is_dir() else weights
     if source.suffix != ".safetensors" or not source.is_file():

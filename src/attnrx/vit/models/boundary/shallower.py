@@ -1,4 +1,4 @@
-"""Models with fewer blocks. Their library creates them at another depth, and the kept blocks keep their weights."""
+"""Removes blocks. The model's library creates a model of smaller depth, which gets the weights of the kept blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,13 +20,13 @@ from attnrx.vit.models.working.adoption_proof import difference_of
 
 
 def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
-    """Returns a new model of the same library that has only the blocks `kept`, with copies of their weights.
+    """Returns a new model of the same library that contains only the blocks `kept`, with copies of their weights.
 
-    As a proof, the new model's answers are compared with the original's, with the removed blocks returning their
-    inputs.
+    As a check, the new model's outputs are compared with the outputs of the original model, in which the removed blocks
+    return their inputs.
 
     Raises:
-        NotSupported: The library cannot create such a model, or skipping the removed blocks gives other answers.
+        NotSupported: The library cannot create such a model, or the outputs in this check differ.
     """
     own: Any = library_form(model)
     stock = Stock(own)
@@ -62,7 +62,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
 
 
 def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], stock: Stock) -> None:
-    """Raises NotSupported if the new model's answers differ from the original's with the removed blocks skipped."""
+    """Raises NotSupported if the new model's outputs differ from the original's with the removed blocks skipped."""
     images = random_images(created, stock.origin.input_shape)
     blocks = [own.get_submodule(path) for path in removed]
     with evaluating((own, created)):
@@ -80,7 +80,7 @@ def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], 
 
 @contextmanager
 def passing(blocks: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Makes blocks return their input tokens inside the context, in the form of their earlier outputs."""
+    """Makes blocks return their input tokens within the context, in the same structure as their usual outputs."""
 
     def forward(output: Any, tokens: Tensor, *_: Any, **__: Any) -> Any:
         return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])

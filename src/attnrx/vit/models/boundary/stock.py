@@ -1,9 +1,10 @@
-"""Creates and saves portable models: models of other sizes that their own library loads without attnrx.
+"""Creates and saves portable models, i.e. models with pruned sizes that their own library loads without attnrx.
 
-A library's class has arguments for the width of its MLPs, and some classes for the number of heads. `Stock` finds the
-arguments for given sizes. It tries the few ways in which libraries state sizes, creates each model on the meta device,
-and compares the sizes. `stock_form` then creates the model, copies the weights into it, and compares its outputs.
-`save_stock` writes the library's own checkpoint, with an attnrx.json beside it for attnrx.
+A library's class has an argument for the MLP width, and some classes have one for the number of heads. `Stock` finds
+the arguments for given sizes. For this, it tries the arguments that libraries commonly use, creates each model on the
+meta device, and compares the sizes. `stock_form` then creates the model, copies the weights into it, and compares its
+outputs with the original outputs. `save_stock` writes the library's own checkpoint format, and an additional
+attnrx.json for attnrx.
 """
 
 import copy
@@ -58,13 +59,13 @@ PORTABLE = (
 
 
 class Stock:
-    """Finds the sizes at which a library's class can create a model: MLP widths, numbers of heads, and depths."""
+    """Finds arguments with which a library's class creates a model with given MLP widths, number of heads and depth."""
 
     def __init__(self, model: nn.Module):
         """Reads a model's present sizes.
 
         Raises:
-            NotSupported: The model is not a Vision Transformer of a library.
+            NotSupported: The model is not a Vision Transformer of a supported library.
         """
         model, family = working_copy(model), family_of(model)
         if not _is_of_library(model):
@@ -84,10 +85,10 @@ class Stock:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of units in every MLP, the number of heads, and the number of directions per head.
+        """The number of hidden units per MLP, the number of heads per layer, and the number of directions per head.
 
         Raises:
-            NotSupported: There are no MLPs with two maps, or the sizes differ between layers or between heads.
+            NotSupported: No MLP consists of two linear layers, or the sizes differ between layers or between heads.
         """
         return self._sizes(self.model)
 
@@ -113,7 +114,7 @@ class Stock:
         return units[0], *sizes.pop()
 
     def arguments(self, hidden: int, heads: int, depth: int | None = None) -> Mapping[str, Any] | None:
-        """Returns arguments with which the library creates a model of these sizes, or None if there are none."""
+        """Returns arguments with which the library creates a model of these sizes, or None if no arguments do."""
         key = hidden, heads, depth or self.depth
         if key not in self._found:
             self._found[key] = next(filter(lambda each: self._creates(each, key), self._candidates(*key)), None)
@@ -153,9 +154,10 @@ class Stock:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
 
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
-        """Returns the model's arguments, and the sizes of those linear maps that the arguments do not describe.
+        """Returns the arguments for the model's current sizes, and the sizes of layers that arguments cannot describe.
 
-        The sizes are (inputs, outputs) by path. They are empty if the library's arguments describe the whole model.
+        The second result contains [inputs, outputs] of such linear layers, by their paths. It is empty if the arguments
+        describe the whole model.
 
         Raises:
             NotSupported: The arguments include classes, which no file can store.
@@ -178,9 +180,10 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns MLPs outside the blocks that have the same width as the blocks' MLPs, as the paths of their two maps.
+        """Returns MLPs outside the blocks that the library creates with the same width as the MLPs of the blocks.
 
-        For example, the pooling head of SigLIP contains such an MLP.
+        Each MLP is represented by the paths of its two linear layers. For example, the pooling head of SigLIP contains
+        such an MLP.
         """
         key = hidden, heads
         if key in self._followers:
@@ -198,9 +201,9 @@ class Stock:
         return self._followers[key]
 
     def difference(self, hidden: int, heads: int, depth: int | None = None) -> str:
-        """Returns the path of a part outside the blocks that the library would create differently, or "" if none.
+        """Returns the path of a part outside the blocks that the library would create differently.
 
-        An example is a head that was replaced.
+        An example is a head that was replaced. If there is no such part, the result is "".
         """
         followers = {path for pair in self.followers(hidden, heads) for path in pair}
         created = self._created(hidden, heads, depth)
@@ -211,7 +214,7 @@ class Stock:
         return ""
 
     def require_files(self) -> None:
-        """Raises NotSupported if the arguments contain classes, which no file of the library can store."""
+        """Raises NotSupported if the arguments contain classes, because the library's files cannot store classes."""
         if classes := [name for name, each in self.origin.arguments.items() if is_layer(each)]:
             raise NotSupported(
                 f"{self.name} cannot be portable: it was created with a class of layers as {', '.join(classes)}, which "
@@ -245,14 +248,14 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 
 
 def stock_form(model: nn.Module) -> nn.Module:
-    """Returns a new instance of the library's class with the model's weights and without any part of attnrx.
+    """Returns a new instance of the library's class with the model's weights and without attnrx modules.
 
-    If no argument of the class describes the sizes, e.g. because they differ between layers, linear maps are replaced
-    by maps of the right sizes (`Stock.present`). A saved folder then includes the code that replaces them. The result
-    shares the memory of the weights.
+    If no argument of the class describes the sizes, e.g. because the sizes differ between layers, linear layers are
+    replaced by layers of the right sizes (`Stock.present`). A saved folder then contains the code for this replacement.
+    The new model shares the memory of the weights.
 
     Raises:
-        NotSupported: The library has no parts for the model's ranks, token policy or heads.
+        NotSupported: The library has no modules for the model's ranks, token policy or heads.
     """
     own = library_form(model)
     if reduction_of(own) is not None:
@@ -287,9 +290,9 @@ def stock_form(model: nn.Module) -> nn.Module:
 
 
 def copy_modes_(model: nn.Module, created: nn.Module, renamed: Callable[[str], str | None] = str) -> None:
-    """Copies training modes and `requires_grad` from a model's parts and weights to a newly created model.
+    """Copies the training modes of all parts, and `requires_grad` of all weights, to a newly created model.
 
-    `renamed` returns the name in `created` for a name in `model`, or None if `created` lacks that part.
+    `renamed` returns the name in `created` for a name in `model`, or None if `created` does not have that part.
     """
     created.train(model.training)
     parts, weights = dict(created.named_modules()), dict(created.named_parameters())
@@ -310,13 +313,14 @@ def save_stock(
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: ReplacedFiles | None = None,
 ) -> Path:
-    """Saves a result of `stock_form` as a folder that both its own library and `load` can read.
+    """Saves a model from `stock_form` as a folder that both the model's own library and `attnrx.load` can read.
 
-    An earlier model in the folder is replaced. The library and attnrx read the same weights file, with the library's
-    weight names. As a check, the folder is loaded again, as in `save_model`.
+    An earlier model in the folder is replaced. The library and attnrx read the same weights file, which uses the
+    library's weight names. As a check, the folder is loaded again, and the loaded model is compared with `model`.
 
     Raises:
-        NotSupported: The library joins or divides weights in its files, or has arguments that no file can store.
+        NotSupported: The library's files store joined or divided weights, or the model has arguments that no file can
+            store.
     """
     folder, stock = Path(folder), Stock(model)
     require_ordinary_weights(model)
@@ -364,7 +368,7 @@ def _write_torchvision(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
-    """Writes the image tower as open_clip's JSON. If there is a text tower, the caller adds it."""
+    """Writes the configuration of the image tower in open_clip's JSON format. The caller adds any text tower."""
     own, mean_std = stock.origin.arguments, {"mean": list(stock.origin.mean), "std": list(stock.origin.std)}
     vision = {
         "image_size": own["image_size"][0] if len({*own["image_size"]}) == 1 else own["image_size"],
@@ -378,7 +382,7 @@ def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
 
 
 def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], folder: Path) -> None:
-    """Writes modeling.py, which creates models whose sizes no argument of their class describes."""
+    """Writes modeling.py, which creates models with layer sizes that the arguments of their class cannot describe."""
     name = type(model).__name__
     if stock.family.name == "huggingface":
         # transformers runs this file if `trust_remote_code=True`. `auto_map` tells its Auto classes where the file is.
@@ -462,7 +466,7 @@ def _is_of_library(working: nn.Module) -> bool:
 
 
 def loading_code(model: nn.Module, folder: Path | str) -> str:
-    """Returns Python code with which the model's own library loads a portable folder.
+    """Returns Python code that loads a portable folder with the model's own library.
 
     Raises:
         InvalidInput: The model does not come from a library.
