@@ -1,4 +1,4 @@
-"""The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
+"""The interface with which attnrx finds, changes, describes and rebuilds the layers of one kind of model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -31,7 +31,7 @@ model keep the attribute. A model with a record stores the kind in its record in
 
 
 def stated_outputs(model: nn.Module) -> str | None:
-    """Returns the name of the `OutputKind` that a model's user passed, or None if the user passed none."""
+    """Returns the name of the `OutputKind` that the user passed for a model, or None if the user passed none."""
     record = record_of(model)
     return vars(model).get(STATED_OUTPUTS) if record is None else record.outputs
 
@@ -46,10 +46,12 @@ def state_outputs_(model: nn.Module, kind: str) -> None:
 
 
 class Family(ABC):
-    """A kind of model. A family stores no state, and only its methods with a trailing underscore change a model.
+    """The base class of model families. Each family reads and changes one kind of model.
+
+    A family stores no state. Only methods with a trailing underscore change a model.
 
     Raises:
-        InvalidInput: You passed a model of another family to one of the methods.
+        InvalidInput: A method was called with a model of another family.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Family(ABC):
         return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
-        """Returns a model with a record in the form that this family's methods accept. Do not change the result."""
+        """Wraps a loaded model in the type that this family's methods accept. Do not change the result."""
         raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
@@ -91,11 +93,11 @@ class Family(ABC):
         """Replaces one layer's attention in place, and updates the model's own description."""
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention module with which the model computes a layer, not a converted copy."""
+        """Returns the attention module that the model itself calls in a layer, not a converted copy."""
         return self.attention(model)[layer]
 
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
-        """Returns the blocks after which a forward pass needs all patches even if tokens are pruned or merged.
+        """Returns the indices of the blocks after which all patches are needed, even if tokens are pruned or merged.
 
         Models built from attnrx's own layers return None.
         """
@@ -103,26 +105,26 @@ class Family(ABC):
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps of every layer's MLP, whole or factored, or () if MLPs are of another kind."""
+        """Returns the two linear maps (maybe factored) of every layer's MLP, or () for MLPs of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
-        """Returns whether the family can read the model's attention. If not, each layer consists of only an MLP."""
+        """Returns whether the family can read the model's attention. If not, it reads only the MLP of each layer."""
         return True
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of every layer's block. If attention is not read, the part around the MLP is the block."""
+        """Returns the path of every layer's block. Without readable attention, a block is the part around an MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Removes all units outside `keep` from the parts between the two maps of an MLP that have weights per unit."""
+        """Prunes hidden units outside `keep` from gates, norms and convolutions between an MLP's two linear maps."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
-        """Returns whether the units of every MLP are separate: only an activation lies between its two maps."""
+        """Returns whether the two linear maps of every MLP have only an activation between them."""
         return bool(self.mlp(model))
 
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces the first (`which` 0) or second (1) map of a layer's MLP, and updates the model's description."""
+        """Replaces the first (`which=0`) or second (`which=1`) linear map of a layer's MLP, and the description."""
 
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -130,10 +132,10 @@ class Family(ABC):
 
     @abstractmethod
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the model from its description. Loading calls it on the meta device."""
+        """Builds a model from its description. When a saved model is loaded, this runs on the meta device."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns a new model from its own library, with fresh weights. Speed ratios use it as the baseline."""
+        """Returns a new model from the model's own library, with random weights, as the baseline for speed ratios."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -145,8 +147,8 @@ class Family(ABC):
         """Resizes the model, in place, for images of another height and width, as its library does.
 
         Raises:
-            NotSupported: The library does not resize the position embeddings of this model.
-            InvalidInput: Patches do not tile such images.
+            NotSupported: The library cannot resize this model's position embeddings.
+            InvalidInput: Patches do not tile images of this size.
         """
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -155,19 +157,19 @@ class Family(ABC):
         return origin.mean, origin.std
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns how the library turns a picture into pixels for evaluation, or None if the library says nothing."""
+        """Returns how the library resizes and crops images for evaluation, or None if it does not define this."""
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns the inputs of the model (`ModuleInputs`), or None if the model takes images."""
+        """Returns a description of the model's inputs (`ModuleInputs`), or None if the model takes images."""
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        """Changes a model to take another number of input channels. Returns False if the model cannot be changed."""
+        """Changes a model's number of input channels in place. Returns False if the model cannot be changed."""
         return False
 
     def knows_normalization(self, model: nn.Module) -> bool:
-        """Returns whether `normalization` comes from the model itself. If not, it is a common default."""
+        """Returns whether `normalization` was read from the model. If not, it is a common default."""
         return True
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
@@ -179,25 +181,25 @@ class Family(ABC):
         """Returns the final features of all patches of the images. Pruned or merged patches are restored first."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Maps weight names in the library's files to the model's weight names. {} means that both are equal."""
+        """Maps weight names in the library's files to the model's weight names, or is {} if both are equal."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
-        """Returns a function that takes the model (or a copy) and images, and returns the model's answer.
+        """Returns a function that calls the model (or a copy of it) with images, and returns its output.
 
-        The answer has one row per image. If the model is part of a user's module, the answer is the module's output.
+        The output has one row per image. If the model is part of a user's module, the module's output is returned.
         """
         return called_with_images
 
     def output_kind(self, model: nn.Module) -> str:
         """Returns the name of the model's `OutputKind`.
 
-        Examples are "logits", "multilabel", "regression", and "embedding" for a model without a classifier.
+        Examples of kinds are "logits", "multilabel", "regression", and "embedding" for a model without a classifier.
         """
         return "logits"
 
     def output_doubt(self, model: nn.Module) -> str:
-        """Returns a note if the kind of the outputs is in doubt. The note names the argument that sets it."""
+        """Returns a note if the `OutputKind` is uncertain, or "". The note names the argument that sets the kind."""
         return ""
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -226,19 +228,19 @@ class Family(ABC):
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers for whole images, or () if the model has none. They take one token or a mean.
+        """Returns the image classifiers, or () if the model has none. A classifier takes one token or a token mean.
 
         A classifier is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
         """
 
     def token_shape(self, model: nn.Module, heads: int | None = None) -> Shape:
-        """Returns the model sizes that token reducers need. `heads` is the original model's number of heads."""
+        """Returns the model sizes that token pruning and merging need. `heads` is the head count before pruning."""
         specs = self.specs(model)
         stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
         return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
 
     def windows(self, model: nn.Module) -> int:
-        """Returns the number of windows: separate token sequences into which the blocks divide an image."""
+        """Returns the number of windows (separate token sequences) into which the blocks divide an image."""
         return 1
 
     def grid_axis(self, model: nn.Module) -> int | None:
@@ -247,7 +249,7 @@ class Family(ABC):
 
     @abstractmethod
     def num_tokens(self, model: nn.Module) -> int:
-        """Returns the number of tokens per image in every layer, before any token policy removes some."""
+        """Returns the number of tokens per image in every layer, before tokens are pruned or merged."""
 
     def costs(
         self,
@@ -257,14 +259,14 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns the parameters and MACs in closed form, for the model's present layer sizes or for other sizes.
+        """Computes a model's parameters and MACs in closed form, for its present layer sizes or for other sizes.
 
-        You can pass other attention specs, MLP ranks, token policies or numbers of hidden units. Every layer is counted
-        with the number of tokens that the policy `tokens` leaves it. By default, the model's own policy is used.
+        You can pass other attention specs, MLP ranks, numbers of hidden units, or a token policy. By default, the
+        model's own sizes and policy are used. The MACs of a layer are counted for the tokens that the policy keeps.
 
         Raises:
-            InvalidInput: The number of specs, pairs of ranks or numbers of units is not the number of layers.
-            NotSupported: You passed a policy, but the model has one already, or its tokens cannot be pruned.
+            InvalidInput: `attention`, `mlp_ranks` or `hidden` does not have one entry per layer.
+            NotSupported: You passed a token policy, but the model has one already, or its tokens cannot be pruned.
         """
         own, maps, attached = self.specs(model), self.mlp(model), reduction_of(model)
         specs = own if attention is None else attention
@@ -286,11 +288,11 @@ class Family(ABC):
 
     @abstractmethod
     def costs_with(self, model: nn.Module, shapes: "LayerShapes") -> ModelCosts:
-        """Returns the costs that the model would have with these layer shapes."""
+        """Returns the parameters and MACs that the model would have with these layer shapes."""
 
 
 class NamedFamily(Family):
-    """A family whose models are built from attnrx's own layers, under its own model names (`FAMILIES`)."""
+    """A family of named models that attnrx builds from its own layers (`FAMILIES` lists all families)."""
 
     takes_weights: ClassVar[bool] = False
     """Whether `load` can read published weights into the models."""
@@ -303,10 +305,10 @@ class NamedFamily(Family):
 
     @abstractmethod
     def fresh(self, name: str, seed: int = 0, **changes: Any) -> nn.Module:
-        """Returns a model with fresh weights. `changes` override fields of its configuration."""
+        """Creates a model with random weights from `seed`. `changes` override fields of its configuration."""
 
     def load(self, name: str, weights: Path | str) -> nn.Module:
-        """Returns a model in evaluation mode, with weights from a published file. Needs `takes_weights`.
+        """Loads a published weight file into a model in evaluation mode, if the family has `takes_weights`.
 
         Raises:
             CheckpointError: The file cannot be read, or does not fit the model.
@@ -318,7 +320,8 @@ class NamedFamily(Family):
 class LayerShapes:
     """The layer shapes that decide what a model costs.
 
-    The fields hold the attention specs, the MLPs' ranks and hidden units (for MLPs of two maps), and the token counts.
+    The fields hold each layer's attention spec, the MLPs' ranks and numbers of hidden units, and the token counts. The
+    two fields for MLPs are empty if the MLPs do not consist of two linear maps.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -328,27 +331,27 @@ class LayerShapes:
 
 
 def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
-    """Calls a module with images as its only argument, and returns the output."""
+    """Calls a module with images as the only argument, and returns the output."""
     return model(images)
 
 
 def num_outputs(head: nn.Module) -> int:
-    """Returns the number of outputs of a classifier's last linear map, or 0 if it contains none."""
+    """Returns the number of outputs of a classifier's last linear map, or 0 if the classifier has no linear map."""
     parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 
 
 def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> None:
-    """Raises an error if a model has weights that attnrx cannot read, compare and store one by one.
+    """Raises an error if attnrx cannot read, compare and save each weight of a model.
 
     Args:
         model: The model to check.
-        blocks: The paths of its blocks, which attnrx changes one by one. A weight inside a block must have only one
-            name. Weights outside the blocks may be shared.
+        blocks: The paths of the model's blocks. Weights inside blocks must not be shared, because attnrx changes the
+            blocks one by one. Weights outside the blocks may be shared.
 
     Raises:
-        NotSupported: A module is quantized, so its weights are packed, or a block's weight has two names. Also raised
-            for tensors that are sparse, quantized, complex or not initialized, and for integer or 8-bit parameters.
+        NotSupported: A module is quantized, or a block shares a weight. Also raised for tensors that are sparse,
+            quantized, complex or not initialized, and for integer or 8-bit parameters.
         InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     name, first = type(model).__name__, {}

@@ -39,7 +39,7 @@ SHOWN = 5  # the most images that a message lists
 
 
 class InputValidation:
-    """Validates the batches that an operation passes to a model. `what` names the operation in messages."""
+    """Validates batches of images before a model runs on them. `what` names the operation in error messages."""
 
     def __init__(self, model: nn.Module, family: Family, what: str):
         self.what = what
@@ -79,7 +79,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note if the scale is unknown or the images are not on it. In the second case, it also warns."""
+        """Returns a note if the image scale is unknown or the images do not match it. A mismatch also warns."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -94,7 +94,7 @@ class InputValidation:
 
 
 def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Raises DataError if images have their channels last, and would fit the model with channels first."""
+    """Raises DataError if images would fit the model only with their channels moved from the last to the first axis."""
     if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
         raise DataError(
             f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
@@ -107,7 +107,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 class ImageScale:
-    """Tracks, in constant memory, the range of images that should be (pixels in [0, 1] - `mean`) / `std`."""
+    """Tracks the range of image values, to check whether the images are (pixels in [0, 1] - `mean`) / `std`."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
@@ -142,13 +142,13 @@ class ImageScale:
         )
 
     def _explanations(self) -> list[str]:
-        """Returns the names of common scales on which the images are pixels and fill the range."""
+        """Returns the names of common scales that map the images to pixels which fill the range [0, 1]."""
         scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
         fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
         return [name for name, scale in fitting.items() if all(self._fit(*scale))]
 
     def _fit(self, mean: Tensor, std: Tensor) -> tuple[bool, bool]:
-        """Returns whether the images are pixels on this scale, and whether they fill its range."""
+        """Returns whether the images, mapped back to pixels, lie in [0, 1], and whether they fill this range."""
         pixels = self._ends * std + mean
         low, high = float(pixels[0].min()), float(pixels[1].max())
         return low >= -OUTSIDE and high <= 1 + OUTSIDE, high - low >= FILLED

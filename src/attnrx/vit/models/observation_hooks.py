@@ -26,12 +26,12 @@ class ModuleCall(NamedTuple):
 
     @property
     def output_tokens(self) -> Tensor:
-        """The output, or its first element, because some transformers blocks return a tuple."""
+        """The output, or its first element if the output is a tuple, as in some transformers blocks."""
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
     @property
     def tokens_as_output(self) -> Any:
-        """The input tokens in the form of the output, as if the module had changed nothing."""
+        """The input tokens in the output's structure (tensor or tuple), as if the module were an identity."""
         return (self.tokens, *self.output[1:]) if isinstance(self.output, tuple) else self.tokens
 
 
@@ -54,8 +54,8 @@ def observing_calls(
     Args:
         modules: Modules that get a tensor as their first argument.
         observe: A function that gets every call, in the order in which the calls end.
-        by_image: Whether a batch may be observed in chunks, one after the other. If False, the model runs the whole
-            batch at once, and its last block receives all tokens.
+        by_image: Whether the model may run a batch in chunks. If False, the model runs the whole batch at once, and its
+            last block receives all tokens.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -72,7 +72,7 @@ def observing_calls(
 
 
 def name_of_tokens(options: Mapping[str, Any]) -> str:
-    """Returns the name of the argument that contains the tokens, in a call without positional arguments."""
+    """Returns the name of the argument that contains the tokens, in a call with only named arguments."""
     return next((name for name in ("hidden_states", "query", *options) if name in options), "")
 
 
@@ -133,7 +133,7 @@ def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim widt
 def observing_mlp(
     model: nn.Module, family: Family, observe: Callable[[int, int, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Calls `observe(layer, which, inputs, outputs)` for each of the two maps of every MLP inside the context."""
+    """Calls `observe(layer, which, inputs, outputs)` for both linear maps of every MLP inside the context."""
     maps = {linear: (layer, which) for layer, pair in enumerate(family.mlp(model)) for which, linear in enumerate(pair)}
     # With hooks on its maps, `FusedMLP` calls them one by one, and batches are not split (`chunked_forward`).
     with observing_calls(maps, lambda call: observe(*maps[call.module], call.tokens.detach(), call.output.detach())):
@@ -160,10 +160,10 @@ def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager
 
 @contextmanager
 def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
-    """Runs layers on the eager backend without padding, so an operation counter finds the same MACs as the specs.
+    """Runs attention on the eager backend without padding, so that counted MACs match the closed-form MACs.
 
-    Token reducers receive uniform attention maps here, so the logits differ from the model's logits. The costs do not
-    differ, because they do not depend on which tokens are pruned.
+    Token pruning and merging receive uniform attention maps here, so the logits differ from the model's logits. The
+    MACs are the same, because they do not depend on which tokens are pruned.
     """
     layers = family.attention(model)
     with ExitStack() as hooks:

@@ -1,4 +1,4 @@
-"""The base class for families of library models. It reads, describes and rebuilds models, and counts their costs."""
+"""The base class for families of library models, which reads, describes and rebuilds models and counts their MACs."""
 
 import importlib
 import math
@@ -66,13 +66,12 @@ from attnrx.vit.tokens import TokenLayout
 class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     """The base class for families whose models come from other libraries.
 
-    A subclass says where the parts of the library's models are (`parts`), how to convert their attention (`projected`,
-    `traits`, `adapter`), how to create them, and which features are unsupported (`refusals`). A user's module with such
-    a model inside (`Adopted.around`) belongs to the same family. The family then reads everything about the Vision
-    Transformer from `Adopted.trunk`.
+    A subclass describes the parts of the library's models (`parts`), converts their attention (`projected`, `traits`,
+    `adapter`), creates models, and lists unsupported features (`refusals`). A user's module that contains such a model
+    (`Adopted.around`) belongs to the same family. The methods then read the Vision Transformer from `Adopted.trunk`.
 
     Raises:
-        NotSupported: A method needs the library, but it is not installed.
+        NotSupported: A method needs a library that is not installed.
     """
 
     model_type: type[Adopted]
@@ -82,30 +81,30 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Returns the paths and properties of a model's parts."""
 
     def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model's class comes from this library. The check does not import the library."""
+        """Returns whether the model's class is defined in this library, without importing the library."""
         return type(model).__module__.split(".")[0] == self.library
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields every reason why the model cannot be adopted. Its weights are not read."""
+        """Yields every reason why attnrx cannot load the model. The model's weights are not read."""
         return iter(())
 
     def prove(self, adopted: Adopted) -> None:
         """Raises NotSupported if a working copy contradicts what its reader states.
 
-        Subclasses override this method to check user statements that equal outputs do not prove.
+        Subclasses override this method to check statements that a comparison of outputs cannot confirm.
         """
 
     def origin(self, model: nn.Module) -> Origin:
         """Returns how the model was created, and the model's input format.
 
         Raises:
-            NotSupported: The model does not state how it was created, or the arguments cannot be saved.
+            NotSupported: The model does not store the arguments of its creation, or these cannot be saved.
             InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's module, whose code creates the model."""
+        """Returns the `Origin` of a model that a user's module creates and contains."""
         return self._stated(model, {})
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
@@ -127,37 +126,37 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def stated_origin(
         self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
     ) -> Origin:
-        """Returns the origin of a library's model, or of the Vision Transformer at `path` in a user's module.
+        """Returns the `Origin` of a library's model, or of the Vision Transformer at `path` in a user's module.
 
-        For a library's model, `path` is None, and values in `stated` have precedence. `facts` come from the model's
-        `Record`.
+        For a library's model, `path` is None, and values in `stated` override the model's own values. `facts` come
+        from the model's `Record`.
 
         Raises:
-            NotSupported: The model does not state how it was created.
+            NotSupported: The model does not store how it was created.
             InvalidInput: The images are smaller than a patch.
         """
         return self._stated(model, stated) if path is None else self.origin_inside(model.get_submodule(path))
 
     def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
-        """Makes blocks callable with [batch, tokens, width]. Returns the module and the earlier paths of moved parts.
+        """Rewrites blocks to take [batch, tokens, width]. Returns the module and the former paths of parts that moved.
 
-        The module may be changed in place. If its blocks are already called in this way, it is returned unchanged.
+        The module may be changed in place. A module whose blocks already take this shape is returned unchanged.
         """
         return module, {}
 
     def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Returns a module for the user whose blocks take [batch, tokens, width], and the facts for its record."""
+        """Returns the user's module with blocks that take [batch, tokens, width], and the facts for its record."""
         return module, facts
 
     def working(self, model: nn.Module, record: Record) -> Adopted:
-        """Returns a working copy of a model with a record of this family.
+        """Returns a working copy of a loaded model of this family.
 
-        The copy has its own weights in the attention. All other weights share memory with the model.
+        The copy has its own attention weights. All other weights share memory with the model.
         """
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
     def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
-        """Returns a working copy of a model. `opened` was made from an alias of the model by the method `opened`."""
+        """Returns a working copy of a model. The method `opened` returned the argument `opened` for this model."""
         origin = self.present_size(opened.get_submodule(record.path), record.origin)
         adopted = self.model_type(opened, origin, record.around, record.facts, places)
         adopted.training = model.training  # only for the wrapper, because every module inside keeps its own mode
@@ -175,11 +174,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted
 
     def present_facts(self, adopted: Adopted) -> dict[str, Any]:
-        """Returns the facts that a model's record needs in addition to its origin and surroundings."""
+        """Returns the facts for a model's record, apart from its origin and the parts around it."""
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns a library's model, newly created by its library, or a user's module with small random weights."""
+        """Creates a library's model again, or returns the user's original module with small random weights."""
         adopted = self._adopted(model)
         if adopted.around is None:
             return self.created_again(adopted.origin)
@@ -188,11 +187,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return fresh if takes_images else OfImages(fresh, adopted.around.call)
 
     def created_again(self, origin: Origin) -> nn.Module:
-        """Creates a model from its origin by its own library. Calling the result with images returns the answer."""
+        """Recreates a model from its origin with its own library. The result takes images and returns e.g. logits."""
         return self._created(origin)
 
     def _created(self, origin: Origin) -> nn.Module:
-        """Creates a model by its own library, and replaces the parts that the origin lists in `replaced`."""
+        """Creates a model with its own library, and then replaces the parts that `origin.replaced` lists."""
         created = self.create(origin.architecture, origin.arguments)
         blocks = self.parts(created).blocks
         for path, part in origin.replaced.items():
@@ -202,7 +201,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return created
 
     def without_weights(self, model: nn.Module) -> Adopted:
-        """Returns a working copy of a model on the meta device, without comparing outputs.
+        """Returns a working copy of a model whose weights are on the meta device, without comparing outputs.
 
         Raises:
             NotSupported: The model has an unsupported feature.
@@ -221,7 +220,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Sets the attention of every block, removes dropouts with rate 0, and fuses linear maps, MLPs and blocks.
+        """Installs attention in every block, removes dropouts with rate 0, and prepares blocks for attnrx's kernels.
 
         Models with class-token pooling also get the `LastLayer` shortcut.
         """
@@ -250,7 +249,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             )
 
     def place_attention_(self, source: nn.Module, block: nn.Module, attention: Attention) -> Attention:
-        """Replaces a block's attention, whether the library's or attnrx's, by this attention, and returns it."""
+        """Replaces a block's attention module (the library's or attnrx's) by `attention`, and returns `attention`."""
         path = self.parts(source).attention
         module = block.get_submodule(path)
         if isinstance(module, Adapter):
@@ -266,7 +265,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
-        """Returns the attention that computes a layer, after replacing the library's own attention if necessary."""
+        """Returns the attnrx attention in a layer. A library's own attention is first converted and replaced."""
         source = self._adopted(model).trunk
         block = self.blocks(source)[layer]
         module = block.get_submodule(self.parts(source).attention)
@@ -279,11 +278,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        """Returns the blocks after which a library model's answer needs all patches, e.g. for a backbone."""
+        """Returns the indices of blocks after which a library model's output needs all patches, as in a backbone."""
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
-        """Raises NotSupported if the model has unsupported features, and names all of them. It reads no weights."""
+        """Raises NotSupported if the model has unsupported features, and lists all of them. No weights are read."""
         refusals = tuple(self.refusals(model))
         # MLPs are checked last. They cannot be found if other parts that the reader names are missing.
         refusals = refusals or tuple(self._changed_mlps(model))
@@ -294,7 +293,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields a refusal for every map of an MLP that is not a plain nn.Linear, e.g. an adapter around one."""
+        """Yields a refusal for every MLP layer that is an adapter or another replacement of a plain nn.Linear."""
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
@@ -306,12 +305,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return tuple(self._named(model, path) for path in self.block_paths(self._adopted(model).trunk))
 
     def _named(self, model: nn.Module, path: str) -> str:
-        """Returns the path in a model (or working copy) of a part, from its path in the Vision Transformer."""
+        """Converts a part's path in the Vision Transformer to its path in the model or working copy."""
         inside = "source" if isinstance(model, Adopted) else ""
         return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """Returns every layer's attention. A layer with the library's own attention returns a converted copy."""
+        """Returns every layer's attention. A library's own attention module is converted to a copy."""
         return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -334,7 +333,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return bool(adopted.pairs)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces the first (`which` 0) or second (1) linear map of a layer's MLP, in place.
+        """Replaces the first (`which=0`) or second (`which=1`) linear map of a layer's MLP, in place.
 
         Raises:
             NotSupported: The model has no MLPs with two linear maps.
@@ -348,7 +347,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.trunk.set_submodule(path, linear.train(adopted.trunk.get_submodule(path).training))
 
     def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
-        """Returns the paths of every MLP's maps, or () if a block has an MLP of another kind."""
+        """Returns the paths of every MLP's linear maps, or () if a block has an MLP of another kind."""
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
@@ -368,7 +367,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             keep_units_of_(adopted.trunk.get_submodule(path), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Returns the model's origin, the specs of every attention, and the ranks and units of every MLP."""
+        """Returns the model's origin, every layer's attention spec, and every MLP's ranks and number of units."""
         adopted = self._adopted(model)
         origin, around = adopted.origin, adopted.around
         return {
@@ -386,7 +385,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
-        """Creates the described model by its own library, and gives attention and MLPs the described sizes.
+        """Creates a model with its own library, and resizes its attention and MLPs as the description states.
 
         Raises:
             InvalidInput: The library creates a model with another depth.
@@ -418,18 +417,18 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.shaped(module, description, around, facts, places, plain)
 
     def has_class_of(self, part: nn.Module) -> bool:
-        """Returns whether a part of a module is a model of the library, or of a subclass of the library's classes."""
+        """Returns whether a part's class comes from the library or is a subclass of one of its classes."""
         return self.adopts(part) or any(
             base.__module__.split(".")[0] == self.library and base.__module__ != "timm.layers"
             for base in type(part).__mro__
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts in a description that `opened` needs for the created module."""
+        """Returns the facts from a description that the method `opened` needs for the created module."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
-        """Returns a working copy of a described model, with weights from files of the library."""
+        """Recreates a model from its description and from weights under the library's names, as a working copy."""
         origin, linears = self.described_origin(description), description.get("linears", {})
         created = self.created_with(origin, linears, state, outputs)
         return self.working(created, vars(created)[RECORD])
@@ -441,13 +440,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         state: Mapping[str, Tensor],
         outputs: str | None = None,
     ) -> nn.Module:
-        """Creates a model by its own library. The model shares the memory of the given weights.
+        """Creates a model with its own library. Its weights share memory with the tensors in `state`.
 
-        `linears` gives new (inputs, outputs) for some linear maps, by path. These maps are replaced before the weights
-        are loaded.
+        `linears` maps the paths of some linear maps to new sizes (inputs, outputs). These linear maps are resized
+        before the weights are loaded.
 
         Raises:
-            RuntimeError: The weights do not fit the model. No memory was allocated for them.
+            RuntimeError: The weights do not fit the model.
         """
         with torch.device("meta"):
             created = self.create(origin.architecture, origin.arguments)
@@ -461,7 +460,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return created.to(weight.device, weight.dtype)  # for buffers that no file contains
 
     def _recompute_buffers_(self, created: nn.Module) -> None:
-        """Computes unsaved buffers of a model that was created on the meta device."""
+        """Computes buffers that are not saved with the weights, after a model was created on the meta device."""
         for path, name, buffer in unsaved_buffers(created):
             module = created.get_submodule(path)
             with torch.device("cpu"):
@@ -483,7 +482,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         places: Mapping[str, str] | None = None,
         plain: PlainShape | None = None,
     ) -> Adopted:
-        """Gives a created model the described attention and MLPs, in place, and returns its working copy.
+        """Resizes a created model's attention and MLPs as described, in place, and returns its working copy.
 
         Raises:
             InvalidInput: The model has another depth than the description.
@@ -510,7 +509,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         self._shape_mlps_(adopted, description)
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Gives a created model's MLPs the described ranks and units, and its unsaved buffers their types."""
+        """Resizes a created model's MLPs as described, and converts its unsaved buffers to their described types."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.trunk.get_submodule(owner.removeprefix("source").lstrip("."))
@@ -555,9 +554,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             self.count_(adopted)
 
     def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width that reach the Vision Transformer if images have this size.
+        """Returns the height and width of the Vision Transformer's input if images have this size.
 
-        A user's module may resize or pad images. If no part shows the size inside, the images' own size is returned.
+        A user's module may resize or pad images. If the inner size cannot be observed, the images' size is returned.
         """
         path, (channels, *own) = self.parts(adopted.trunk).patches.split("."), adopted.input_shape
         first = 0 if adopted.path else 1
@@ -596,16 +595,16 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Resizes the model from which a working copy was made in the same way, in place, and returns it."""
+        """Resizes the model from which a working copy was made to the copy's image size, in place, and returns it."""
         source = model.get_submodule(adopted.path)
         self.fit_created_(source, adopted.origin, before)
         self.state_format_(source, adopted.origin)
         return model
 
     def count_(self, adopted: Adopted) -> None:
-        """Counts how often a user's module runs the Vision Transformer per image, and the MACs of all other parts.
+        """Counts the token sequences of every block, and the MACs of all parts around the Vision Transformer.
 
-        The counts come from a forward pass and are stored in `around`.
+        The counts come from one forward pass of a user's module, and are stored in `around`.
         """
         around, parts = adopted.around, self.parts(adopted.trunk)
         assert around is not None
@@ -628,7 +627,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Updates a working copy's origin with changes that the user made outside of the blocks after loading.
 
         Raises:
-            NotSupported: A part was replaced by a part that a saved folder cannot describe.
+            NotSupported: The user replaced a part by a module that a saved folder cannot describe.
         """
         if adopted.plain is None:
             return
@@ -655,32 +654,32 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
-        """Returns the origin with the image size that the model takes now, if its library stores this size."""
+        """Returns `origin` with the model's present image size, if the library's models store this size."""
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        """Returns a model's origin with the arguments that its own attributes hold now."""
+        """Returns a model's origin, updated with the arguments that the model's attributes store now."""
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """Writes the input format into the attributes that the library reads, in a created or resized model."""
+        """Stores the input format in a created or resized model's attributes, where its library reads the format."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Resizes a library's model inside a newly created user's module to the image size of `origin`.
 
-        `before` is the created model's origin. By default, it is read from the model.
+        `before` is the created model's origin, which is read from the model by default.
         """
         before = before or self.origin_inside(source)
         if before.input_shape[1:] != origin.input_shape[1:]:
             self._resized(source, before, *origin.input_shape[1:])
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Resizes the position embeddings in place, as the library does, and returns the origin of such a model.
+        """Resizes the position embeddings in place, as the library does, and returns the resized model's origin.
 
         The returned origin may still have the earlier input shape.
 
         Raises:
-            NotSupported: The library does not resize the position embeddings of this model.
+            NotSupported: The library cannot resize this model's position embeddings.
         """
         _, *size = origin.input_shape
         raise NotSupported(
@@ -735,7 +734,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a model. A model with other parts around it returns ()."""
+        """Returns a model's classifiers, or () if the model is only a part of a user's module."""
         adopted = self._adopted(model)
         named = {} if adopted.path else dict(adopted.trunk.named_modules())
         heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
@@ -780,7 +779,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.num_patches(adopted.trunk, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches in an image or video of this shape. A border may belong to no patch."""
+        """Returns the number of patches in an image or video of this shape. Pixels at the border may be left out."""
         patches: Any = source.get_submodule(self.parts(source).patches)
         channels, *size = input_shape
         sides = (channels // patches.in_channels, *size)[-len(patches.stride) :]
@@ -802,11 +801,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
-        """Returns the model's costs with these layer shapes. The parameters sum to the model's number of parameters.
+        """Returns the parameters and MACs that the model would have with these layer shapes.
 
-        Parameters before the first layer, including tokens and position embeddings, count as patches. A layer's
-        parameters outside attention and MLP, such as LayerScale and relative positions, count as its norms. All parts
-        around the Vision Transformer count as classifier.
+        The parts' parameters sum to all parameters of the model. Parameters before the first layer, including tokens
+        and position embeddings, count as patches. A layer's parameters outside attention and MLP, such as LayerScale
+        and relative positions, count as norms. All parts around the Vision Transformer count as classifier.
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
@@ -865,7 +864,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return [module for name, module in source.named_modules() if name in names]
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the classifiers' MACs for one image. A pooling by attention attends to `tokens` tokens."""
+        """Returns the classifiers' MACs for one image. Attention pooling attends to `tokens` tokens."""
         return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
@@ -887,7 +886,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def require_rebuilt(self, adopted: Adopted) -> None:
         """Raises NotSupported if the library would create a model that differs from the working copy.
 
-        Parts outside the blocks may have been replaced. The origin then lists the replaced parts.
+        The user may have replaced parts outside the blocks. These parts are then stored in the copy's origin.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
@@ -909,13 +908,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns the attention and the block of every layer in turn, as they are now."""
+        """Returns each layer's attention module and then its block, in the order of the layers."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
 
 def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Returns the buffers that are not saved with the weights, as (path of the module, name in it, buffer)."""
+    """Returns the buffers that are not saved with the weights, as (module path, buffer name, buffer)."""
     return [
         (path, name, buffer)
         for path, module in model.named_modules()
@@ -925,7 +924,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces the library's MLP by a `FusedMLP` of the same parts, if it has only two maps and an activation."""
+    """Replaces a library's MLP that has only two linear maps and an activation by a `FusedMLP` of these parts."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -940,7 +939,7 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
 
 
 def saved_names(model: nn.Module) -> Mapping[str, str]:
-    """Maps weight names in the files of `save_pretrained` to the names in a transformers model."""
+    """Maps weight names in files written by `save_pretrained` to the names in the transformers model."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
         state = model.state_dict()
@@ -951,14 +950,14 @@ def saved_names(model: nn.Module) -> Mapping[str, str]:
 
 
 def weights_around(adopted: Adopted) -> list[nn.Parameter]:
-    """Returns the weights of all parts around the Vision Transformer, without the predictors of a token policy."""
+    """Returns the weights of all parts around the Vision Transformer, excluding a token policy's predictors."""
     others = adopted.source._modules.get(TOKENS) or nn.Identity()
     inside = {id(weight) for part in (adopted.trunk, others) for weight in part.parameters()}
     return [weight for weight in adopted.source.parameters() if id(weight) not in inside]
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns how many values each output has for one image of the model's input size, by the output's place.
+    """Maps the name of each output to its number of values for one image of the model's input size.
 
     Raises:
         NotSupported: The module does not take images of this size.

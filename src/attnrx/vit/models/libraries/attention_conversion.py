@@ -31,16 +31,15 @@ HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
 
 def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Returns an attention module's vectors for distances in rows and in columns, or None if it has no such vectors."""
+    """Returns an attention module's relative position vectors for row and column distances, or None if it has none."""
     down, right = (getattr(module, name, None) for name in DISTANCES)
     return None if down is None or right is None else (down, right)
 
 
 class AttentionConversion(ABC):
-    """The base class for the part of a family that converts attention, in both directions.
+    """The base class with those methods of a family that convert attention to attnrx's form and back.
 
-    The conversion reads the projections that `parts` names, and other facts that the family provides (`traits`,
-    `pair_bias`).
+    The conversion uses the projections that `parts` names, and the family's methods `traits` and `pair_bias`.
     """
 
     adapter_type: type[Adapter] = PlainAttention
@@ -50,7 +49,7 @@ class AttentionConversion(ABC):
         """Returns the paths and properties of a model's parts."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
-        """Returns attnrx attention with the weights of an attention module of `source`."""
+        """Converts an attention module of the model `source` to attnrx attention with the same weights."""
         parts = self.parts(source)
         weights, biases = self.projected(source, module)
         kept_heads = vars(module).get(KEPT_HEADS)  # set only on modules that lost heads
@@ -65,9 +64,9 @@ class AttentionConversion(ABC):
         return attention
 
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
-        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads.
+        """Writes attnrx attention into an attention module of the model `source`, which may have more heads.
 
-        Reading the module with `convert_attention` then returns the same attention, if the module can store it.
+        If the module can store the attention, `convert_attention` then reads the same attention from the module.
 
         Raises:
             NotSupported: The module cannot store the weights.
@@ -109,7 +108,7 @@ class AttentionConversion(ABC):
             self.keep_heads_(module, spec.heads, spec.head_dim)
 
     def _write_distances_(self, module: nn.Module, attention: Attention) -> None:
-        """Writes relative positions into a library's module. All heads of such a module share them."""
+        """Writes relative position vectors into a library's attention module, in which all heads share them."""
         scores: Any = attention.scores
         for name, rows in zip(DISTANCES, (scores.down, scores.right), strict=True):
             tables = rows.detach().unflatten(0, (len(attention.spec.heads), -1))
@@ -123,7 +122,7 @@ class AttentionConversion(ABC):
         return name if isinstance(name, int) else int(getattr(module, name))
 
     def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
-        """Records in an attention module that it has only these heads. Their weights must have been written before."""
+        """Sets an attention module's number of heads after pruning. The weights of `heads` must already be written."""
         vars(module)[KEPT_HEADS] = heads
         for part in module.modules():
             own = vars(part)
@@ -135,9 +134,10 @@ class AttentionConversion(ABC):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes weights and biases of query, key, value and output into a module. It is the inverse of `projected`.
+        """Writes query, key, value and output weights and biases into a module, as the inverse of `projected`.
 
-        Weights are [rows, width], and [width, rows] for the output. Biases are [rows] or [width], or None.
+        Query, key and value weights are [rows, width], with biases [rows]. The output weight is [width, rows], with a
+        bias [width]. A bias may be None.
 
         Raises:
             NotSupported: The module has one bias for all projections, but only some projections have a bias.
@@ -162,7 +162,7 @@ class AttentionConversion(ABC):
             write_linear_(linear, weight, bias)
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns an attention module's weights and biases, each in the order query, key, value, output."""
+        """Returns an attention module's weights and biases, both in the order query, key, value, output."""
         part: Any = module
         if isinstance(module, nn.MultiheadAttention):  # stores its fused projection as a parameter, not a module
             weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
@@ -176,11 +176,11 @@ class AttentionConversion(ABC):
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns other arguments of `attention_from_projections`: the rotation, the bias of token pairs, the norms."""
+        """Returns more arguments for `attention_from_projections`, such as the rotary embedding and inner norms."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        """Returns a module that calls `attention` and can take the place of an attention module of `source`."""
+        """Wraps `attention` in a module that can replace an attention module of the model `source`."""
         parts = self.parts(source)
         adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
         # nn.MultiheadAttention returns a pair even if no weights are requested.
@@ -188,5 +188,5 @@ class AttentionConversion(ABC):
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes the bias of token pairs [1, heads, tokens, tokens], or None for no bias."""
+        """Returns a module that computes a bias for all token pairs, [1, heads, tokens, tokens], or None."""
         return None

@@ -1,6 +1,6 @@
 """The family for transformers' Vision Transformers, with or without a classifier.
 
-For every supported class, `READERS` contains a reader that says where the parts of the class are.
+For every supported model class, `READERS` contains a `ModelReader` with the paths of the model's parts.
 """
 
 import inspect
@@ -58,12 +58,12 @@ LAYOUT = ViTParts(
 
 @dataclass(frozen=True)
 class ModelReader:
-    """Describes where a class has its parts, how it pools tokens, and which output is its answer.
+    """Describes the parts of a transformers model class, its token pooling, and the output that attnrx uses.
 
-    `layout` contains the paths of the parts inside the body, which is the module with the embeddings and the layers.
-    `answer` is a field of the output, or a name in ANSWERS. `windowed` names two fields of the configuration: the
+    `layout` contains the paths of the parts inside the body, i.e. the module with the embeddings and the layers.
+    `answer` is a field of the model's output, or a name in ANSWERS. `windowed` names two configuration fields: the
     number of windows per side of an image, and the indices of the blocks that attend within windows. `embeddings` is
-    the name of the body's part that computes the tokens.
+    the name of the body's submodule that computes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -97,7 +97,7 @@ class ModelReader:
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns where the parts of a model are, if this reader describes its class."""
+        """Returns the paths and properties of the parts of a model of this reader's class."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
@@ -205,7 +205,7 @@ VISION_PARTS: Mapping[str, str] = {
 
 
 def reader_of(source: nn.Module) -> ModelReader:
-    """Returns the reader of a model. Its class must be in `READERS`."""
+    """Returns the reader for a model, which must be of a class in `READERS`."""
     return READERS[type(source).__name__]
 
 
@@ -251,7 +251,7 @@ class HuggingFaceModel(Adopted):
     def interpolation(self) -> dict[str, bool]:
         """The argument that makes transformers resize position embeddings, or {} if it is not needed.
 
-        The argument is needed if the images have another size than the configuration, and if the model accepts it.
+        The argument is passed if the image size differs from the configuration and the model resizes only on request.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
         return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
@@ -299,13 +299,13 @@ class HuggingFaceAttention(Adapter):
     ) -> tuple[TokenBatch, None] | TokenBatch:
         """Returns the attention output.
 
-        In a layer with a bias per pair of tokens, `attention_mask` is this bias, [1, heads, tokens, tokens]. During
-        export, transformers passes a mask that includes every token. Such a mask is ignored, unless patches may be
-        padded. `position_embeddings` are cosines and sines, [patches, 2 * pairs].
+        In a layer with a relative position bias, `attention_mask` contains this bias, [1, heads, tokens, tokens].
+        During export, transformers passes a mask that includes every token. attnrx ignores this mask, unless patches
+        may be padded. `position_embeddings` are cosines and sines, each [patches, 2 * pairs].
 
         Raises:
             NotSupported: A mask is passed, or attention weights are requested. Also raised if tokens were removed and
-                images have another size than the model's, because biases of token pairs would be interpolated.
+                the image size differs from the model's, because transformers would interpolate the position bias.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
@@ -335,7 +335,7 @@ class HuggingFaceAttention(Adapter):
         return (mixed, None) if self.returns_weights else mixed
 
     def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
-        """Returns a mask of token pairs, [batch, 1, tokens, tokens], as a bias of every head."""
+        """Converts an attention mask, [batch, 1, tokens, tokens], to an additive bias for every head."""
         if mask.dtype == torch.bool:
             excluded = torch.finfo(tokens.dtype).min / 2  # finite even after a score is added
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
@@ -344,7 +344,7 @@ class HuggingFaceAttention(Adapter):
 
 
 def _are_collected() -> bool:
-    """Returns whether transformers collects attention weights in this call, even without an argument for the layers."""
+    """Returns whether transformers collects attention weights in this call, even if it passes no such argument."""
     module = sys.modules.get("transformers.utils.output_capturing")  # only in recent versions
     if module is None or torch.compiler.is_compiling():
         return False
@@ -372,14 +372,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def read(self, name: Path | str, trust: bool = False) -> tuple[nn.Module, dict[str, Any]]:
         """Reads a model from a local folder, or from the hub by its id. Returns the model and its input format.
 
-        A model saved with one of the classes in `READERS` is read as this class. For CLIP and SigLIP, the image tower
-        is read. Any other model is read as an image classifier. Mean, std and image size come from the image processor
-        in the same folder. Without a processor, mean and std are 0.5, and the size comes from the configuration. With
-        `trust`, code in the repository may run.
+        A model saved by a class in `READERS` is loaded as this class. For CLIP and SigLIP, only the image tower is
+        loaded. Any other model is loaded as an image classifier. Mean, std and image size come from the image
+        processor in the same folder. Without a processor, mean and std are 0.5, and the size comes from the
+        configuration. If `trust` is true, code from the repository may run.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
-            InvalidInput: The model needs code in its repository, and `trust` is False.
+            InvalidInput: The model needs code from its repository, and `trust` is False.
         """
         try:
             kind = _class_of(open_pretrained(_transformers("AutoConfig"), name, trust))
@@ -433,9 +433,9 @@ class HuggingFaceFamily(AdoptedFamily):
         return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        """Returns how the image processor that was saved with the model resizes and crops.
+        """Returns how the image processor that was saved with the model resizes and crops images.
 
-        Returns None if there is no processor, or if it does not crop or resize to one size (e.g. YOLOS). The geometry
+        The result is None if there is no processor, or if its images have no fixed size (e.g. YOLOS). The geometry
         uses Pillow, like processors with backend "pil". Processors with backend "torchvision" round a few pixels
         differently.
         """
@@ -468,7 +468,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return model_from(_class_of(config), config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields refusals for models and attention of unsupported classes, and for unsupported features."""
+        """Yields refusals for unsupported model classes, attention classes and features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
             adopted = ", ".join(READERS)
@@ -491,7 +491,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 yield from unread_attention(attention, reader.layout.projections)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the configuration. Mean and std are 0.5, which is ViTImageProcessor's default."""
+        """Returns an origin from the model's configuration. Mean and std are 0.5, as in ViTImageProcessor."""
         shape = reader_of(model).inputs(model).shape
         half = (0.5,) * shape[0]
         return Origin(type(model).__name__, _settings(model.config), shape, half, half)
@@ -595,11 +595,11 @@ class HuggingFaceFamily(AdoptedFamily):
         }
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns the module for the bias that an attention computes itself (Data2Vec). BEiT passes biases as masks."""
+        """Returns the module that computes an attention's position bias (Data2Vec). BEiT passes this bias as a mask."""
         return dict(module.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the labels in the configuration, or () for placeholders such as LABEL_0, LABEL_1."""
+        """Returns the class labels in the configuration, or () if they are placeholders such as LABEL_0."""
         if self._adopted(model).path or self.output_kind(model) not in ("logits", "multilabel"):
             return ()
         config: Any = self._adopted(model).trunk.config
@@ -613,7 +613,7 @@ INTERPOLATE = "interpolate_pos_encoding"
 
 
 class LibraryAnswer(nn.Module):
-    """A transformers model with its own attention that returns the same kind of answer as its working copy."""
+    """Wraps a transformers model with its own attention. `forward` takes images, and returns e.g. logits."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
@@ -644,7 +644,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Adds the mask argument that a tower's layers require, so every block can be called with only tokens."""
+    """Adds the mask argument that layers of an image tower require, so blocks can be called with only tokens."""
     return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
 
 
@@ -652,7 +652,7 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _class_of(config: Any) -> Any:
-    """Returns the transformers class for a configuration: the saved class if it has a reader, else an Auto class."""
+    """Returns the saved model class of a configuration if it has a reader, else AutoModelForImageClassification."""
     saved = next(iter(config.architectures or ()), "")
     name = VISION_PARTS.get(saved, saved)
     return _transformers(name if name in READERS else "AutoModelForImageClassification")
@@ -671,10 +671,10 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 
 def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns the saved image processor's input format, as arguments of `adopt`, or {} if there is no processor.
+    """Returns the saved image processor's mean, std and settings, as arguments of `adopt`, or {} without a processor.
 
     Raises:
-        InvalidInput: The processor needs code in the repository, and `trust` is False.
+        InvalidInput: The processor needs code from its repository, and `trust` is False.
     """
     try:
         processor = open_pretrained(_transformers("AutoImageProcessor"), source, trust, **options)

@@ -1,4 +1,4 @@
-"""Creates a library's models: by name, with downloaded weights or a weight file, or from saved arguments."""
+"""Creates models of a library such as timm, from a name (with or without weights) or from saved arguments."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from attnrx.vit.models.working.adopted import Origin
 
 
 class LibraryModels(ABC):
-    """The base class for creators of library models. Each family has one, which builds models of e.g. timm.
+    """The base class with those methods of a family that create models of a library such as timm.
 
     Raises:
-        NotSupported: A method needs the library, but it is not installed.
+        NotSupported: A method needs a library that is not installed.
     """
 
     name: str
@@ -37,16 +37,16 @@ class LibraryModels(ABC):
 
     @abstractmethod
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches in an image or video of this shape. A border may belong to no patch."""
+        """Returns the number of patches in an image or video of this shape. Pixels at the border may be left out."""
 
     @abstractmethod
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the origin of a model inside a user's module, whose code creates the model."""
+        """Returns the `Origin` of a model that a user's module creates and contains."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any model of the library, without pretrained weights, from the arguments in `origin` or `creation`.
+        """Creates any model of the library from saved arguments (of `origin` or `creation`), without trained weights.
 
-        The created model may be of a class that attnrx does not read.
+        attnrx may not support the class of the created model.
 
         Raises:
             UnknownName: The library has no such model.
@@ -56,7 +56,7 @@ class LibraryModels(ABC):
         raise NotSupported(f"{architecture} is created by the code of its user.")
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the `architecture` and `arguments` with which `create` creates a library model of any class.
+        """Returns the `architecture` and `arguments` with which `create` can create this library model again.
 
         Returns None if the model does not state its arguments.
 
@@ -66,13 +66,13 @@ class LibraryModels(ABC):
         return None
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the computed values of a module's unsaved buffers, or None if none are computed."""
+        """Returns a new module whose unsaved buffers have been computed, or None if they are not computed."""
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the library's model of this name with weights from seed 0, or without weights on the meta device.
+        """Creates a model by its library name, with random weights from seed 0 or without weights on the meta device.
 
-        If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` can do so.
+        If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` support this.
 
         Raises:
             UnknownName: The library has no model of this name.
@@ -97,7 +97,7 @@ class LibraryModels(ABC):
                 raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
 
     def names(self) -> Sequence[str]:
-        """Returns the names of the library's models, or () if it lists none."""
+        """Returns the names of the library's models, or () if the library has no list of models."""
         return ()
 
     def has(self, name: str) -> bool:
@@ -105,7 +105,7 @@ class LibraryModels(ABC):
         return name in self.names()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Calls the library to create a model. `initialized` then adds the library's name to its errors.
+        """Calls the library to create a model. The caller (`initialized`) converts the library's errors.
 
         Raises:
             CheckpointError: The configuration cannot be read.
@@ -120,13 +120,13 @@ class LibraryModels(ABC):
 
         Args:
             name: The model's name in the library.
-            weights: A file with weights under the library's names (`read_weight_file`). The weights may be fine-tuned
+            weights: A weight file with the library's weight names (`read_weight_file`). The weights may be fine-tuned
                 for another number of classes or image size. By default, the library downloads pretrained weights.
-            pretrained: If False, the model gets fresh weights from seed 0 instead.
+            pretrained: If False, the model gets random weights from seed 0.
             **arguments: The library's arguments for this model, e.g. timm's `num_classes=10`.
 
         Raises:
-            InvalidInput: You passed both `weights` and `pretrained=True`, or the arguments are wrong.
+            InvalidInput: You passed `weights` and `pretrained=True`, or the library does not accept the arguments.
             UnknownName: The library has no model of this name.
             CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
         """
@@ -144,10 +144,10 @@ class LibraryModels(ABC):
         return model
 
     def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the arguments that fit weights fine-tuned for another number of classes, or another image size.
+        """Finds the number of classes and the image size of fine-tuned weights. Returns changes as arguments.
 
         Raises:
-            CheckpointError: The number of positions does not belong to a square grid of patches.
+            CheckpointError: The number of position embeddings does not fit a square grid of patches.
         """
         with torch.device("meta"):
             model = self.initialized(name, **arguments)
@@ -180,9 +180,9 @@ class LibraryModels(ABC):
         return changes
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Converts the tensors of a weight file to this model's form, as the library does for its own files."""
+        """Converts the tensors of a weight file to this model's names and shapes, as the library's loader does."""
         return state
 
     def input_format(self, name: str) -> dict[str, Any]:
-        """Returns the input format of downloaded weights as arguments of `adopt`, or {} if the model states it."""
+        """Returns the input format of downloaded weights as arguments of `adopt`, or {} if the model stores it."""
         return {}

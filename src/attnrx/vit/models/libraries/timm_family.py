@@ -1,4 +1,4 @@
-"""The family for timm's Vision Transformers with one list of blocks. It finds their structure from their parts."""
+"""Reads timm's Vision Transformers with one list of blocks. Their modules, not their classes, show the structure."""
 
 import copy
 import importlib
@@ -66,7 +66,7 @@ class TimmModel(Adopted):
 
 
 class TableBias(nn.Module):
-    """A relative position bias: a table with one row per relative position (Liu et al., 2021; Bao et al., 2022)."""
+    """A relative position bias as a table with one row per relative position (Liu et al., 2021; Bao et al., 2022)."""
 
     def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
         super().__init__()
@@ -84,7 +84,7 @@ class TableBias(nn.Module):
 
 
 class TimmAttention(Adapter):
-    """attnrx attention that timm's blocks can call. Classifiers never use its two mask arguments."""
+    """attnrx attention that timm's blocks can call. Masks are refused, because timm's classifiers pass none."""
 
     layout: str = INTERLEAVED
 
@@ -100,8 +100,8 @@ class TimmAttention(Adapter):
     ) -> TokenBatch:
         """Returns the attention output for tokens `x`. The arguments are the same as in timm's attention.
 
-        `rope` contains sines and cosines, [patches, 2 * head_dim], optionally with heads or images first. The shared
-        biases of token pairs are [1, heads, tokens, tokens].
+        `rope` contains sines and cosines, [patches, 2 * head_dim], optionally with leading axes for images or heads.
+        The shared position biases are [1, heads, tokens, tokens].
 
         Raises:
             NotSupported: A mask is passed.
@@ -121,7 +121,7 @@ class TimmAttention(Adapter):
         return self.mixed(x, self.positions(rotation, *biases))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Refuses timm's `set_input_size`, which calls this method in models with a bias for every pair of tokens.
+        """Stops timm's `set_input_size`, which calls this method in models with relative position biases.
 
         Raises:
             NotSupported: Always.
@@ -172,7 +172,7 @@ class TimmFamily(AdoptedFamily):
         return ImageGeometry(tuple(size), channels, resize, target, settings["interpolation"], fill=fill)  # type: ignore[arg-type]
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields refusals for blocks or attention that cannot be read, and for unsupported features."""
+        """Yields refusals for blocks and attention that attnrx cannot read, and for unsupported features."""
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         is_read = hasattr(model, "num_prefix_tokens") or type(model).__name__ == IN_GRIDS
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not is_read:
@@ -197,7 +197,7 @@ class TimmFamily(AdoptedFamily):
             yield from unread_attention(attention, FUSED if is_fused else SEPARATE)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
+        """Returns the origin, i.e. timm's model function and its arguments, which timm stores in the model."""
         creation, facts = self.creation(model), getattr(model, "pretrained_cfg", None) or {}
         if creation is None:
             raise NotSupported(
@@ -280,7 +280,7 @@ class TimmFamily(AdoptedFamily):
             return Origin(type(model).__name__, {}, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns ImageNet's class names, if timm recognizes an ImageNet subset by the number of classes."""
+        """Returns ImageNet's class names if timm infers an ImageNet subset from the number of classes, or else ()."""
         data, heads = _timm("data"), self.heads(model)
         # The number is read from the head, because `num_classes` does not change when a user replaces the head.
         subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None
@@ -290,8 +290,8 @@ class TimmFamily(AdoptedFamily):
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Calls timm's entrypoint with arguments that describe only the model.
 
-        Other arguments are refused. A config.json may come from anywhere, so loading it must neither read other files
-        nor connect to a hub.
+        Other arguments, such as paths of weights, are refused. A config.json may come from an untrusted source, so
+        loading it must not read other files or connect to a hub.
         """
         forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
         if ":" in architecture or forbidden:
@@ -350,7 +350,7 @@ class TimmFamily(AdoptedFamily):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes weights, [rows, width] or [width, rows], and biases, [rows] or [width], into an attention module."""
+        """Writes query, key, value and output weights and biases into an attention module, in timm's layout."""
         attention: Any = module
         groups = getattr(attention, "num_kv_groups", 1)
         sides: list[Any]
@@ -398,7 +398,7 @@ class TimmFamily(AdoptedFamily):
 
 
 def _described_layer(value: Any) -> Any:
-    """Describes a class from torch.nn or timm.layers, or a partial function of it, as JSON. Keeps other values."""
+    """Converts a class from torch.nn or timm.layers, or a partial of it, to JSON. Other values are unchanged."""
     kind: Any
     kind, keywords = (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
     for module in LAYER_MODULES if isinstance(kind, type) else ():
@@ -408,12 +408,12 @@ def _described_layer(value: Any) -> Any:
 
 
 def is_layer(value: Any) -> bool:
-    """Returns whether a value is a description of a class that `_described_layer` returned."""
+    """Returns whether a value is a class description that `_described_layer` returned."""
     return isinstance(value, Mapping) and value.keys() == {LAYER, "keywords"}
 
 
 def _layer(value: Any) -> Any:
-    """Returns the class or partial function that a description by `_described_layer` stands for. Keeps other values."""
+    """Converts a description from `_described_layer` back to a class or partial. Other values are unchanged."""
     if not is_layer(value):
         return value
     module, _, name = str(value[LAYER]).partition(":")
@@ -430,7 +430,7 @@ def _shape(model: Any) -> tuple[int, int, int]:
 
 
 def _has_bias(block: Any) -> bool:
-    """Returns whether a block adds a bias for every pair of tokens to its scores."""
+    """Returns whether a block adds a relative position bias to its attention scores."""
     names = "relative_position_bias_table", "rel_pos"
     attention = block.attn
     if isinstance(attention, Adapter):

@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how the weights' own transform crops and resizes. Other weights use the sizes of most presets."""
+        """Returns how the transform of pretrained weights resizes and crops. Other weights get torchvision's sizes."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # In torchvision's presets, 256 pixels are cropped to 224.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
@@ -61,7 +61,7 @@ class TorchvisionFamily(AdoptedFamily):
         return ImageGeometry((size, size), channels, "shortest_edge", (target, target), settings["interpolation"])
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields refusals for classes other than VisionTransformer, and for parts that the reader does not find."""
+        """Yields refusals for classes other than VisionTransformer, and for models that lack expected parts."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of torchvision, attnrx adopts VisionTransformer.")
@@ -69,7 +69,7 @@ class TorchvisionFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the class's arguments from the model. Mean and std are ImageNet's."""
+        """Returns an origin with the constructor arguments that the model stores, and ImageNet's mean and std."""
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
@@ -121,7 +121,7 @@ def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 class OpenClipFamily(AdoptedFamily):
-    """The family for `open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and for open_clip image towers."""
+    """The family for open_clip image towers, and for `open_clip:NAME` with random weights."""
 
     name = "open_clip"
     library = "open_clip"
@@ -175,7 +175,7 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the class's arguments from the model. Mean and std are CLIP's, unless the model states others."""
+        """Returns an origin with constructor arguments from the model. Mean and std are CLIP's if none are stored."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # A missing LayerScale is an identity. Its initial value is not stored, but the weights replace it anyway.
@@ -221,7 +221,7 @@ class OpenClipFamily(AdoptedFamily):
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the projection, which is a parameter and not a module, and of a pooling by attention."""
+        """Returns the MACs of attention pooling and of the projection, which is a parameter and not a module."""
         projection: Any = adopted.trunk.proj
         return super().head_macs(adopted, tokens) + (0 if projection is None else projection.numel())
 

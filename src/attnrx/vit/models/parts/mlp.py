@@ -1,4 +1,4 @@
-"""The MLP of a block: its linear maps (whole, factored or halved), and its call of the C++ kernel."""
+"""The MLP of a block, with whole, factored or halved linear maps, and its C++ kernel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear maps with separate units between them: no unit is computed from another unit.
+    """Two linear maps with hidden units between them that can be pruned one by one.
 
-    `first` and `second` are the paths of the maps. `between` lists the paths of the depthwise convolutions, batch norms
-    and gates between the maps. `block` is the path of the smallest part whose call runs both maps. `positions` is the
-    number of positions per image at which the maps run. `unit_macs` are the MACs per image that the parts in `between`
-    need for one unit.
+    `first` and `second` are the paths of the linear maps. `between` lists the paths of the depthwise convolutions,
+    batch norms and gates between them. `block` is the path of the smallest module that runs both linear maps.
+    `positions` is the number of positions per image at which they run. `unit_macs` is the number of MACs per image that
+    the modules in `between` need for one hidden unit.
     """
 
     first: str
@@ -36,8 +36,8 @@ class Pair:
 class LowRankLinear(nn.Module):
     """A matrix factored into two linear maps: y = second(first(x)).
 
-    The two maps are smaller and faster than the matrix if `rank`, the number of features between them, is less than
-    inputs * outputs / (inputs + outputs). Features are [*batch, inputs], outputs [*batch, outputs].
+    The two factors need fewer parameters and MACs than the matrix if `rank`, the number of features between them, is
+    less than inputs * outputs / (inputs + outputs). The input is [*batch, inputs], and the output [*batch, outputs].
     """
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
@@ -54,22 +54,22 @@ class LowRankLinear(nn.Module):
 
 
 def rank_of(linear: nn.Module) -> int | None:
-    """Returns the rank of a factored map, or None for a map that is not factored."""
+    """Returns the rank of a factored linear map, or None for a linear map that is not factored."""
     return linear.rank if isinstance(linear, LowRankLinear) else None
 
 
 def hidden_units(mlps: Sequence[tuple[nn.Module, nn.Module]]) -> tuple[int, ...]:
-    """Returns the number of features between the two maps of every MLP."""
+    """Returns the number of hidden features between the two linear maps of every MLP."""
     firsts: list[Any] = [first for first, _ in mlps]
     return tuple(first.out_features for first in firsts)
 
 
 class FusedMLP(nn.Module):
-    """An MLP that computes fc2(act(fc1(x))). Each of its two maps may be factored.
+    """An MLP that computes fc2(act(fc1(x))). The linear maps fc1 and fc2 may be factored.
 
-    For inference in float32 on a CPU with an exact GELU, one call of the C++ kernel computes the whole MLP. The kernel
-    works on blocks of tokens, so the hidden features stay in the cache. If a part has a hook, the parts are called one
-    by one, and the hook runs.
+    In float32 inference on a CPU, one call of a C++ kernel computes the whole MLP if its activation is an exact GELU.
+    The kernel works on blocks of tokens, so the hidden features stay in the cache. If a submodule has a hook, the
+    submodules are called one by one, so that the hook runs.
     """
 
     def __init__(self, fc1: nn.Module, act: nn.Module, fc2: nn.Module):
@@ -90,7 +90,7 @@ class FusedMLP(nn.Module):
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns the linear maps that form a map: the map itself or its two factors. Other modules return ()."""
+    """Returns a linear map as a tuple, or the two factors of a factored one, or () for any other module."""
     # Subclasses are excluded, because they may compute something else.
     if type(part) is NativeLinear:
         return (part,)
@@ -98,7 +98,7 @@ def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
 
 
 def is_exact_gelu(part: nn.Module) -> bool:
-    """Returns whether a module computes the exact GELU: PyTorch's own module, or transformers' wrapper around it."""
+    """Returns whether a module computes the exact GELU, as PyTorch's nn.GELU and transformers' wrapper of it do."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
@@ -106,10 +106,10 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map split into two maps, `first` and `second`, which compute the halves of its outputs.
+    """A linear map split into the linear maps `first` and `second`, which compute one half of the outputs each.
 
-    A gated MLP (SwiGLU) with one joint map uses these halves as values and gate. Features are [*batch, inputs], outputs
-    [*batch, outputs].
+    A gated MLP (SwiGLU) with one joint linear map uses the two halves as values and gate. The input is
+    [*batch, inputs], and the output [*batch, outputs].
     """
 
     def __init__(self, whole: nn.Linear):
@@ -130,7 +130,7 @@ def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
 
 
 def map_at(model: nn.Module, path: str) -> nn.Module:
-    """Returns the map at a path. For a linear map at PATH, `PATH.first` and `PATH.second` return its halves."""
+    """Returns the module at a path. If PATH is a linear map, `PATH.first` and `PATH.second` select its halves."""
     whole, _, half = path.rpartition(".")
     owner = model.get_submodule(whole)
     if half in HALVES and isinstance(owner, nn.Linear):
@@ -139,7 +139,7 @@ def map_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
-    """Replaces a parameter of the module itself, not of its parts, by a value of any shape."""
+    """Replaces a parameter that the module itself owns (not one of a submodule) by a tensor of any shape."""
     owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
 
 
@@ -155,7 +155,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear map at each path, in place, by a map without weights that has these (inputs, outputs)."""
+    """Replaces the linear map at each path by a new one with these (inputs, outputs) on the meta device."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):

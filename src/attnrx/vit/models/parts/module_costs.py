@@ -21,12 +21,12 @@ def num_params(module: nn.Module) -> int:
 
 
 def matrix_entries(module: nn.Module) -> int:
-    """Returns the number of entries in a module's linear maps. This is also its number of MACs per token."""
+    """Returns the number of weights (without biases) in a module's linear maps, i.e. their MACs per token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
 
 
 def bias_macs(block: nn.Module) -> int:
-    """Returns the MACs of the small MLPs in timm blocks that turn token distances into attention biases."""
+    """Returns the MACs of the small MLPs in timm blocks that convert token distances to attention biases."""
     mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
     return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
 
@@ -34,8 +34,8 @@ def bias_macs(block: nn.Module) -> int:
 def classifier_macs(head: nn.Module, tokens: int) -> int:
     """Returns the MACs of a classifier on one token.
 
-    A head that pools by attention also computes keys and values for all `tokens` tokens. It has one query. Only
-    open_clip's AttentionalPooler may have several.
+    A head with attention pooling also computes keys and values for all `tokens` tokens. Attention pooling uses one
+    query, except in open_clip's AttentionalPooler, which may have several queries.
     """
     total, queries = matrix_entries(head), 1
     for part in head.modules():
@@ -61,10 +61,10 @@ def mlp_costs(
     hidden: int,
     gate: Any = None,
 ) -> PartCosts:
-    """Returns the costs of an MLP's modules as if its two `maps` had other sizes. With `maps=()`, nothing changes.
+    """Returns an MLP's parameters and MACs as if its two linear `maps` had other sizes. `maps=()` changes nothing.
 
-    The maps get these `ranks` (None: one matrix), with `hidden` features between them. In a gated MLP, `gate` is the
-    map that computes the gate.
+    `ranks` are the ranks of the two linear maps (None for a map that is not factored), and `hidden` is the number of
+    features between them. In a gated MLP, `gate` is the linear map that computes the gate.
     """
     changed = []
     if maps:
@@ -83,7 +83,7 @@ def mlp_costs(
 
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
-    """Returns the MACs of every part in a forward pass, by path. The path "" stands for the model itself."""
+    """Counts the MACs of every module in a forward pass, by the module's path ("" for the model itself)."""
     with evaluating((model,)), counting(model) as counter:
         called(model, images)
     # The counter starts every name with the class name. It counts two operations per MAC.

@@ -1,9 +1,9 @@
 """Packs inputs that are not one batch of images (several tensors, texts or videos) into one tensor, and unpacks them.
 
-attnrx passes one tensor [batch, channels, height, width] from the data to the model. `packed` writes all tensors of an
-item into one row of this tensor, one after the other. `arguments` unpacks the row when the module is called. If the
-module takes only one tensor of at least two axes, such as a video or a spectrogram, all axes before the last two become
-channels instead.
+attnrx passes one tensor [batch, channels, height, width] from the data to the model. `packed` flattens all tensors of a
+data item, and concatenates them in one row of this tensor. `arguments` unpacks the row when the module is called. If
+the module takes only one tensor of at least two axes, such as a video or a spectrogram, the tensor is not flattened.
+All axes before the last two then become channels.
 """
 
 import math
@@ -28,7 +28,7 @@ class InputField:
 
     `path` is the position or name of the argument, followed by keys inside the argument. `shape` is the tensor's shape
     without the batch axis. `dtype` is its type, or "" for floating-point numbers of the model's type. For integers,
-    `low` and `high` are the smallest and largest value in the example. Random integers are drawn from this range.
+    `low` and `high` are the smallest and largest value in the example. attnrx draws random inputs from this range.
     """
 
     path: tuple[int | str, ...]
@@ -50,7 +50,7 @@ class ModuleInputs:
 
     @classmethod
     def of(cls, given: Any) -> "ModuleInputs":
-        """Returns the inputs that an example has: a tensor, a tuple of positional or a mapping of named arguments.
+        """Describes the inputs in an example, i.e. a tensor, a tuple of arguments or a mapping of named arguments.
 
         Raises:
             InvalidInput: There is no tensor, a tensor has no batch axis, or a value is not a tensor.
@@ -80,13 +80,13 @@ class ModuleInputs:
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape that the module expects for an item of this shape in attnrx, or () if it is the same."""
+        """Converts an item's shape in attnrx to the shape that the module expects, or () if both are equal."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether the module takes only one tensor, of floating-point numbers with at least two axes per item."""
+        """Whether the module takes a single floating-point tensor with at least two axes per item."""
         return len(self.fields) == 1 and not self.fields[0].dtype and len(self.fields[0].shape) >= 2
 
     def packed(self, given: Any) -> ImageBatch:
@@ -132,7 +132,7 @@ class ModuleInputs:
         return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the model's input from an item of a data set, or None if the item lacks an argument.
+        """Returns the model's input from an item of a dataset, or None if the item lacks an argument.
 
         Raises:
             InvalidInput: The item's tensors have other shapes than the example's.
@@ -180,7 +180,7 @@ class ModuleInputs:
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
     def random(self, like: Tensor, count: int) -> Tensor:
-        """Returns random inputs [count, *shape] in the type of `like`. Every call returns the same numbers.
+        """Returns random inputs [count, *shape] in the dtype of `like`. Every call returns the same numbers.
 
         Floating-point numbers are normally distributed. Integers are in the example's range.
         """
@@ -198,7 +198,7 @@ class ModuleInputs:
 
 @dataclass(frozen=True)
 class OrderedImages(ModuleInputs):
-    """The inputs of ViTMAE, which shuffles patches by random noise. Increasing noise keeps the patches in order."""
+    """The inputs of ViTMAE, which sorts patches by random noise. attnrx passes noise that keeps their order."""
 
     patch: tuple[int, int]
 
@@ -258,7 +258,7 @@ class PatchInputs(ModuleInputs):
         return self.size**2 * self.fields[0].shape[0]
 
     def is_padded(self, shape: Sequence[int]) -> bool:
-        """Returns whether inputs of this shape are patches with padding, as an image processor returns them."""
+        """Returns whether inputs of this shape are padded patches, as an image processor returns them."""
         return shape[0] == 1 and shape[2] == self.features + 3
 
 
@@ -285,9 +285,9 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
-    """Returns the inputs of a module that takes other inputs than images, or None for a module that takes images.
+    """Returns the inputs of a module that does not take images, or None for a module that takes images.
 
-    Inputs that the user stated come first. Otherwise, a transformers configuration may describe videos.
+    Inputs that the user described have precedence. Without these, a transformers configuration may describe videos.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own
@@ -304,7 +304,7 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
 def called(module: nn.Module, images: Tensor) -> Any:
     """Calls a module with one tensor [batch, channels, height, width] and returns its output.
 
-    If the module takes other inputs than images, its arguments are first unpacked from the tensor.
+    If the module does not take images, its arguments are first unpacked from the tensor.
     """
     inputs = inputs_of(module)
     if inputs is None:
@@ -329,7 +329,7 @@ def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _listed(value: Any) -> Any:
-    """Replaces dictionaries whose keys are positions by lists, in a tree of dictionaries."""
+    """Converts nested dictionaries whose keys are integers to lists."""
     if not isinstance(value, dict):
         return value
     items = {key: _listed(part) for key, part in value.items()}

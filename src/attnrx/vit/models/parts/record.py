@@ -19,13 +19,13 @@ TOKENS = "attnrx_tokens"
 
 @dataclass(frozen=True)
 class Record:
-    """The facts with which attnrx reads a model and creates it again.
+    """The facts that attnrx needs to read a model and to recreate it.
 
     Attributes:
         family: The name of the family that reads the Vision Transformer.
         origin: How the Vision Transformer was created, and its input format (`Origin`).
         around: The parts around the Vision Transformer in a user's module (`Surroundings`), or None if the library or
-            the reader creates the whole model again.
+            the reader recreates the whole model.
         facts: Other facts that the family stores, by name.
         outputs: The kind of the outputs, if the user passed it to `load`.
     """
@@ -38,7 +38,7 @@ class Record:
 
     @property
     def path(self) -> str:
-        """The path of the Vision Transformer in the model, or "" if it is the model itself."""
+        """The path of the Vision Transformer in the model, or "" if the model itself is the Vision Transformer."""
         return "" if self.around is None else self.around.path
 
 

@@ -1,4 +1,4 @@
-"""Describes the parts around a Vision Transformer in a user's module: decoders, several outputs, heads of any class."""
+"""Describes the parts around a Vision Transformer in a user's module, such as decoders and custom heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ DOUBTS = {
 
 
 class Cut(NamedTuple):
-    """Two maps, named by their paths, between which only `units` units remain.
+    """The paths of two layers around the Vision Transformer between which pruning left only `units` hidden units.
 
-    `between` lists the parts between the maps that have weights per unit, as in `Pair`.
+    `between` lists the paths of modules between the two layers that have weights per hidden unit, as in `Pair`.
     """
 
     first: str
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     units: int
 
     def shape_(self, module: nn.Module) -> None:
-        """Removes units from a newly created module, so that it has the shapes of the smaller module.
+        """Prunes the layers of a newly created module to the shapes of the saved module.
 
         Raises:
             InvalidInput: The module lacks one of the parts.
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
         self.keep_(module, torch.arange(units, device="cpu") < self.units)
 
     def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
-        """Removes the units outside `keep` from the maps and the parts between them, in place."""
+        """Removes the hidden units outside `keep` from the layers and from the modules between them, in place."""
         for path, side in ((self.first, "out"), (self.second, "in")):
             part: Any = module.get_submodule(path)
             index = keep.nonzero()[:, 0].to(part.weight.device)
@@ -66,25 +66,25 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The parts around the Vision Transformer in a user's module, as JSON values.
+    """Describes the parts around the Vision Transformer in a user's module with JSON values.
 
-    Four attributes describe how the module is created again. `name` is the user's class, "module:class". `factory` is
-    the function that creates the module, "module:function", or None if the class or its library does. If a library
-    creates the module, `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`).
+    Four attributes describe how the module is recreated. `name` is the user's class, as "module:class". `factory` is
+    the function that creates the module, as "module:function", or None if the class or its library creates it. If a
+    library creates the module, `creation` contains `library`, `architecture` and `arguments` (`AdoptedFamily.create`).
     `by_class` is true if calling the class without arguments creates the module.
 
     Other attributes describe the module's calls and outputs. `path` is the path of the Vision Transformer, or "" for
     the module itself. `call` is the method that takes only images: "forward", or one of IMAGE_METHODS if forward needs
-    other inputs, too. `read_blocks` are the indices of blocks whose patch tokens are read by other parts than the next
+    other inputs, too. `read_blocks` are the indices of blocks whose patch tokens are used by modules besides the next
     block. `sizes` holds the number of values per image in each returned tensor. `outputs` is the name of the
-    `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. `cuts` are the pairs of
-    maps around the Vision Transformer that lost units (`Cut`).
+    `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. `cuts` are the pruned
+    pairs of layers around the Vision Transformer (`Cut`).
 
-    The last attributes describe one input. `calls` is the number of images that the Vision Transformer gets for it.
-    `lengths` lists the lengths of the token sequences for every block, or is () for one sequence of all tokens per
-    image. `head_calls` is how often the classifier runs (None: once per image). If the module resizes or pads its
-    images, `image_size` is the (height, width) of its input, and otherwise (). If the module takes other inputs than
-    images, `inputs` contains the fields of `ModuleInputs`.
+    The last attributes describe one input of the module. `calls` is the number of images that the Vision Transformer
+    receives for this input. `lengths` lists the lengths of the token sequences for every block, or is () if the tokens
+    of an image are one sequence. `head_calls` is how often the classifier runs, or None if it runs once per image. If
+    the module resizes or pads its images, `image_size` is the (height, width) of the module's input, and otherwise ().
+    If the module does not take images, `inputs` contains the fields of `ModuleInputs`.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Surroundings:
 
     @property
     def needed(self) -> str:
-        """What a user must do before `load` can create a saved module again, or "" if nothing is needed."""
+        """What a user must do before `load` can recreate a saved module, or "" if nothing is needed."""
         if self.factory is None and self.creation is not None:
             return ""
         if self.by_class:
@@ -116,7 +116,7 @@ class Surroundings:
 
 
 class OfImages(nn.Module):
-    """Wraps a user's module so that it can be called with only images, even if its forward needs other inputs, too."""
+    """Wraps a user's module so that it takes only images, even if the module's `forward` needs other inputs, too."""
 
     def __init__(self, module: nn.Module, call: str):
         super().__init__()
@@ -124,7 +124,7 @@ class OfImages(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """The inputs of the module if it takes other inputs than images, or None."""
+        """The inputs of a module that does not take images, or None for a module that takes images."""
         return inputs_of(self.module) if self.call == "forward" else None
 
     def forward(self, images: Tensor) -> Any:
@@ -133,9 +133,9 @@ class OfImages(nn.Module):
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
-    """Calls a user's module by its method `call` with only images [batch, channels, height, width].
+    """Calls the method `call` of a user's module with images, [batch, channels, height, width].
 
-    The output of a transformers detector is reduced to its detections, without the states of its decoder.
+    From the output of a transformers detector, only the detections are returned, without the decoder's states.
     """
     if call == "forward":
         answer = called(module, images)

@@ -1,16 +1,15 @@
-"""Prunes and merges tokens inside a model, in stages before its layers. A reducer selects the tokens of each stage.
+"""Prunes or merges tokens before some layers of a model (stages). A reducer selects the tokens at each stage.
 
-Some outputs need a token for every patch, so pruned and merged patches can be restored. Blocks add updates to tokens. A
-restored patch gets the updates of the token that represents it, and keeps its own difference from this token at the
-stage. A copy of the merged token would lose this difference.
+Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the present
+token of its representative, plus the difference that both tokens had at the stage. A copy of the merged token would
+lose this difference.
 
-Later layers change the differences, so differences from early stages count less. The difference before layer l gets the
-weight l / n at the output of layer n. Of the weights that we measured, this one has the smallest error
-(docs/results/dense.md).
+Later layers change these differences, so they are scaled. For a stage before layer l, the scale at the output of layer
+n is l / n. Of the scales that we measured, this one has the smallest error (docs/results/dense.md).
 
-Stages are undone from the last to the first, and only after blocks whose output needs all patches. The blocks pass the
-restored tokens to each other, so library methods that run blocks return features of all patches.
-`TokenReduction.leave` stores the remaining tokens after a block, and `enter` returns them to the next block.
+Patches are restored from the last stage to the first, and only after blocks whose output needs all patches. These
+blocks return the restored tokens, so library methods that collect block outputs get the features of all patches.
+`TokenReduction.leave` stores the remaining tokens after a block, and `enter` passes them to the next block.
 """
 
 import sys
@@ -47,11 +46,11 @@ TINY = 1e-20  # added to sizes of 0, so their logarithm has a gradient. It is to
 
 @dataclass
 class RestorableStage:
-    """The patch tokens before a stage, the remaining tokens after it, and the token that represents each patch.
+    """Stores the patch tokens before and after a pruning stage, and which remaining token represents each patch.
 
     The stage runs before layer number `layer`, counted from 1. `destinations` holds, for each patch, the index of its
     representative among the remaining tokens. A pruned patch has no representative and gets -1. `prunes` is true if
-    there are such patches. If pruned tokens are masked, `positions` holds the remaining tokens' indices among all patch
+    any patch was pruned. If pruned tokens are masked, `positions` holds the remaining tokens' indices among all patch
     tokens. If pruned tokens are removed, `positions` is None.
     """
 
@@ -66,10 +65,10 @@ class RestorableStage:
 
     @property
     def sources(self) -> Int[Tensor, "batch before"]:
-        """For each patch, the index of the remaining token that passes on its updates to the patch.
+        """For each patch, the index of the remaining token from which the patch is restored.
 
-        A merged or kept patch gets the updates of the token that represents it. A pruned patch gets the updates of the
-        remaining token with the most similar direction.
+        A merged or kept patch is restored from the token that represents it. A pruned patch is restored from the
+        remaining token with the highest cosine similarity.
         """
         if self._sources is None and not self.prunes:
             self._sources = self.destinations.clamp(min=0)  # patches that an earlier stage masked have -1
@@ -85,8 +84,8 @@ class RestorableStage:
     ) -> Float[Tensor, "batch before width"]:
         """Returns the patches that existed before the stage, restored from the output of the first `num_layers` layers.
 
-        `patches` are the remaining patches in this output. A restored patch is its source token, plus a share of the
-        difference that the patch had from this token at the stage.
+        `patches` are the remaining patches in this output. A restored patch is its source token, plus a fraction of
+        the difference that both tokens had at the stage.
         """
         # Computes patches[source] + share * (before - remaining[source]). One gather is enough for both terms.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
@@ -98,9 +97,9 @@ class RestorableStage:
 class CallState(threading.local):
     """The base class for state that modules pass to each other during a forward pass.
 
-    Modules keep their library's signatures, so this state is stored beside them and removed at the end of the pass.
-    Threads that call a model at the same time have different images, so each thread has its own state. Copies and
-    pickles of a model contain no state, even if they are made during a pass.
+    The state is not passed in arguments, because modules keep their library's signatures. At the end of the pass, the
+    state is removed. Each thread has its own state, because threads may run a model on different images at the same
+    time. Copies and pickles of a model contain no state, even if they are made during a pass.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,9 +107,9 @@ class CallState(threading.local):
 
     @contextmanager
     def setting(self, **values: Any) -> Iterator[None]:
-        """Sets attributes inside the context, and restores them at its end or after an exception.
+        """Sets attributes inside the context, and restores their earlier values at its end, even after an exception.
 
-        The earlier values are needed again, because a user's hook may run the model inside another forward pass.
+        A user's hook may run the model inside another forward pass, which then needs the earlier values again.
         """
         before = {name: getattr(self, name) for name in values}
         try:
@@ -126,15 +125,15 @@ class TokenRun:
     """The token statistics of one batch in one forward pass.
 
     `sizes` is None until a token is pruned. `patches` is the number of patches per image, set at the first stage.
-    `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail` holds
+    `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail` lists
     these indices after every stage.
 
     `stages` is None unless patches are tracked or features of all patches are requested. Blocks in `restored_blocks`
-    return such features. `present` holds the tokens after a block with a restored output, and `pooled` the tokens after
-    the last block and its norm. `image_keys` come from the reducer.
+    return features of all patches. `present` holds the remaining tokens after such a block, and `pooled` the remaining
+    tokens after the last block and its norm. `image_keys` are integers that the reducer computes for each image.
 
-    In training, `sampled` holds the mask that each stage sampled, with a gradient: 1 for a kept patch, 0 for a pruned
-    patch. A stage that keeps every patch samples no mask.
+    In training, `sampled` holds the differentiable mask of each stage, with 1 for a kept patch and 0 for a pruned
+    patch. A stage that keeps every patch has no mask.
     """
 
     def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
@@ -156,8 +155,8 @@ class TokenRun:
     def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
         """Returns, for each patch, the index of its representative among a layer's patch tokens (-1 if it was pruned).
 
-        The default `layer` is the last layer. The result is None if no patch was pruned or merged, or if patches are
-        not tracked and no features of all patches are requested.
+        The default `layer` is the last layer. The result is None if no patch was pruned or merged. It is also None if
+        patches are not tracked and no features of all patches are requested.
         """
         # The tokens after a stage are the patches of the next stage. So the destinations are composed from the first
         # stage to the last.
@@ -176,11 +175,12 @@ class TokenRun:
 
 
 class _ReductionCall(CallState):
-    """The state of a forward pass: its run, and the list of the innermost `recording_tokens`, if there is one.
+    """The state of a forward pass, with its `TokenRun` and the list in which `recording_tokens` collects runs.
 
-    If `is_inside`, a `forward_pass` context ends the run. Otherwise the last hook ends it. `predictors` are the called
-    model's own predictors. A replica that `DataParallel` made needs them, because its hooks refer to the original
-    model's reduction, whose weights are on another device. If `tracked`, runs record which token represents each patch.
+    If `is_inside` is true, a `forward_pass` context ends the run. If not, the model's last hook ends the run.
+    `predictors` are the called model's own predictors. `DataParallel` replicas need them, because a replica's hooks
+    refer to the original model's reduction, whose weights are on another device. If `tracked` is true, runs record
+    which token represents each patch.
     """
 
     def __init__(self) -> None:  # runs once in every thread
@@ -194,16 +194,17 @@ class _ReductionCall(CallState):
 
 
 class TokenReduction(nn.Module):
-    """A token policy attached to one model. `by="compress"` removes pruned tokens, and `by="mask"` keeps every shape.
+    """Prunes or merges tokens in one model. `by="compress"` removes pruned tokens, and `by="mask"` only masks them.
 
-    A masked token keeps its index and has size 0. No other token attends to it, and pooling ignores it. In training, a
-    learned reducer always masks. It samples which patches are kept, so their number may vary. Gradients flow from the
-    tokens to the samples. For dropped patches these gradients are bounded (`sized_softmax`).
+    A masked token keeps its index and gets size 0. No other token attends to a masked token, and pooling ignores it. In
+    training, a learned reducer always masks tokens. The reducer samples which patches are kept, so their number may
+    vary. Gradients flow from the tokens to the samples, and are bounded for dropped patches (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks after which the tokens of all patches are restored.
 
-    The statistics of a pass exist only during the pass, unless `recording_tokens` keeps them. If you call a library
-    method on the inner model that ends before the last block, they remain until the same thread starts another pass.
+    The `TokenRun` of a pass exists only during the pass, unless `recording_tokens` keeps it. If you call a library
+    method of the inner model that stops before the last block, the run remains until the same thread starts another
+    pass.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -224,7 +225,7 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
-        """Runs a forward pass in the context. Its statistics are removed at the end or after an exception.
+        """Runs a forward pass in the context. Its token statistics are removed afterwards, even after an exception.
 
         If you pass `restored_blocks`, only these blocks return the tokens of all patches.
         """
@@ -236,7 +237,7 @@ class TokenReduction(nn.Module):
                 self._end()
 
     def enter_pass(self, restored_blocks: Container[int], predictors: nn.ModuleList) -> None:
-        """Starts a forward pass with these predictors, like `forward_pass` but for hooks. `leave_pass` ends it."""
+        """Starts a forward pass from a hook, like the context `forward_pass`. The method `leave_pass` ends the pass."""
         call = self.call
         if not is_traced():
             self._forget_interrupted()
@@ -252,7 +253,7 @@ class TokenReduction(nn.Module):
         call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     def _forget_interrupted(self) -> None:
-        """Forgets passes that Ctrl-C ended, because PyTorch then calls no hook. Running passes are on the stack."""
+        """Removes passes that Ctrl-C interrupted before their last hook. Running passes have a frame on the stack."""
         call, frame, present = self.call, sys._getframe(), set[int]()
         while call.outer and frame is not None:
             present.add(id(frame))
@@ -261,12 +262,12 @@ class TokenReduction(nn.Module):
             _, (call.run, call.is_inside, call.restored_blocks, call.predictors) = call.outer.pop()
 
     def forward(self, outputs: Any) -> Any:
-        """Returns its input, because a container that calls all of its parts in order also calls this module."""
+        """Returns the input unchanged, because containers such as nn.Sequential also call this submodule."""
         return outputs
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
-        """Lets you run single blocks in the context, as in a forward pass with this run."""
+        """Lets single blocks run in the context, as if they continued the forward pass of `run`."""
         with self.forward_pass():
             self.call.run = run
             yield
@@ -277,19 +278,19 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends the run after the last hook of a pass without a context, e.g. in a method of the inner model."""
+        """Ends a run after its last hook if no `forward_pass` context does, as in a method of the inner model."""
         if not self.call.is_inside:
             self._end()
 
     @property
     def _run(self) -> TokenRun:
-        """The run of the present forward pass. Outside a pass, it is a new run that nothing keeps."""
+        """The run of the present forward pass. Outside a forward pass, a new run is returned and not stored."""
         run = self.call.run
         return TokenRun() if run is None else run
 
     @property
     def samples_patches(self) -> bool:
-        """Whether stages sample the kept patches, so that gradients reach the predictors."""
+        """Whether kept patches are sampled (in training), so that gradients reach the predictors."""
         return self.training and self.policy.reducer.learned
 
     @property
@@ -323,12 +324,12 @@ class TokenReduction(nn.Module):
         return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
-        """Returns the predictor of a stage. All stages may share one predictor."""
+        """Returns the module that predicts which patches a stage keeps. All stages may share one module."""
         predictors = self.call.predictors or self.stages
         return predictors[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: ImageBatch) -> None:
-        """Starts the pass of a batch, or of one chunk of it."""
+        """Starts the forward pass of a batch, or of one chunk of a batch."""
         if self.call.outer and not is_traced():
             self._forget_interrupted()
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
@@ -338,9 +339,9 @@ class TokenReduction(nn.Module):
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the tokens for a block, after running the stage before it, if there is one.
+        """Runs the pruning stage before a block, if there is one, and returns the tokens for the block.
 
-        Returns None if the block keeps its own input. `adds` is true if the reducer observes the input tokens.
+        None means that the block keeps its own input. If `adds` is true, the reducer also observes the input tokens.
         """
         run = self._run
         present, run.present = run.present, None  # used only once, because the next block's input may not be restored
@@ -350,7 +351,7 @@ class TokenReduction(nn.Module):
         return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
-        """Returns the tokens of all patches after a block of `restored_blocks`. After other blocks, it returns None."""
+        """Returns the tokens of all patches after a block of `restored_blocks`, or None after other blocks."""
         run, restored = self._run, None
         if run.stages and block in run.restored_blocks:
             prefix, run.present = self.shape.layout.prefix, tokens
@@ -365,17 +366,17 @@ class TokenReduction(nn.Module):
         return restored
 
     def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
-        """Adds a layer's observation to the statistic that the reducer computes over all layers."""
+        """Updates the statistic that the reducer computes over all layers with one layer's observed tensor."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(
         self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True, windows: int = 1
     ) -> None:
-        """Passes a layer's captured attention to the reducer. The layer's heads have the original indices `heads`.
+        """Passes a layer's captured attention to the reducer. `heads` are the original indices of the layer's heads.
 
-        A compressed layer stores its heads in another order, without removed heads. The reducer receives every head at
-        its original index. Removed heads attend uniformly, as in the masked model. If `decides`, the capture is stored,
-        because the next stage uses it. If `windows` is above 1, the layer attended to this many windows at once.
+        A pruned layer stores its heads in another order, without removed heads. The reducer receives every head at its
+        original index. Removed heads attend uniformly, as in the masked model. If `decides` is true, the capture is
+        stored for the next stage. If `windows` is above 1, the layer attended to this many windows at once.
         """
         run, sizes = self._run, self.sizes()
         if windows > 1 and captured.keys is not None:
@@ -464,7 +465,7 @@ class TokenReduction(nn.Module):
         return reduced.tokens
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
-        """Samples which patches are kept. Every token keeps its index, and gets size 1 or 0."""
+        """Samples which patches are kept in training. Every token keeps its index, and gets size 1 or 0."""
         run, prefix = self._run, state.prefix
         sampled = self.policy.reducer.sample(state, self.predictor(stage))
         run.sampled[stage] = sampled.keep
@@ -477,10 +478,10 @@ class TokenReduction(nn.Module):
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
     def pooled(self, tokens: TokenBatch) -> Tensor:
-        """Changes the tokens before a pooling, so that pruned tokens do not count.
+        """Changes the tokens before pooling, so that pruned tokens do not influence the result.
 
-        For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
-        pruned patches are overwritten by the first remaining patch, which does not change the maximum.
+        For mean pooling, patches are weighted: pruned patches get weight 0, and merged patches may count several times.
+        For max pooling, the first remaining patch replaces pruned patches, which does not change the maximum.
         """
         run = self._run
         if run.is_past_blocks:  # false if a library method calls the norm after an earlier block
@@ -509,9 +510,9 @@ class TokenReduction(nn.Module):
             run.pooled = norm(run.present)
 
     def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the tokens to which a pooling by attention attends, and the logarithms of their sizes.
+        """Returns the tokens to which attention pooling attends, and the logarithms of their sizes.
 
-        Only the remaining tokens are returned, even if all patches were restored for other parts. The logarithms are
+        Only the remaining tokens are returned, even if all patches were restored for other modules. The logarithms are
         None if no token was pruned, or if all sizes count as 1.
         """
         run = self._run
@@ -548,9 +549,9 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
 def _at_all_heads(
     values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Returns a statistic for all `count` heads: `values` at the indices `heads`, and a default at all other indices.
+    """Expands `values` per head to all `count` original heads. Heads outside of `heads` get a default value.
 
-    The default is uniform attention over the keys. Without `attends`, the default is zero.
+    The default is uniform attention over the keys, or zero if `attends` is false.
     """
     if values is None:
         return None

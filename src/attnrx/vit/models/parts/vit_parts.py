@@ -1,4 +1,4 @@
-"""Describes where the parts of a Vision Transformer are. Every family of library models has such a description."""
+"""Describes the parts of a Vision Transformer, e.g. by the paths of its blocks and attention projections."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,19 +18,19 @@ POOLINGS = ("class", "mean", "attention")
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason why a model cannot be adopted, with a remedy unless the reason includes one."""
+    """A reason why attnrx cannot load a model, with a remedy unless the reason itself contains one."""
 
     reason: str
     remedy: str = ""
 
     @property
     def is_of_class(self) -> bool:
-        """Whether attnrx cannot read the architecture at all. If false, the user can change the part or setting."""
+        """Whether attnrx does not support the architecture. If false, the user can change the refused part."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
-    """Yields a refusal for every projection that is not a plain nn.Linear, e.g. adapted or quantized projections."""
+    """Yields a refusal for every projection that is not a plain nn.Linear, e.g. because it is quantized."""
     for name in names:
         # Any other class is refused, even a subclass. Quantized and adapted maps, for example, compute something else.
         kind = type(module.get_submodule(name))
@@ -61,7 +61,7 @@ def model_name(model: nn.Module) -> str:
 class ViTParts:
     """Describes where the parts of a model are, which tokens precede the patches, and how the model pools its tokens.
 
-    Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the map
+    Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the layer
     that computes the patch tokens. `norm` is the norm after the last block, or "" if there is none. `heads` are the
     classifiers and the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are
     skipped.
@@ -69,26 +69,27 @@ class ViTParts:
     Paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp` (the modules of the
     MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of another kind).
 
-    An MLP is compressed only if nothing but an activation is between its maps. `mlp_classes` names the classes of
-    `mlp[0]` for which this is known. With None, any class is allowed, and a pass of random images tests the MLP.
-    `gated` lists, for each class of gated MLP, the map that computes the values, the map that computes the gate, and
-    the map that takes their product. `PATH.first` and `PATH.second` denote the halves of one map's outputs.
+    An MLP without a gate is compressed only if its two linear maps have only an activation between them. `mlp_classes`
+    names the classes of `mlp[0]` with this structure. If it is None, any class is allowed, and a forward pass of random
+    images tests the MLP. `gated` maps each class of gated MLPs to the paths of its three linear maps: values, gate and
+    output. `PATH.first` and `PATH.second` denote the halves of one linear map's outputs.
 
-    Paths in the attention: `projections` are two maps (fused query, key and value, then output) or four separate maps.
-    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the name of the attention's attribute for
-    it. `scale` is the factor of the scores: a number, the name of an attribute, or None for head_dim ** -0.5.
-    `returns_weights` is true if the attention returns a pair. attnrx's attention then returns None in second place.
+    Paths in the attention: `projections` are two linear maps (fused query, key and value, then output) or four separate
+    ones. For `nn.MultiheadAttention`, they are not needed. `num_heads` is the number of heads, or the name of the
+    attention's attribute for it. `scale` is the factor of the attention scores: a number, the name of an attribute, or
+    None for head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's attention then returns
+    (output, None).
 
     `prefix_tokens` is the number of tokens before the patches (class, distillation and register tokens). A class token
-    comes first. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of pooling. `pooler` is
-    the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
+    is the first of them. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of pooling.
+    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
 
     Blocks get tokens of the shape [batch * windows, tokens, width]. The patches of an image are divided into `windows`
     windows of equal size, each with its own prefix tokens. In the blocks with the indices `joined`, every token attends
-    to all windows, in sequences of windows * tokens.
+    to all windows of its image. The sequence length there is windows * tokens.
 
-    If blocks get grids of tokens, `grid_axis` is the feature axis: -1, or 1 if rows and columns follow. The attention
-    then gets [batch, rows, columns, width], the grid of an image or of a window in it.
+    If blocks take grids of tokens, `grid_axis` is the feature axis: -1 for features last, or 1 for features first. The
+    attention then gets [batch, rows, columns, width], which is the grid of an image or of one window.
     """
 
     blocks: str | tuple[str, ...]
@@ -119,11 +120,11 @@ class ViTParts:
         return (tokens * self.windows,) if layer in self.joined else (tokens,) * self.windows
 
     def compresses(self, mlp: nn.Module | None) -> bool:
-        """Returns whether an MLP of this class has only an activation between its two maps."""
+        """Returns whether an MLP of this class has only an activation between its two linear maps."""
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
     def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
-        """Returns the paths of the maps in an MLP of this class, including a gate. Other kinds of MLPs return ()."""
+        """Returns the paths of an MLP's linear maps, including a gate, or () for MLPs of an unsupported class."""
         gated = self.gated.get(type(mlp).__name__, ())
         return self.maps if not gated and self.compresses(mlp) else gated
 
@@ -178,13 +179,13 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Turns errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
+    """Converts errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
 
-    Errors while reading mean that the model lacks parts that its class should have.
+    An error while reading a model means that the model lacks a part that its class should have.
 
     Raises:
         NotSupported: Reading the model raised an error.
-        UserCodeError: The model's code ends the process.
+        UserCodeError: The model's code tried to end the process.
     """
     try:
         yield
@@ -204,7 +205,7 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
 
 
 def require_parts(module: nn.Module, paths: Sequence[str], name: str) -> None:
-    """Raises InvalidInput if a newly created module lacks one of these parts."""
+    """Raises InvalidInput if a newly created module lacks one of the parts at `paths`."""
     named = dict(module.named_modules())
     missing = next((path for path in paths if path not in named), None)
     if missing is not None:

@@ -1,9 +1,9 @@
 """Finds out what kind of outputs a user's module returns: logits, probabilities, an embedding or numbers.
 
-The kind follows from the module's task (if its configuration states one), from the last operation of a forward pass,
-and then from the shapes. `operation_behind` finds the last operation, ignoring views and sums after it. A sigmoid
-returns probabilities of labels, a softmax probabilities of classes, and a linear map logits. Rows of length one are
-embeddings.
+If the module's configuration states a task, the task decides. Otherwise, the last operation of a forward pass decides,
+ignoring views, sums and factors after it (`operation_behind`). A sigmoid returns label probabilities, and a linear map
+outside the blocks returns logits. Outputs with norm 1 are embeddings. Modules that return class probabilities are
+refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
 
 
 class Made(NamedTuple):
-    """The operation that computed a tensor, the tensor's last dimension, and the operation before it (`source`)."""
+    """The operation that computed a tensor, with the size of the tensor's last axis and the operation before."""
 
     operation: str
     width: int
@@ -56,7 +56,7 @@ class _Producers(TorchDispatchMode):
 
 
 def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
-    """Returns the operation that computed the first output of `run`, skipping selections, copies, sums and factors."""
+    """Returns the last operation before the first output of `run`, ignoring selections, copies, sums and factors."""
     with evaluating((model,)), _Producers() as producers:
         outputs = tensors_of(run())
     made = producers.made.get(next(iter(outputs.values())))

@@ -1,10 +1,10 @@
-"""Reads Vision Transformers of users' own classes. A `Reader` names their parts, or attnrx finds their structure.
+"""Reads Vision Transformers of custom classes. A `Reader` names the parts of a model, or attnrx searches for them.
 
-attnrx first finds blocks by the names and shapes of known attention: a fused projection, four projections, or
-`nn.MultiheadAttention`. Such blocks occur in DINO, DINOv2, MAE and their descendants, vit-pytorch and
-`nn.TransformerEncoder`. A forward pass of random images then records the order of calls. The calls show where the
-patches, the tokens before them, the norms and the MLPs are. As for every model, the copy must return the same outputs.
-Otherwise attnrx refuses it.
+The search first finds attention modules by the names and shapes of their projections: a fused projection, four
+projections, or `nn.MultiheadAttention`. Such modules occur in DINO, DINOv2, MAE and their descendants, vit-pytorch and
+`nn.TransformerEncoder`. A forward pass of random images then records the order of module calls. The calls show where
+the patches, the tokens before them, the norms and the MLPs are. If the converted model does not return the same outputs
+as the original, attnrx refuses the model.
 """
 
 import copy
@@ -53,20 +53,20 @@ HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_head
 class Reader:
     """Tells attnrx where the parts of your Vision Transformer are, by their paths.
 
-    `input_shape` is the channels, height and width of an image. `blocks` is the list of blocks. Paths in a block:
-    `attention`, `norm_before` (the norm before the attention, or None) and `mlp`, which contains its two linear maps
-    `maps`. Pass `maps=None` for an MLP of another kind. attnrx then does not compress it.
+    `input_shape` is the channels, height and width of an image. `blocks` is the path of the list of blocks. Three paths
+    start at a block: `attention`, `norm_before` (the norm before the attention, or None) and `mlp`. `maps` are the two
+    linear maps in the MLP. Pass `maps=None` for an MLP of another kind, which attnrx then does not compress.
 
-    Paths in the attention: `projections` are two maps (fused query, key and value, then output) or four separate maps.
-    `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the name of the attention's attribute for it.
-    `scale` is the factor of the scores, by default head_dim ** -0.5. Set `returns_weights` if the attention returns a
-    pair. attnrx's attention then returns None in second place.
+    Paths in the attention: `projections` are two linear maps (fused query, key and value, then output) or four separate
+    ones. For `nn.MultiheadAttention`, they are not needed. `heads` is the number of heads, or the name of the
+    attention's attribute for it. `scale` is the factor of the attention scores, by default head_dim ** -0.5. If the
+    attention returns a pair, set `returns_weights`. attnrx's attention then returns (output, None).
 
     `patches` is the convolution that computes the patch tokens. `norm` is the norm after the last block, and `head` the
     module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches. A class token
-    comes first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or another name.
-    With another name, tokens are not pruned. `mean` and `std` are the image normalization, one value per channel.
-    `arguments` are JSON values with which attnrx calls your class (or factory) to create the model again.
+    must come first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or another
+    name. With another name, tokens are not pruned. `mean` and `std` are the image normalization, one value per channel.
+    `arguments` are JSON values with which attnrx calls your class (or factory) to recreate the model.
     """
 
     input_shape: tuple[int, int, int]
@@ -126,7 +126,7 @@ class ModuleModel(Adopted):
 
 
 class ModuleFamily(AdoptedFamily):
-    """The family for Vision Transformers with a `Reader`. Loading a saved model calls its class again.
+    """The family for Vision Transformers with a `Reader`. Loading a saved model calls its class or a factory.
 
     A saved model contains the name of its class, but no code. Import the class before you load the model, or pass a
     `factory`. A name in a file never causes attnrx to import a module or to call a function.
@@ -139,7 +139,7 @@ class ModuleFamily(AdoptedFamily):
         self.factory = factory
 
     def marked(self, model: nn.Module, reader: Reader) -> nn.Module:
-        """Returns a shallow copy of the model that stores its reader, also in later copies. The model is unchanged."""
+        """Returns a shallow copy of the model that stores the reader. Copies of this copy also store the reader."""
         return _with_reader(copy.copy(model), reader, self.factory or type(model))
 
     def adopts(self, model: nn.Module) -> bool:
@@ -193,7 +193,7 @@ class ModuleFamily(AdoptedFamily):
         return ModuleFamily(vars(adopted.trunk)["attnrx_factory"])._created(adopted.origin)
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported if the blocks receive another number of tokens than the reader states."""
+        """Raises NotSupported if the blocks' number of tokens is not `prefix_tokens` plus the number of patches."""
         # Equal logits do not prove the `prefix_tokens` that a user states.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.trunk)[:1]
@@ -219,10 +219,10 @@ def created_by(
     """Creates a user's module by calling its class or a factory.
 
     Args:
-        factory: The class or the function, or None if there is none.
-        name: The name of the class, "module:class".
-        needed: What the user must do if `factory` is None. The error message says so.
-        arguments: The `arguments` of a `Reader`.
+        factory: The class or the factory function, or None if there is neither.
+        name: The name of the class, as "module:class".
+        needed: The instruction in the error message if `factory` is None.
+        arguments: The keyword arguments for the factory (`Reader.arguments`).
 
     Raises:
         NotSupported: There is no factory, and no imported class creates the module.
@@ -270,7 +270,7 @@ class Structure:
 
 
 class PairedBlock(nn.Module):
-    """A block made of an attention module and an MLP that the user's module stored as a pair.
+    """A transformer block built from an (attention, MLP) pair of a user's module.
 
     The attention and the MLP each have a residual connection.
     """
@@ -306,9 +306,9 @@ class StructureModel(Adopted):
 class StructureFamily(AdoptedFamily):
     """The family for users' modules in which attnrx found the structure of a Vision Transformer.
 
-    Found models are always treated as users' modules (`Surroundings`). Their facts are the `structure`, the `group` of
-    blocks and `rewritten`. `group` contains the paths of the blocks, and the path of the attention in a block.
-    `rewritten` is true if the blocks were turned into parts that attnrx can call with tokens.
+    Such models are always treated as parts of users' modules (`Surroundings`). The record of a model stores three
+    facts. `structure` describes the parts. `group` contains the paths of the blocks, and the path of the attention in a
+    block. `rewritten` is true if the blocks were rewritten to take [batch, tokens, width].
     """
 
     name = "structure"
@@ -319,7 +319,7 @@ class StructureFamily(AdoptedFamily):
         return "attnrx_structure" in vars(model)
 
     def require_supported(self, model: nn.Module) -> None:
-        """Accepts every model, because the search finds only parts of supported kinds."""
+        """Refuses no model, because the search finds only parts that attnrx supports."""
 
     def found(self, model: nn.Module) -> tuple[str, dict[str, Any]] | None:
         """Searches a module for a Vision Transformer, and returns its path and the facts about its structure.
@@ -390,7 +390,7 @@ class StructureFamily(AdoptedFamily):
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Changes nothing if the model's code runs at this size. If not, the position embeddings are resized."""
+        """Changes nothing if the model's code runs at this image size, and raises NotSupported if it does not."""
         try:
             with evaluating([source]):
                 source(random_images(source, (origin.input_shape[0], height, width), 1))
@@ -403,7 +403,7 @@ class StructureFamily(AdoptedFamily):
 
 
 def _projections(part: nn.Module) -> tuple[str, ...] | None:
-    """Returns the paths of an attention's projections, () for nn.MultiheadAttention, or None for other parts."""
+    """Returns the paths of an attention module's projections, () for nn.MultiheadAttention, or None for others."""
     if type(part) is nn.MultiheadAttention:
         plain = part.in_proj_weight is not None and part.bias_k is None and not part.add_zero_attn
         return () if plain else None
@@ -425,13 +425,13 @@ def _projections(part: nn.Module) -> tuple[str, ...] | None:
 
 
 def _letter(path: str) -> str:
-    """Returns the first letter of a projection's name after prefixes such as "to_": q, k or v for the usual names."""
+    """Returns the first letter of a projection's name without prefixes such as "to_", e.g. q for "to_query"."""
     name = re.sub(r"^(to|w|fc|in|linear|lin|proj)_?(?=[qkv](uery|ey|alue)?\b|[qkv]_)", "", path.split(".")[-1].lower())
     return name[:1]
 
 
 def _heads_of(part: nn.Module) -> int | None:
-    """Returns the number of heads that a part states in one of the attributes HEADS, or None."""
+    """Returns the number of heads from one of the attributes HEADS of a module, or None if it has none of them."""
     values = [getattr(part, name, None) for name in HEADS]
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -439,7 +439,7 @@ def _heads_of(part: nn.Module) -> int | None:
 
 
 def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
-    """Returns the group of similar blocks with attention that has the most weights, or None if there is none.
+    """Returns the largest group (by weights) of similar blocks with attention, or None if there are no such blocks.
 
     The result contains the paths of the blocks, the path of the attention in a block, and the attention's projections.
     """
@@ -461,7 +461,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
 
 
 def _block_around(model: nn.Module, attention: str) -> str | None:
-    """Returns the path of the smallest numbered part with an attention and other linear maps, or None."""
+    """Returns the path of the smallest list item that contains this attention and other linear maps, or None."""
     pieces = attention.split(".")
     for end in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:end])
@@ -476,9 +476,9 @@ def _block_around(model: nn.Module, attention: str) -> str | None:
 def _restructured(
     module: nn.Module, group: tuple[tuple[str, ...], str]
 ) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
-    """Rewrites the blocks of a group, in place, so that attnrx can call them with tokens.
+    """Rewrites the blocks of a group, in place, so that they take [batch, tokens, width].
 
-    `group` contains the paths of the blocks and the path of the attention in a block. Returns the module, the earlier
+    `group` contains the paths of the blocks and the path of the attention in a block. Returns the module, the former
     paths of parts that moved, the new paths of the blocks, and the new path of the attention in a block.
     """
     before = {id(part): path for path, part in module.named_modules()}
@@ -490,7 +490,7 @@ def _restructured(
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
-    """Turns every block of the module in `holder` into one part that takes [batch, tokens, width], in place.
+    """Rewrites every block of the module in `holder` to one module that takes [batch, tokens, width], in place.
 
     Returns the new paths of the blocks in the module, and of the attention in a block.
     """
@@ -597,8 +597,8 @@ def _observed(
 def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int, int | None] | None:
     """Returns the pooling, the number of tokens before the patches, and the feature axis of a grid (or None).
 
-    For three images, `given` are the inputs of the blocks, and `sequences` are the inputs of their attention. Returns
-    None if the blocks do not attend to sequences of one length.
+    `given` are the inputs of the blocks for three images, and `sequences` are the inputs of the blocks' attention. The
+    result is None if the layout is unknown, e.g. because the blocks attend to sequences of different lengths.
     """
     for some in (given, sequences):
         if any(not isinstance(each, Tensor) or each.shape != some[0].shape for each in some):
@@ -623,7 +623,7 @@ def _packed_origin(model: nn.Module, inputs: ModuleInputs) -> Origin:
 
 
 def _makes(call: ModuleCall, count: int) -> bool:
-    """Returns whether a call of a convolution or linear map computed `count` patches in total."""
+    """Returns whether a call of a convolution or linear map computed `count` patch tokens in total."""
     convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
     if not isinstance(call.module, convolutions | nn.Linear) or not isinstance(call.output, Tensor):
         return False
@@ -631,7 +631,7 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns a block's linear maps outside its attention, and the module that contains only two maps ("" for none)."""
+    """Returns paths of the linear maps outside a block's attention, and of the MLP with exactly two of them (or "")."""
     maps = tuple(
         path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
     )
