@@ -124,7 +124,7 @@ class Family(ABC):
 
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces the first (`which=0`) or second (`which=1`) linear map of a layer's MLP, and the description."""
+        """Replaces the first (`which=0`) or second (`which=1`) linear map of an MLP, and updates the description."""
 
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Family(ABC):
         """Returns the final features of all patches of the images. Pruned or merged patches are restored first."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Maps weight names in the library's files to the model's weight names, or is {} if both are equal."""
+        """Maps weight names in the library's files to the model's weight names. The mapping is {} if they are equal."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:

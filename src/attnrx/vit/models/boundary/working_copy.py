@@ -60,7 +60,8 @@ def is_working(model: nn.Module) -> bool:
 def working_copy(model: nn.Module) -> nn.Module:
     """Returns a working copy of a model with a record. A model without a record is returned unchanged.
 
-    The copy's parameters use the same memory as the model's, except in the attention. So do not change values in place.
+    Except for attention weights, the copy shares its parameters' memory with the model. Do not change parameters
+    in place.
     """
     if WORKING in vars(model):
         model = plain_form(model)

@@ -188,5 +188,5 @@ class AttentionConversion(ABC):
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes a bias for all token pairs, [1, heads, tokens, tokens], or None."""
+        """Returns the module that computes the bias of token pairs, [1, heads, tokens, tokens], or None without it."""
         return None

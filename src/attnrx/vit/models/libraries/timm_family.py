@@ -1,4 +1,4 @@
-"""Reads timm's Vision Transformers with one list of blocks. Their modules, not their classes, show the structure."""
+"""Reads timm's Vision Transformers with one list of blocks. Modules, not class names, determine the structure."""
 
 import copy
 import importlib

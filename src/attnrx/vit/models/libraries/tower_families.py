@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how the transform of pretrained weights resizes and crops. Other weights get torchvision's sizes."""
+        """Returns how the transform of pretrained weights resizes and crops. Other weights use the usual sizes."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # In torchvision's presets, 256 pixels are cropped to 224.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(

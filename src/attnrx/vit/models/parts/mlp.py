@@ -106,7 +106,7 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map split into the linear maps `first` and `second`, which compute one half of the outputs each.
+    """A linear map split into the linear maps `first` and `second`, which each compute one half of the outputs.
 
     A gated MLP (SwiGLU) with one joint linear map uses the two halves as values and gate. The input is
     [*batch, inputs], and the output [*batch, outputs].
@@ -155,7 +155,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear map at each path by a new one with these (inputs, outputs) on the meta device."""
+    """Replaces the linear map at each path by a new one of this size (inputs, outputs), on the meta device."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):

@@ -80,7 +80,7 @@ class ModuleInputs:
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Converts an item's shape in attnrx to the shape that the module expects, or () if both are equal."""
+        """Converts an item's shape in attnrx to the module's shape for the item. The result is () if both are equal."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 

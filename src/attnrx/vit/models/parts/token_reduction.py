@@ -1,11 +1,11 @@
 """Prunes or merges tokens before some layers of a model (stages). A reducer selects the tokens at each stage.
 
 Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the present
-token of its representative, plus the difference that both tokens had at the stage. A copy of the merged token would
-lose this difference.
+token of its representative, plus the difference between the patch and this token at the stage. A copy of the merged
+token would lose this difference.
 
-Later layers change these differences, so they are scaled. For a stage before layer l, the scale at the output of layer
-n is l / n. Of the scales that we measured, this one has the smallest error (docs/results/dense.md).
+Later layers change these differences, so the differences are scaled. For a stage before layer l, the scale at the
+output of layer n is l / n. Of the scales that we measured, this one has the smallest error (docs/results/dense.md).
 
 Patches are restored from the last stage to the first, and only after blocks whose output needs all patches. These
 blocks return the restored tokens, so library methods that collect block outputs get the features of all patches.
@@ -84,8 +84,8 @@ class RestorableStage:
     ) -> Float[Tensor, "batch before width"]:
         """Returns the patches that existed before the stage, restored from the output of the first `num_layers` layers.
 
-        `patches` are the remaining patches in this output. A restored patch is its source token, plus a fraction of
-        the difference that both tokens had at the stage.
+        `patches` are the remaining patches in this output. A restored patch is its source token, plus a fraction of the
+        difference between the patch and this token at the stage.
         """
         # Computes patches[source] + share * (before - remaining[source]). One gather is enough for both terms.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
@@ -225,7 +225,7 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
-        """Runs a forward pass in the context. Its token statistics are removed afterwards, even after an exception.
+        """Lets the model run a forward pass in the context, and then removes its statistics, even after an exception.
 
         If you pass `restored_blocks`, only these blocks return the tokens of all patches.
         """

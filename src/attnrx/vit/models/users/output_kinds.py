@@ -1,9 +1,9 @@
 """Finds out what kind of outputs a user's module returns: logits, probabilities, an embedding or numbers.
 
-If the module's configuration states a task, the task decides. Otherwise, the last operation of a forward pass decides,
-ignoring views, sums and factors after it (`operation_behind`). A sigmoid returns label probabilities, and a linear map
-outside the blocks returns logits. Outputs with norm 1 are embeddings. Modules that return class probabilities are
-refused.
+If the module's configuration states a task, the kind follows from the task. Otherwise, the kind follows from the last
+operation of a forward pass, ignoring views, sums and factors after it (`operation_behind`). A sigmoid returns label
+probabilities, and a linear map outside the blocks returns logits. Outputs with norm 1 are embeddings. Modules that
+return class probabilities are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
