@@ -1,12 +1,14 @@
-"""Compresses models whose attention attnrx cannot read: it finds and removes only the hidden units of their MLPs.
+"""Compresses models with unsupported attention by pruning only the hidden units of their MLPs.
 
-Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, so units can be
-removed from all of them. attnrx finds the MLPs' maps by the order of calls, and tests them with random images.
+Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and many decoders have MLPs like a Vision Transformer, so attnrx can
+prune the hidden units of all these models. It finds the two linear layers of each MLP by the order in which modules are
+called. A test on random images then shows whether the hidden units are independent.
 
-A pair consists of two linear maps, or of two convolutions, the second with a 1 x 1 kernel. No unit between them is
-computed from another unit. In a gated MLP (SwiGLU), a unit is the product of two outputs, from two maps or from the
-halves of one map. Of these two maps, the first to be called is the first map of the pair. The other map is the gate, a
-part with weights per unit between the pair's maps.
+A pair consists of the two linear layers of an MLP. Two convolutions are also a pair if the second has a 1 x 1 kernel.
+No hidden unit between the two layers may depend on another unit. In a gated MLP (SwiGLU), a unit is the product of two
+outputs, which come from two linear layers or from the two halves of one. The layer that is called first is then the
+first layer of the pair, and the other one is the gate. `Pair.between` lists the gate and all other modules with weights
+per unit.
 """
 
 import copy
@@ -52,10 +54,10 @@ LEAST_SHARE = 0.01
 
 
 class Convolution(nn.Module):
-    """A convolution of inputs [batch, channels, height, width], computed as one linear map of all patches."""
+    """A convolution of inputs [batch, channels, height, width] that stores its weight in a linear layer."""
 
     def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
-        """Stores the linear map, the kernel size, and the `geometry` (stride, padding and dilation)."""
+        """Stores the linear layer, the kernel size, and the `geometry` (stride, padding and dilation)."""
         super().__init__()
         self.linear, self.kernel, self.geometry = linear, kernel, geometry
 
@@ -79,7 +81,7 @@ FACTS = ("pairs", "outer_macs", "head")
 
 
 class UnitsModel(Adopted):
-    """A working copy of a module of any class, in which attnrx reads only the hidden units of MLPs."""
+    """A working copy of a module of any class, in which attnrx can prune only the hidden units of MLPs."""
 
     outer_macs = 0
     head = ""
@@ -90,10 +92,10 @@ class UnitsModel(Adopted):
 
 
 class UnitsFamily(AdoptedFamily):
-    """The family for modules of any class that have MLPs with separate units.
+    """The model family for modules of any class that contain MLPs with independent hidden units.
 
-    The family always treats modules as users' modules (`Surroundings`). Each MLP counts as a layer. Its attention has
-    no heads here, even if the module has attention around the MLP.
+    The family treats every module as a user's own module (see `Surroundings`). Each MLP counts as one layer. The
+    layer's attention spec has no heads, even if the module has attention next to the MLP.
     """
 
     name = "units"
@@ -107,7 +109,7 @@ class UnitsFamily(AdoptedFamily):
         return ViTParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the input format, with the first image size at which the module runs.
+        """Returns the input format for the first image size at which the module runs.
 
         Sizes that the module states are tried before common sizes.
 
@@ -145,7 +147,7 @@ class UnitsFamily(AdoptedFamily):
         return self.working(model, record)  # its maps are not the module's own maps
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Finds the pairs unless they are known, and turns the maps of all pairs into linear maps."""
+        """Finds the pairs unless they are known, and converts the layers of all pairs to `NativeLinear`."""
         found = self._own(adopted)
         if not found.pairs:
             pairs, head = separate_pairs(found.trunk, found.origin.input_shape)
@@ -180,7 +182,7 @@ class UnitsFamily(AdoptedFamily):
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
-        """Counts, in a forward pass, the positions of every MLP and the MACs of everything else."""
+        """Runs a forward pass to count the positions that each MLP processes and the MACs of everything else."""
         found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
@@ -198,7 +200,7 @@ class UnitsFamily(AdoptedFamily):
             return tuple(map(Attention, self.specs(model)))
 
     def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
-        """Returns shapes for the attention, which is not read. The shapes have no heads and cost nothing."""
+        """Returns placeholder specs without heads and without costs, because this family reads no attention."""
         return tuple(
             AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())  # type: ignore[arg-type]
             for _, second in self.mlp(model)
@@ -246,7 +248,7 @@ class UnitsFamily(AdoptedFamily):
         return 1  # every MLP has its own number of positions
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs of the MLPs. All other parts count as patches."""
+        """Returns the costs of every MLP. The costs of all other modules are added to the patch embedding."""
         found, maps = self._own(adopted), self.mlp(adopted)
         before = hidden_units(maps)
         layers, inside = [], 0
@@ -263,7 +265,7 @@ class UnitsFamily(AdoptedFamily):
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields image shapes that a module may take. The shapes that the module states come first."""
+    """Yields image shapes to try for a module, starting with the sizes in its attributes and configuration."""
     if inputs := inputs_of(model):
         yield inputs.shape
         return
@@ -287,7 +289,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
-    """Returns the sides of square images that would fit the module's position embeddings [1, tokens, width]."""
+    """Returns the side lengths of square images that would fit the position embeddings [1, tokens, width]."""
     linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
     if convolution is not None:
         patch = convolution.stride[0]
@@ -307,33 +309,33 @@ def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None)
 
 
 def _is_map(part: nn.Module) -> bool:
-    """Returns whether a part maps the features at each position, or in the patch around it, linearly."""
+    """Returns whether a module is a linear layer, or an ungrouped convolution that pads with zeros."""
     if type(part) in CONVOLUTIONS:
         return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
     return type(part) in (nn.Linear, NativeLinear)
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Returns whether a map reads only the features at its own position, so each unit has one column of weights."""
+    """Returns whether a layer is linear or a 1 x 1 convolution, so its weight has one column per input unit."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
 def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
-    """Moves the units to the last axis, in the inputs or outputs of a map."""
+    """Moves the unit axis of a layer's inputs or outputs to the end."""
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
 def _is_per_unit(part: nn.Module, units: int) -> bool:
-    """Returns whether a part has separate weights for each of `units` units, and computes each unit from itself."""
+    """Returns whether a module is a depthwise convolution or a batch norm (not SyncBatchNorm) of `units` channels."""
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
 
 
 def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
-    """Returns a writable view of a map's weight with the inputs on the first axis: [units, outputs, *kernel]."""
+    """Returns a writable view of a layer's weight with the inputs on the first axis: [units, outputs, *kernel]."""
     return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
 
 
@@ -344,9 +346,9 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 class _Trace(NamedTuple):
     """The module calls that one forward pass made.
 
-    `order` lists the parts without children (and the batch norms) in call order. `maps` holds the input shape, the
-    output shape and the output of every map that is called once. `once` contains the parts that are called once with a
-    tensor. `output` is the model's output.
+    `order` lists the paths of leaf modules and batch norms in call order. `maps` holds the input shape, the output
+    shape and the output of every linear layer or convolution that is called exactly once. `once` contains the paths of
+    the modules that are called exactly once, with a tensor. `output` is the model's output.
     """
 
     order: list[str]
@@ -374,10 +376,11 @@ def _traced(model: nn.Module, images: Tensor) -> _Trace:
 
 
 def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
-    """Yields pairs of maps that may have separate units between them.
+    """Yields pairs of layers that may have independent units between them.
 
-    The second map has as many inputs as the first has outputs. All weights between the two maps must be weights per
-    unit. With `around`, the second map may be a convolution with any kernel, and both maps may be transposed.
+    The second layer has as many inputs as the first has outputs. All weights between the two layers must belong to one
+    unit each, as in a batch norm, a depthwise convolution or a gate. With `around`, the second layer may be a
+    convolution with any kernel, and both layers may be transposed convolutions.
     """
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
@@ -416,13 +419,14 @@ def _positions(part: nn.Module, shape: torch.Size) -> int:
 def separate_pairs(
     model: nn.Module, shape: tuple[int, int, int], around: str | None = None
 ) -> tuple[tuple[Pair, ...], str]:
-    """Returns the pairs of maps with separate units, and the path of the map that computes the output ("" for none).
+    """Returns the pairs of layers with independent units, and the path of the layer that computes the output (or "").
 
-    The test runs three forward passes on random images. The second pass changes half of the entries in the output of
-    each pair's first map, for the second image. Only the same entries of the second map's input may change. In the
-    third pass, the first map and the parts between the maps have only half of their units. The second map must receive
-    these units unchanged, and the model must return the same outputs. With `around`, only pairs outside the part at
-    this path are returned, and their units may be channels of any convolution.
+    Two tests on random images decide whether units are independent. The first test changes half of the entries in the
+    output of each pair's first layer. Only the same entries of the second layer's input may change. The second test
+    removes half of the units from the first layer and from the modules between the two layers. The second layer must
+    receive the kept units unchanged. It then returns its original output, and the model's outputs must stay the same.
+    With `around`, the function returns only pairs outside the module at this path. Their units may be channels of any
+    convolution.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -437,7 +441,7 @@ def separate_pairs(
 
 
 def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
-    """Returns each pair with the MACs of its two maps, and the path of the map that computes the output."""
+    """Returns each pair with the MACs of its two layers, and the path of the layer that computes the output."""
     trace, named, head = _traced(model, images), dict(model.named_modules()), ""
     outputs = tensors_of(trace.output)
     if len(outputs) == 1:
@@ -466,9 +470,9 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
 
 
 def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
-    """Finds linear maps with twice as many outputs as the next map has inputs, and replaces them by halves, in place.
+    """Splits each linear layer with twice as many outputs as the next layer has inputs into two halves, in place.
 
-    Maps in `others` stay unchanged. Returns the replaced maps by their paths.
+    Layers with a path in `others` stay unchanged. Returns the original layers by path.
     """
     trace, named = _traced(model, images), dict(model.named_modules())
     maps = [path for path in trace.order if path in trace.maps]
@@ -483,11 +487,11 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs that do not mix units between their maps.
+    """Returns the pairs that do not mix units between their layers.
 
-    In the second map's input, each entry must depend only on the same entry of the first map's output. If convolutions
-    lie between the maps, it may depend on the same unit at all positions. `images` is one random image with the shape
-    [1, channels, height, width].
+    Each entry of the second layer's input must depend only on the same entry of the first layer's output. If a
+    convolution lies between the layers, the entry may depend on the same unit at all positions. `images` contains one
+    random image [1, channels, height, width].
     """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
@@ -530,13 +534,13 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
 
 
 def _half(units: int, device: torch.device) -> Tensor:
-    """Returns the sorted indices of half of the units (rounded up), drawn with a fixed seed."""
+    """Returns the sorted indices of a random half of the units (rounded up), drawn with a fixed seed."""
     drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
     return drawn[: (units + 1) // 2].sort().values.to(device)
 
 
 def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs whose kept units stay the same when the other half of their units is removed."""
+    """Returns the pairs in which removing half of the hidden units does not change the other half."""
 
     def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         inputs = units_last(call.module, call.tokens)
@@ -559,7 +563,7 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
 
 
 def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
-    """Returns pairs, in order, that share no map with an earlier chosen pair or with the maps in `taken`."""
+    """Returns pairs in order, skipping each pair with a layer that is in `taken` or in a pair chosen before."""
     chosen = []
     for pair in pairs:
         if not taken & {pair.first, pair.second}:
@@ -577,7 +581,7 @@ def _cut(
 ) -> list[Pair] | None:
     """Runs the model with half of these pairs' units. Returns the pairs that pass, or None if the model fails.
 
-    The second map of every pair returns the output that it had before. So all other parts get the same inputs.
+    The second layer of every pair returns its recorded output, so all other modules get the same inputs as before.
     """
     passed = []
 

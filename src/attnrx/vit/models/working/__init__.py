@@ -1,1 +1,1 @@
-"""Working copies of models, with attnrx's attention, and the proof that they compute the same."""
+"""Working copies of models with attnrx attention, and checks that their outputs equal the original's."""

@@ -1,4 +1,4 @@
-"""Working copies: models whose attention is replaced by attnrx attention, and which run batches in chunks."""
+"""Working copies of models, in which attnrx attention replaces the library's and large batches run in chunks."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +33,10 @@ FEW_ON_A_GPU = 2048
 class Origin:
     """How a model's library created the model, and the model's input format.
 
-    `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
-    `preprocessing` holds the settings of the library's transform from a picture to pixels, under the library's own
-    names, or {} if they are unknown. `replaced` describes, by path, parts that were replaced after creation
-    (`replaced_parts`). An example is the head after `model.head = nn.Linear(192, 10)`.
+    `arguments` contains the keyword arguments of timm's model function, or the transformers configuration, as JSON
+    values. `preprocessing` contains the settings of the library's image transform under the library's own names, or {}
+    if they are unknown. `replaced` describes, by path, submodules that were replaced after the model was created (see
+    `replaced_parts`). An example is a new head, set by `model.head = nn.Linear(192, 10)`.
     """
 
     architecture: str
@@ -67,8 +67,8 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 class _AdapterCall(CallState):
     """The state of an adapter during a forward pass.
 
-    `shortens` is true if `LastLayer` is active in this pass. `entered` then holds all tokens before the block, and the
-    norm before the attention.
+    `shortens` is true if `LastLayer` is active in this pass. `entered` then holds all input tokens of the block, and
+    the norm before the attention.
     """
 
     # Attributes are set in every thread. torch.compile refuses attributes that are read from the class but set on an
@@ -79,10 +79,10 @@ class _AdapterCall(CallState):
 
 
 class LastLayer:
-    """A hook that shortens the last block: only the tokens before the patches pass it, but they attend to all tokens.
+    """A hook that runs the last block only for the tokens before the patches, which still attend to all tokens.
 
-    The logits do not change, because a class-token head needs no other tokens. The hook is active only in a
-    `forward_pass` that requests it. A model's MACs (`attnrx.vit.costs`) still count all tokens, as in papers.
+    The logits do not change, because a head that reads the class token needs no other outputs. The hook is active only
+    in a `forward_pass` that requests it. The MACs in `attnrx.vit.costs` still count all tokens, as papers do.
     """
 
     # A hook is used because the block's code belongs to the library and differs by class. If the block gets fewer
@@ -101,7 +101,7 @@ class LastLayer:
 
     @contextmanager
     def forward_pass(self, shortens: bool) -> Iterator[None]:
-        """Turns the shortcut on or off for one forward pass in this context, and removes its state at the end."""
+        """Turns the hook on or off for one forward pass inside this context, and resets its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         with adapter.call.setting(shortens=shortens, entered=None):
             yield
@@ -129,9 +129,10 @@ class LastLayer:
 class Adopted(nn.Module):
     """A working copy of a model (`source`), with attnrx attention in every layer of its Vision Transformer.
 
-    `trunk` is the Vision Transformer. In a user's module with other parts (`around`), `trunk` is a part of `source`.
-    Otherwise both are the same module. For images, a library's model returns its logits, and a user's module its own
-    outputs. Verbs compute with working copies, and return models of the library's own classes (`working_copy.py`).
+    `trunk` is the Vision Transformer. If a user's module also has other parts, `around` describes them, and `trunk` is
+    a submodule of `source`. Otherwise `trunk` and `source` are the same module. A working copy of a library's model
+    returns logits, and a working copy of a user's module returns the module's own outputs. attnrx's functions compute
+    with working copies and return models of the library's own classes (see `working_copy.py`).
     """
 
     pairs: tuple[Pair, ...] = ()
@@ -151,8 +152,8 @@ class Adopted(nn.Module):
     ):
         """Stores a model and the known facts about it.
 
-        `facts` come from the model's `Record`. `places` maps paths in `source` to paths in the user's module, for parts
-        whose paths differ.
+        `facts` are taken from the model's `Record`. `places` maps paths in `source` to paths in the user's module, for
+        submodules with different paths in the two.
         """
         super().__init__()
         self.source = source
@@ -178,24 +179,24 @@ class Adopted(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """The inputs of a user's module if it takes other inputs than images, or None."""
+        """The description of a user's module's inputs if they are not images, otherwise None."""
         has_inputs = self.around is not None and self.around.call == "forward"
         return inputs_of(self.source) if has_inputs else None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of one input. For images, these are the channels, height and width."""
+        """The shape of one input without the batch axis. For images, it is (channels, height, width)."""
         inputs, (channels, *size) = self.attnrx_inputs, self.origin.input_shape
         height, width = size if self.around is None else self.around.image_size or size
         return (channels, height, width) if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """The number of values per image in each tensor that a user's module returns, by the tensor's place."""
+        """The number of values per image in each tensor that a user's module returns, by the tensor's name."""
         return {} if self.around is None else self.around.sizes
 
     def forward(self, images: ImageBatch) -> Any:
-        """Returns logits, the pooled features of a model without a classifier, or a user's module's own output."""
+        """Returns the logits, the pooled features if there is no classifier, or the output of a user's module."""
         images = self.entering(images)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
 
@@ -210,29 +211,29 @@ class Adopted(nn.Module):
         return images
 
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
-        """Returns a function that computes the answer of `source`, or of a copy of it, for images.
+        """Returns a function `compute(module, images)` that calls `source`, or a copy of it, with images.
 
-        The answer has one row per image. A user's module returns its own output instead.
+        The function returns one row of outputs per image. For a user's module, it returns the module's own output.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
     @property
     def takes_any_size(self) -> bool:
-        """Whether the library resizes the position embeddings in every forward pass to the size of the images.
+        """Whether the library resizes the position embeddings to the image size in every forward pass.
 
-        Costs, plans and files of such a model still use the size in `origin.input_shape`.
+        Costs, plans and files of such a model still assume the image size in `origin.input_shape`.
         """
         return False
 
     @property
     def patching(self) -> tuple[int, int, int] | None:
-        """The model's width, and a patch's height and width, or None if no convolution computes the patches."""
+        """The embedding width, the patch height and the patch width, or None if no convolution embeds the patches."""
         # The first convolution computes the patches and has the width of the model.
         convolution = next((part for part in self.trunk.modules() if isinstance(part, nn.Conv2d)), None)
         return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
 
     def _require_images(self, images: ImageBatch) -> None:
-        """Raises InvalidInput for images of sizes that the model does not take."""
+        """Raises InvalidInput if the model does not accept images of this shape."""
         expected, patching = self.input_shape, self.patching
         is_other = images.ndim == 4 and images.shape[1] == expected[0] and images.shape[1:] != expected
         if is_other and patching is not None and self.takes_any_size:
@@ -242,7 +243,7 @@ class Adopted(nn.Module):
         require_images(images, expected, self.name)
 
     def _max_elements(self, images: ImageBatch) -> int:
-        """Estimates the elements per image in the largest activation, assuming hidden layers four times as wide."""
+        """Estimates the number of elements per image in the largest activation, assuming an MLP ratio of 4."""
         if self.patching is None:
             return 0
         width, down, right = self.patching
@@ -267,11 +268,12 @@ class Adopted(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Collection[int] | None = None) -> Iterator[None]:
-        """Prepares the model for one forward pass in the context, and removes the state of the pass at the end.
+        """Prepares the model for one forward pass inside the context, and clears the state of the pass at the end.
 
-        If tokens are pruned or merged, all patches are restored only after `restored_blocks`. By default, these are the
-        blocks that parts around the Vision Transformer read. Outside of such a context, all patches are restored after
-        every block. If no block is restored and the head needs only the class token, the last block computes no other.
+        If tokens are pruned or merged, all patches are restored only after the blocks in `restored_blocks`. By default,
+        these are the blocks with outputs that other parts of a user's module read. Outside of this context, all patches
+        are restored after every block. If `restored_blocks` is empty and the head needs only the class token, the last
+        block computes only the tokens before the patches.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -287,7 +289,7 @@ class Adopted(nn.Module):
             yield
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
-        """Returns the library's last features for the tokens before the patches and for all patches."""
+        """Returns the library's final features of the tokens before the patches and of all patches."""
         self._require_images(images)
         return chunked_forward(self, self._last_tokens, images, self._max_elements(images))
 
@@ -296,10 +298,11 @@ class Adopted(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A module that takes the place of a layer's attention module and calls attnrx attention.
+    """A module that replaces a layer's attention module and calls attnrx attention.
 
-    `prefix` is the number of tokens before the patches. `pair_bias` computes this layer's bias of token pairs, if the
-    layer has one. `returns_weights` is true if the block expects a pair. The adapter returns None in second place.
+    `prefix` is the number of tokens before the patches. `pair_bias` computes the layer's bias per pair of tokens, if
+    the layer has one. If `returns_weights` is true, the block expects a tuple of outputs and attention weights. The
+    adapter then returns None for the weights.
     """
 
     returns_weights = False
@@ -326,7 +329,7 @@ class Adapter(nn.Module):
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Combines cosines and sines [images, patches, heads, pairs] and all biases into the positions of a call."""
+        """Combines rotary cosines and sines [images, patches, heads, pairs] and the sum of all biases."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:
@@ -338,9 +341,9 @@ class Adapter(nn.Module):
 
 
 def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes an adapter's call one node in a `torch.fx` graph, like a call of `nn.MultiheadAttention`.
+    """Decorates an adapter's `forward` so that `torch.fx` records a call as one node, as for `nn.MultiheadAttention`.
 
-    Tracing the adapter itself would fail: attnrx attention depends on the shapes of its inputs, which a trace lacks.
+    Tracing inside the adapter would fail, because attnrx attention reads input shapes, which `torch.fx` does not know.
     """
 
     @wraps(forward)
@@ -355,7 +358,7 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlainAttention(Adapter):
-    """attnrx attention for blocks that call their attention with tokens, or like an nn.MultiheadAttention."""
+    """attnrx attention for blocks that pass only tokens, or query, key and value as for nn.MultiheadAttention."""
 
     batch_first = False  # makes nn.TransformerEncoderLayer call its parts, not a kernel that reads their weights
 
@@ -365,11 +368,11 @@ class PlainAttention(Adapter):
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output. `key` and `value` must be None or the same tensor as `tokens`.
 
-        Tokens are [batch, tokens, width]. If a block passes them by name, they are the argument `hidden_states` or
-        `query`, or else the first argument.
+        Tokens are [batch, tokens, width]. If a block passes all arguments by name, the argument `hidden_states` or
+        `query` contains the tokens, or else the first argument.
 
         Raises:
-            NotSupported: A mask is passed, or keys or values of other tokens.
+            NotSupported: The block passes a mask, or keys or values from other tokens.
         """
         entering: Tensor = options.pop(name_of_tokens(options)) if tokens is None else tokens
         # Blocks call nn.MultiheadAttention with (x, x, x).
@@ -388,12 +391,12 @@ class PairBias(nn.Module):
     """A bias of token pairs, computed by a library's module."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
-        """Stores `compute`, a bound method or partial function of the module, so that copies compute their own bias."""
+        """Stores `compute`, a bound method or partial function of the module, which copies bind to their own module."""
         super().__init__()
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all token pairs. Arguments such as the window are not needed."""
+        """Returns the bias of all token pairs, and ignores all arguments, such as the window size."""
         return of_weights(self, None, self.compute)
 
 
@@ -414,17 +417,17 @@ def attention_from_projections(
 ) -> Attention:
     """Returns attnrx attention with copies of a layer's four projections: query, key, value and output.
 
-    The rows of query, key and value, and the columns of the output, must be sorted by head.
+    The weight rows of query, key and value, and the weight columns of the output, must be grouped by head.
 
     Args:
-        weights: The weights of the four projections: [rows, width], and [width, rows] for the output.
+        weights: The weights of the four projections, [rows, width] each, but [width, rows] for the output.
         biases: The biases of the four projections, [rows] or [width]. None for a projection without a bias.
-        heads: The number of heads.
-        scale: The factor of the scores.
-        rotary: The layout of the rotated pairs, INTERLEAVED or HALVES. None means no rotation.
-        pair_bias: Whether the scores get a bias per pair of tokens.
+        heads: The number of attention heads.
+        scale: The factor by which the scores are multiplied.
+        rotary: The order of the rows in rotary embeddings, INTERLEAVED or HALVES. None means no rotary embeddings.
+        pair_bias: Whether a bias per pair of tokens is added to the scores.
         inner_norms: The library's modules that normalize queries, keys or outputs, by name (INNER_NORMS).
-        distances: Vectors for distances in rows and in columns, [distances, head_dim], which all heads share.
+        distances: Position vectors for row and column distances, each [distances, head_dim]. All heads share them.
 
     Raises:
         NotSupported: The shapes do not fit heads of equal size.
@@ -476,7 +479,7 @@ def attention_from_projections(
 
 
 def interleaved_rows(heads: int, rank: int) -> Int[Tensor, "rows"]:
-    """Returns the row indices that reorder the layout INTERLEAVED into the layout HALVES."""
+    """Returns the row indices that convert rotary pairs from the layout INTERLEAVED to the layout HALVES."""
     order = torch.cat([torch.arange(0, rank, 2), torch.arange(1, rank, 2)])
     return torch.cat([head * rank + order for head in range(heads)])
 
@@ -492,11 +495,11 @@ product packs its weight again. With 8 MiB, a ViT-S/14 with a decoder took 4 % l
 
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
-    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks if possible.
+    """Returns `run(images)`, computed in several chunks of the batch if possible.
 
-    Chunks are possible on a CPU if no gradients are recorded and no hook needs the whole batch. Each call of `run` is a
-    separate forward pass. `largest` is the number of elements per image in the largest activation. The model must treat
-    the images of a batch independently, as all models do in evaluation mode.
+    The batch is split only on a CPU, if no gradients are recorded and no hook needs the whole batch. Each call of `run`
+    is a separate forward pass, which returns one or more tensors. `largest` is the number of elements per image in the
+    largest activation. The model must treat the images of a batch independently, as models do in evaluation mode.
     """
     # Token reducers and some backends fail on empty batches. So a black image runs, and its output row is removed.
     if not (is_traced() or model.training or len(images)):
@@ -518,7 +521,7 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
 
 
 class PlainShape:
-    """A model without weights, from which copies can be made. Copies of its owner share it."""
+    """A template of a model, with its weights on the meta device. All copies of a working copy share the template."""
 
     def __init__(self, model: nn.Module):
         self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
@@ -552,16 +555,16 @@ class OwnModel:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module in which `make` computed each weight from the original weight.
+    """Returns a copy of a module in which each parameter is replaced by `make(parameter)`.
 
-    Buffers keep their values, because unsaved buffers can only be computed by the module's own code.
+    Buffers keep their values, because only the module's own code can compute non-persistent buffers again.
     """
     weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
     return copy_module(module, weights)
 
 
 def aliased(model: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose parameters share the original's memory. Do not change their values."""
+    """Returns a copy of a module with parameters that share the original's memory, so they must not be changed."""
     return with_weights(model, lambda weight: weight.detach())
 
 
@@ -577,7 +580,7 @@ def remove_capturing_(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Returns whether a hook is transformers' hook for hidden states, which is idle unless these are requested."""
+    """Returns whether transformers uses a hook to capture hidden states, which it does only on request."""
     return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
@@ -595,8 +598,8 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
 def is_watched(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks that may need all images and tokens.
 
-    Hooks with the attribute `by_image` do not count. They treat images independently, and work with any number of
-    tokens.
+    Hooks with a true attribute `by_image` do not count, because they treat images independently and accept any number
+    of tokens.
     """
     if module.training or not (module._forward_hooks or module._forward_pre_hooks):
         return module.training

@@ -1,7 +1,7 @@
-"""Proves adoptions: a working copy has the same outputs as the model, and contains everything that affects them.
+"""Checks that a working copy has the same outputs as its model and contains everything that affects them.
 
-Code that was added to the model must not change the outputs. The library must create the same parts again, except for
-parts that a user replaced.
+Hooks and methods that a user added to the model must not change its outputs. The library must be able to create the
+same submodules again, except for submodules that the user replaced.
 """
 
 import inspect
@@ -32,11 +32,11 @@ COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
 def require_plain_code(model: nn.Module) -> None:
-    """Raises NotSupported if a model has code that a copy or a file would lose, or would share with the model.
+    """Raises NotSupported if copying or saving a model would lose some of its code, or share it with the model.
 
-    Code of this kind includes PEFT's adapters, weights that are computed from other tensors, compiled parts, and a
-    `forward` that was replaced by a function. Parts compiled in place (`nn.Module.compile`) are allowed. A `forward`
-    that is a bound method or partial function is allowed, too, because it is copied with the model.
+    Examples are PEFT adapters, weights that are computed from other tensors, compiled submodules, and a `forward` that
+    was replaced by a function. Submodules that were compiled in place (`nn.Module.compile`) are allowed. A replaced
+    `forward` is also allowed if it is a bound method or partial function, because it is copied with the model.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
@@ -69,8 +69,8 @@ def require_plain_code(model: nn.Module) -> None:
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
     """Raises NotSupported if users' hooks or replaced `forward` methods change the outputs of a model.
 
-    `run` runs the model on images of this shape. Hooks that only observe are allowed. Other hooks are refused, because
-    a saved model would not contain them, and verbs that replace parts would lose them.
+    `run` calls the model with random images of the shape `input_shape`. Hooks that only observe are allowed. Hooks that
+    change the outputs are rejected, because they would be lost when submodules are replaced or the model is saved.
     """
     added, parameter = list(_added_code(model)), next(model.parameters(), None)
     if not added or parameter is None or parameter.is_meta:
@@ -97,7 +97,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields users' hooks and replaced `forward` methods as (path of the part, dictionary that contains it, key)."""
+    """Yields users' hooks and replaced `forward` methods as (module path, dictionary that contains it, key)."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -151,7 +151,7 @@ def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
 
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
-    """Describes how the first differing part of a model differs from its rebuilt form. Returns "" if none differs."""
+    """Describes the first submodule that differs between a model and its rebuilt copy. Returns "" if none differs."""
     path = next(_differing(model, rebuilt), None)
     if path is None:
         return ""
@@ -170,8 +170,8 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
     Args:
         runs: Both models, each with a function that runs it on the same images.
-        layers: The attention and the block of every layer in turn, for each of the two models, or () if unknown.
-        because: The explanation to return if outputs of the attention differ, too.
+        layers: For each of the two models, the attention and the block of every layer in turn, or () if unknown.
+        because: The explanation to return if the outputs of the attention differ, or if no block can be compared.
     """
     outputs: list[list[Tensor]] = []
     for (model, run), parts in zip(runs, layers, strict=False):
@@ -200,9 +200,9 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 
 
 def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
-    """Returns a sentence that names the first block whose outputs are NaN or infinite.
+    """Returns a sentence that names the first block with NaN or infinite outputs.
 
-    `layers` contains the attention and the block of every layer in turn.
+    `layers` contains the attention module and the block of every layer in turn.
     """
     model, answer = run
     with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
@@ -235,11 +235,11 @@ def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequ
 def require_equal_attention(
     adopted: nn.Module, run: Callable[[], object], originals: Sequence[nn.Module], adapters: Sequence[nn.Module]
 ) -> None:
-    """Raises NotSupported unless every attention returns the same outputs as the module that it replaces.
+    """Raises NotSupported unless every adapter returns the same outputs as the attention module that it replaces.
 
-    The two modules get the inputs that the attention receives in a run of the model. A replaced module that changes its
-    own state when it is called is refused, too. Comparing only the model's outputs could hide a difference, for example
-    beside a large constant or after a sigmoid.
+    Both modules get the inputs that the adapter receives in a forward pass of the model. An original module that
+    changes its own state in a call is rejected, too. Comparing only the model's outputs is not enough, because a large
+    constant or a sigmoid after the attention could hide a difference.
     """
     with evaluating((adopted,)), recording_calls(adapters, lambda call: call) as calls:
         run()
@@ -281,7 +281,7 @@ def _in_precision(given: Any, precision: torch.dtype) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's buffers, including those of its parts, and all attributes that are numbers or tensors."""
+    """Returns the buffers and the public number or tensor attributes of a module and its submodules."""
     state: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -327,7 +327,7 @@ LAYERS = {
 
 
 def describe_part(module: nn.Module) -> dict[str, Any] | None:
-    """Describes one of LAYERS, or an nn.Sequential of them, by class and arguments. Other modules return None."""
+    """Returns the class and arguments of a layer in LAYERS, or of an nn.Sequential of such layers, otherwise None."""
     if type(module) is nn.Sequential:
         parts = {name: describe_part(part) for name, part in module.named_children()}
         return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
@@ -363,21 +363,21 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
 
 
 def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
-    """Describes, by path, every part of a model that differs from the same part of the rebuilt model.
+    """Returns a description of every submodule that differs between a model and its rebuilt copy, by path.
 
-    The path "" stands for the model itself. Parts that cannot be described have the value None.
+    The path "" stands for the model itself. Submodules that `describe_part` cannot describe have the value None.
     """
     return {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt)}
 
 
 def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns `differing_parts`, or {} if a differing part is the model itself or cannot be described."""
+    """Returns `differing_parts`, or {} if the model itself differs or a differing submodule cannot be described."""
     parts = {path: part for path, part in differing_parts(model, rebuilt).items() if path}
     return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
 
 
 def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator[str]:
-    """Yields the paths of parts that differ. If a part differs, the parts inside it are not listed."""
+    """Yields the paths of submodules that differ, but not the paths of submodules inside them."""
     if type(model) is not type(rebuilt) or _own(model) != _own(rebuilt):
         yield path
         return
@@ -386,7 +386,7 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Describes a module without its children: its class and text (""), its saved tensors' shapes, and its parts."""
+    """Returns a module's class and settings (under ""), its saved tensors' shapes, and the names of its children."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
     is_leaf = not module._modules  # a leaf may have its own text

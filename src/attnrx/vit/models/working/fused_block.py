@@ -1,7 +1,7 @@
-"""Runs a pre-norm block without calling its parts, if nothing observes the parts.
+"""Runs a pre-norm block without calling its submodules, if no hook observes them.
 
-The block then runs as one call of the C++ kernel, or only as PyTorch operations. `fuse_` changes the class of timm's
-and transformers' blocks to a class that tries this first.
+The block then runs as one call of a C++ kernel, or as a few calls of PyTorch functions. `fuse_` changes the class of
+timm and transformers blocks, so that they try this fast path first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ Factor = Float[Tensor, " width"] | None
 class BlockModules(NamedTuple):
     """The modules of a pre-norm block.
 
-    `norms` are the norms before the attention and before the MLP. `factors` scale the two branches, unless they are
-    None. `others` are modules that the block calls although they change nothing in evaluation mode.
+    `norms` are the norms before the attention and before the MLP. `factors` are the weights of the two branches' layer
+    scales, or None without layer scale. `others` are modules of the block that are not called here, e.g. dropout.
     """
 
     norms: tuple[nn.Module, nn.Module]
@@ -62,17 +62,18 @@ def fused_block(
 ) -> Float[Tensor, "batch outputs width"] | None:
     """Computes a block: x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
 
-    Returns None if the parts have to be called one by one. Blocks are fused only for inference. Their attention must
-    consist of matrix products, their MLP must have an exact GELU, and no part may have a hook or its own `forward`.
+    Returns None if the submodules must be called one by one. Blocks are fused only for inference. The attention must
+    consist of matrix products, and the MLP must have an exact GELU or no activation. No submodule may have a hook or a
+    replaced `forward`.
 
-    In float32 on a CPU, the kernel computes the block. On other devices, the operations of the parts run directly,
-    because calling modules takes longer than a GPU needs to run them. No weight is copied. Only the addresses of the
-    weights are stored, outside the modules, and compared in every call.
+    In float32 on a CPU, a C++ kernel computes the block. On other devices, PyTorch functions are called directly,
+    because calling the modules takes longer than the computation on a GPU. Weights are not copied. For the kernel, only
+    their addresses are cached, outside the modules, and compared in every call.
 
     Args:
         tokens: The input of the block.
         modules: The modules of the block.
-        outputs: How many tokens to compute, counted from the first. The default is all.
+        outputs: The number of leading tokens for which to compute outputs. By default, all tokens.
     """
     attention = modules.attention
     # If global hooks exist, parts are called one by one. An operation counter, for example, counts by module.
@@ -107,10 +108,10 @@ def fused_block(
 
 
 class _Known:
-    """A block that the kernel can compute as long as its parts and their settings are still the same objects.
+    """A cached block for the kernel, which is valid while its modules and their settings are the same objects.
 
-    The check takes 20 us. Comparing the parts themselves would take 100 us, and a ViT-Tiny block takes 1,400 us.
-    The attention is not referenced, so it can be freed.
+    The check of the cache takes 20 us. Inspecting the modules in every call would take 100 us, and a ViT-Tiny block
+    takes 1,400 us. The cache holds no reference to the attention module, so this module can be freed.
     """
 
     def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
@@ -129,7 +130,7 @@ class _Known:
         self._classes = list(map(type, self._parts))
 
     def is_current(self, plan: LayerPlan, modules: BlockModules) -> bool:
-        """Returns whether this block was made of these modules in their present state."""
+        """Returns whether this cached block was built from these modules in their present state."""
         now = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         if plan is not self._plan or len(now) != len(self._given) or any(map(is_not, now, self._given)):
             return False
@@ -147,7 +148,7 @@ _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
 def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
-    """Returns the kernel's block for these parts, or None if they have to be called one by one."""
+    """Returns the kernel's block for these modules, or None if the modules must be called one by one."""
     norms, spec, known = modules.norms, attention.spec, _known_parts(modules, attention)
     # `joint` means that all scores are products of the projected rows.
     if known is None or not plan.joint or type(plan.backend) not in (Native, NativeCapture):
@@ -170,10 +171,10 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 
 
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
-    """Returns the parts of a block that the kernel reads, or None if a part is of another class.
+    """Returns the submodules of a block that the kernel reads, or None if a submodule has an unsupported class.
 
-    The result contains the maps of queries, keys, values and outputs, the linear maps that form the MLP's first map,
-    the linear maps that form the second map, whether a GELU is between these two, and all parts.
+    The result contains the four attention projections, the linear layers of the MLP's first and second matrix (two
+    layers for a factored matrix), whether a GELU is between the two, and all submodules.
     """
     # Parts are read from the modules' dictionaries, which is faster than reading attributes. Only exact classes are
     # accepted, so all weights exist.
@@ -195,9 +196,9 @@ def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...]
 def _by_operations(
     tokens: TokenBatch, modules: BlockModules, attention: Attention, outputs: int | None
 ) -> TokenBatch | None:
-    """Computes a block by the operations of its parts. Returns None if parts are of other classes.
+    """Computes a block with PyTorch functions, or returns None if the submodules must be called one by one.
 
-    The checks take a noticeable share of the time if tokens are few, so nothing is checked twice.
+    For few tokens, the checks take a noticeable share of the time, so no condition is checked twice.
     """
     norms, factors, backend = modules.norms, modules.factors, attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
@@ -246,7 +247,7 @@ def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
 
 
 def may_be_fused(tokens: TokenBatch) -> bool:
-    """Returns whether a block may compute these tokens without calling its parts."""
+    """Returns whether a block may process these tokens without calling its submodules."""
     # `is_recorded` comes first, because torch.compile would check every other attribute again in every call.
     return not is_recorded() and (tokens.dtype == torch.float32 or tokens.device.type != "cpu")
 
@@ -260,7 +261,7 @@ def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
 
 
 def is_idle(part: nn.Module) -> bool:
-    """Returns whether a part has neither hooks nor its own `forward`, so it computes what its class says."""
+    """Returns whether a module has neither hooks nor a replaced `forward`, so it runs its class's own code."""
     return not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
 
 
@@ -281,10 +282,10 @@ def _is_vector(tensor: Any, width: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of a pre-norm block's parts besides `mlp`.
+    """The names of a pre-norm block's submodules, except `mlp`.
 
-    `attention` names an `Adapter`. `norms` are the norms before attention and MLP, and `scales` the modules that scale
-    both branches. `others` are parts that change nothing in evaluation mode.
+    `attention` is the name of an `Adapter`. `norms` names the norms before attention and MLP, and `scales` names the
+    layer scales of both branches. `others` names modules that have no effect in evaluation mode, e.g. dropout.
     """
 
     attention: str
@@ -308,7 +309,7 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """The first base class of the classes that `fuse_` gives to blocks. Their second base is the library's class."""
+    """A mixin with the fused forward pass. `fuse_` makes a class of this mixin and the block's library class."""
 
     names: BlockParts
 
@@ -321,7 +322,7 @@ class FusedBlock(nn.Module):
         return super().forward(*args, **options) if fused is None else fused
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
-        """Returns the output of `fused_block`, or None if the parts have to be called one by one."""
+        """Returns the output of `fused_block`, or None if the submodules must be called one by one."""
         # Parts are read from the dictionary, because `nn.Module.__getattr__` takes longer than all comparisons here.
         parts, names = children(self), self.names
         adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
@@ -360,13 +361,13 @@ def _name(kind: type) -> str:
 
 
 def fuse_(block: nn.Module) -> None:
-    """Changes the class of a block in place if BLOCKS lists it. Parts, parameters and hooks stay the same."""
+    """Changes a block's class in place if BLOCKS lists it. Submodules, parameters and hooks stay the same."""
     if _name(type(block)) in BLOCKS and not isinstance(block, FusedBlock):
         block.__class__ = _fused_class(type(block))
 
 
 @lru_cache
 def _is_scale(kind: type) -> bool:
-    """Returns whether modules of a class multiply by their only parameter, or change nothing."""
+    """Returns whether a class is a layer scale of timm or of transformers' DINOv2, or nn.Identity."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))

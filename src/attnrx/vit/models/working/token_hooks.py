@@ -1,4 +1,4 @@
-"""Attaches token policies to models, by hooks on their blocks and by attention backends that capture statistics."""
+"""Adds token pruning or merging to models, with hooks on blocks and attention backends that capture statistics."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,17 +23,17 @@ from attnrx.vit.tokens import TokenPolicy
 def attach_tokens_(
     model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
 ) -> TokenReduction:
-    """Attaches a token policy to a model, in place. Returns the reduction, with new predictors if the policy has any.
+    """Attaches a token policy to a model in place, and returns the new `TokenReduction` with untrained predictors.
 
     Args:
         model: The model to change.
         family: The model's family.
-        policy: The reducer, the layers of its stages and the numbers of tokens.
-        by: "compress" removes tokens. "mask" keeps every shape and excludes pruned tokens by masks.
-        heads: The original model's number of heads, if some heads may have been removed from every layer.
+        policy: The reducer, the layers before which it runs, and the numbers of tokens that it keeps.
+        by: "compress" removes tokens. "mask" keeps all tensor shapes and masks pruned tokens in the attention.
+        heads: The number of heads in the original model. Pass it if heads may have been removed from every layer.
 
     Raises:
-        InvalidInput: The model has a policy already, or the policy does not fit its layers.
+        InvalidInput: The model has a policy already, or the policy does not fit the model's layers.
         NotSupported: The policy needs a class token or a kind of pooling that the model lacks.
     """
     specs, record = family.specs(model), record_of(model)
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks that pool the remaining tokens so that the result stands for all patches."""
+    """Attaches hooks that pool only the remaining tokens, so that the result represents all patches."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -121,7 +121,7 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def detach_tokens_(model: nn.Module) -> nn.Module:
-    """Removes the token policy from a model with a record, in place, and returns it. attnrx's attention stays."""
+    """Removes the token policy from a model in place, and returns the model. attnrx attention stays installed."""
     model._modules.pop(TOKENS, None)
     for part in model.modules():
         if isinstance(part, Attention):
@@ -140,7 +140,7 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Hooks at the start and end of a forward pass, for models with a token policy that may have to restore patches."""
+    """Hooks at the start and end of a forward pass of a model that may restore pruned or merged patches."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
@@ -174,15 +174,15 @@ class PassHook:
 
 
 def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Returns whether a call of a transformers model requests the states after all blocks."""
+    """Returns whether a call of a transformers model requests the hidden states of all blocks."""
     default = getattr(getattr(model, "config", None), "output_hidden_states", False)
     return bool(options.get("output_hidden_states", default))
 
 
 class TokenHook:
-    """A hook that replaces the tokens that enter or leave a module by `run(tokens)`, unless `run` returns None.
+    """A hook that replaces a module's input or output tokens by `run(tokens)`, unless `run` returns None.
 
-    `by_image` promises that the hook treats the images of a batch independently. So a batch may be split into chunks.
+    `by_image` is true because the hook treats the images of a batch independently, so a batch may be split into chunks.
     """
 
     by_image = True
@@ -208,16 +208,16 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """A hook on the norm before a pooling by attention. It passes the norm to `run`, for the remaining tokens."""
+    """A hook on the norm before attention pooling, which passes the norm to `run` for the remaining tokens."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
 
 
 class PoolerHook(TokenHook):
-    """A hook that replaces the tokens to which a pooling attention attends, by the first result of `run(tokens)`.
+    """A hook on attention pooling, which replaces the tokens to pool by the first result of `run(tokens)`.
 
-    The second result is added to the attention scores, unless it is None.
+    The second result of `run` is added to the attention scores, unless it is None.
     """
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
@@ -241,7 +241,7 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Returns a model's token policy as JSON-ready values, or None if it has none."""
+    """Returns a model's token policy as JSON-ready values, or None if the model has no policy."""
     reduction = reduction_of(model)
     if reduction is None:
         return None
@@ -249,7 +249,7 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
-    """Returns a context for one forward pass. The pass's token statistics are removed when the context ends.
+    """Returns a context manager for one forward pass, which deletes the token statistics of the pass at its end.
 
     Raises:
         NotSupported: TorchScript's ONNX exporter traces the pass.
@@ -275,9 +275,9 @@ def require_no_old_tracer() -> None:
 def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[TokenRun]]:
     """Collects the model's token statistics inside the context, one `TokenRun` per forward pass of this thread.
 
-    The list stays empty if the model has no token policy, or one that keeps every patch. Batches are not split into
-    chunks. If such contexts are nested, only the innermost context collects. If `tracked` is true, each run also
-    records which token represents each patch.
+    The list stays empty if the model has no token policy, or if its policy keeps every patch. Batches are not split
+    into chunks inside the context. If such contexts are nested, only the innermost one collects statistics. If
+    `tracked` is true, each `TokenRun` also records which token represents each patch.
     """
     reduction, runs = reduction_of(model), list[TokenRun]()
     with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
