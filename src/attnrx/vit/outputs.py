@@ -43,10 +43,10 @@ class OutputKind(ABC):
         decision: The word for a decision in findings.
         accuracy: The word for the share of correct decisions in findings.
         columns: The table headings for accuracy and divergence.
-        returns: What a model with such outputs returns, in the words of error messages.
+        returns: A description of such outputs for error messages.
         unit: The unit of the divergence.
         flip_divergence: A divergence at which a decision may change.
-        has_decisions: Whether outputs lead to decisions. Otherwise evidence contains neither agreement nor accuracy.
+        has_decisions: Whether each output implies a decision. If not, evidence contains neither agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -70,7 +70,7 @@ class OutputKind(ABC):
 
     @abstractmethod
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns a divergence per image that varies less between images. The search for plans uses it."""
+        """Returns a smoother divergence per image, which varies less between images and is used to search for plans."""
 
     @abstractmethod
     def decisions(self, outputs: Rows) -> Decisions:
@@ -81,7 +81,7 @@ class OutputKind(ABC):
         return decisions
 
     def agreement(self, decisions: Decisions, others: Decisions) -> PerImage:
-        """Returns, per image, the share of decisions that are equal in both models."""
+        """Returns the share of decisions on which both models agree, for each image."""
         return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
@@ -90,9 +90,9 @@ class OutputKind(ABC):
 
     @abstractmethod
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
-        """Draws a random answer per image from the model's outputs, and returns the sum of the log-probabilities.
+        """Samples one target per image from the predicted distribution, and returns the sum of the log-probabilities.
 
-        The expected square of this sum's gradient is the Fisher information, which is the curvature of the divergence.
+        The expected squared gradient of this sum is the Fisher information, which is the curvature of the divergence.
         """
 
 
@@ -108,7 +108,7 @@ class Logits(OutputKind):
         return width
 
     def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
-        """Returns one logit per class, so that their softmax gives the predicted probabilities."""
+        """Returns one logit per class. The softmax of these logits gives the predicted probabilities."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -118,8 +118,8 @@ class Logits(OutputKind):
     def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns the limit of T^2 KL(base || other) per image as the softmax temperature T goes to infinity.
 
-        The limit is half the variance of the logit differences over the classes. Its mean needs fewer images than the
-        mean divergence, which a few images dominate, because here all classes contribute.
+        The limit is half the variance of the logit differences over the classes. All classes contribute to it, so its
+        mean needs fewer images for the same precision. A few images dominate the mean of the KL divergence.
         """
         # A variance ignores added constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
@@ -134,11 +134,11 @@ class Logits(OutputKind):
 
 
 class BinaryLogit(Logits):
-    """One logit per image, whose sigmoid is the probability of class 1. The model predicts class 1 above zero.
+    """One logit per image. Its sigmoid is the probability of class 1, which is predicted if the logit is above zero.
 
-    The divergence is the KL divergence between two Bernoulli distributions. Its softened limit is an eighth of the
-    squared difference of the logits. A regression model may also have one output. attnrx cannot distinguish the two, so
-    load a regression model with `load(..., outputs="regression")`.
+    The divergence is the KL divergence between two Bernoulli distributions. The softened divergence is an eighth of the
+    squared logit difference. A regression model may also have a single output, which attnrx cannot distinguish from a
+    logit. Load such a model with `load(..., outputs="regression")`.
     """
 
     name = "binary_logit"
@@ -158,9 +158,9 @@ class BinaryLogit(Logits):
 class Multilabel(OutputKind):
     """One logit per label, each with its own sigmoid. The model predicts a label if its logit is above zero.
 
-    The divergence is the KL divergence between Bernoulli distributions, summed over the labels. Its softened limit is
-    an eighth of the squared logit differences. Agreement is the share of labels on which both models decide alike. An
-    answer is correct if all labels are correct.
+    The divergence is the KL divergence between Bernoulli distributions, summed over the labels. The softened divergence
+    is an eighth of the summed squared logit differences. Agreement is the share of labels on which both models agree. A
+    prediction is correct only if all its labels are correct.
     """
 
     name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
@@ -205,7 +205,7 @@ class LabelProbabilities(Multilabel):
 
 
 class Regression(OutputKind):
-    """Numbers of a regression, compared by their squared error relative to the variance of the original's outputs.
+    """Regression outputs, compared by their squared error relative to the variance of the original's outputs.
 
     Each output's squared error is divided by that output's variance over the images. The divergence is the mean over
     the outputs, so outputs with different units have equal weight. Averaged over all images, the divergence is the
@@ -245,9 +245,10 @@ class Regression(OutputKind):
 class Map(Regression):
     """A map per image, e.g. for segmentation, or any other tensor.
 
-    The divergence is an image's mean squared error, divided by the variance of the original's numbers over all images
-    and positions. It is 0 for equal maps and about 1 for a constant map. If the maps differ neither by a shift nor by a
-    scale, it is one minus the squared correlation. If a model returns several tensors, it is the mean over them.
+    The divergence is an image's mean squared error, divided by the variance of the original's values over all images
+    and positions. It is 0 for equal maps, and about 1 if the smaller model's maps are constant. If no shift or scaling
+    of these maps would reduce the divergence, it equals one minus the squared correlation of the two models' maps. If a
+    model returns several tensors, the divergence is averaged over the tensors.
     """
 
     name, noun = "map", "number of a map"
@@ -259,7 +260,7 @@ class Map(Regression):
     )
 
     def __init__(self, sizes: tuple[int, ...] = ()):
-        """Stores how many numbers per image each tensor has, in the order of a row. Omit `sizes` for one tensor."""
+        """Stores the number of values per image in each output tensor. Omit `sizes` if there is only one tensor."""
         self.sizes = sizes
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -279,7 +280,7 @@ class Map(Regression):
 
 
 class Several(Map):
-    """Several tensors per image. The divergence of `Map` is computed for each tensor and then averaged."""
+    """Several tensors per image, compared by the divergence of `Map`, which is averaged over the tensors."""
 
     name, noun, returns = "several", "number of the outputs", "several tensors per image"
     note = (
@@ -292,8 +293,8 @@ class Several(Map):
 class Embeddings(OutputKind):
     """Embeddings, compared by their cosine distance and by each image's nearest neighbour.
 
-    Neighbours are searched among `GROUP` consecutive images. The predicted label of an image is its neighbour's label,
-    so accuracy is 1-nearest-neighbour accuracy.
+    The nearest neighbour is searched among a group of `GROUP` consecutive images. The predicted label of an image is
+    its neighbour's label, so accuracy is 1-nearest-neighbour accuracy.
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
@@ -324,8 +325,8 @@ class Embeddings(OutputKind):
 def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
     """Returns the indices of every image's `k` nearest neighbours by cosine similarity.
 
-    Neighbours are searched among `GROUP` consecutive images. If the last group has too few images, neighbours are
-    repeated.
+    Neighbours are searched within groups of `GROUP` consecutive images. If the last group has too few images, the
+    farthest neighbour is repeated.
     """
     # Searching in groups keeps memory linear in the number of images, and the task equally hard for any number.
     unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
@@ -350,8 +351,8 @@ def recalled(
         base: The original model's embeddings of the queries and of the index.
         other: The smaller model's embeddings of the same queries and the same index, in the same order.
         ks: The numbers of neighbours.
-        own: The row of each query in the index, if the queries are in the index. A query is then not counted as its own
-            neighbour.
+        own: The row of each query in the index, if the index contains the queries. A query is then not counted as its
+            own neighbour.
     """
     pairs = [tuple(nn.functional.normalize(rows.double(), dim=-1) for rows in pair) for pair in (base, other)]
     shares = [torch.zeros(0, len(ks), dtype=torch.float64, device=base[0].device)]
@@ -402,8 +403,8 @@ SHIFT = 0.1  # the shift of the outputs, in standard deviations, at which a dive
 class Judgement:
     """The user's functions that compare model outputs during one call of attnrx.
 
-    `templates` caches a model's outputs for one image, by input shape. A template is the pattern by which rows of
-    numbers, one per image, are converted back to outputs of the model's own structure.
+    `templates` caches a model's outputs for one image, by input shape. The structure of these outputs (e.g. a
+    dictionary of tensors) shows how to convert rows of numbers, one per image, back to model outputs.
     """
 
     divergence: Divergence | None = None
@@ -429,10 +430,10 @@ class Judgement:
         """Calls the user's "divergence" or "metric" in chunks, and returns one number per image.
 
         Args:
-            model: The model whose outputs show how to convert rows back to outputs.
+            model: A model with outputs of the structure to which the rows are converted.
             rows: A model's outputs, one row per image.
-            others: For "divergence" the other model's rows, and for "metric" a pair of images and labels.
-            what: Which function to call, "divergence" or "metric".
+            others: For "divergence", the other model's rows. For "metric", a pair of images and labels.
+            what: The function to call, "divergence" or "metric".
 
         Raises:
             UserCodeError: The function raised an exception.
@@ -485,7 +486,7 @@ def judging(
 ) -> Iterator[None]:
     """Sets the user's functions that compare outputs inside the context.
 
-    If all three are None, the functions of an outer context remain in use.
+    If all three functions are None, the functions of an outer context remain in use.
     """
     # The functions are not stored on a model, because a model with a lambda could not be sent to another process.
     if divergence is None and metric is None and metric_of_set is None:
@@ -499,9 +500,9 @@ def judging(
 
 
 def judged(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function so that its arguments `divergence`, `metric` and `metric_of_set` are used in its whole call.
+    """Decorates a function so that its `divergence`, `metric` and `metric_of_set` also apply to all inner calls.
 
-    The functions are set by `judging`, so inner calls need not pass them on.
+    The decorator sets these arguments with `judging`, so the function need not pass them on.
     """
 
     @wraps(function)
@@ -561,10 +562,10 @@ def most_images(model: nn.Module) -> int:
 
 
 def output_sizes(model: nn.Module) -> Mapping[str, int]:
-    """Returns how many numbers per image each output tensor has, by the tensor's name.
+    """Returns the number of values per image in each output tensor, by the tensor's name.
 
-    The sizes are known for modules that attnrx adopted whole, and for files exported from them. For other models, the
-    result is empty.
+    The sizes are known for user modules that contain a Vision Transformer and other parts, and for files exported from
+    such modules. For other models, the result is empty.
     """
     record = record_of(model)
     found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
@@ -574,8 +575,9 @@ def output_sizes(model: nn.Module) -> Mapping[str, int]:
 def output_kind_of(model: nn.Module) -> OutputKind:
     """Returns how a model's outputs are compared.
 
-    The user's statement has priority, followed by the kind that the model's family reports. Models without a family
-    have logits. If the current call has a user's divergence (`judging`), the returned kind uses it.
+    The kind that the user stated (`load(..., outputs=...)`) has priority over the kind that the model's family reports.
+    The outputs of models without a family are treated as logits. If the current call has a user's divergence (see
+    `judging`), the returned kind uses it.
     """
     family = known_family(model)  # not `family_of`, which raises an error: checks also take modules without a family
     name = stated_outputs(model) or ("logits" if family is None else family.output_kind(model))

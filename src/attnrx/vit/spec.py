@@ -1,4 +1,4 @@
-"""Plain data about attention layers: a spec, from which layers are built and costs are computed, and the spectrum."""
+"""Data classes that describe the structure (`AttentionSpec`) and the directions (`Spectrum`) of attention layers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,16 +14,17 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 @dataclass(frozen=True)
 class FormTraits:
-    """The properties of an attention form that costs, rules, backends and realizations depend on.
+    """The properties of an attention form (a way to compute scores) on which costs, rules and backends depend.
 
     Register the traits together with the class that computes the scores (`attention.forms.register_form`).
 
     Attributes:
-        has_strengths: Whether every direction has a learned strength in every head that uses it.
+        has_strengths: Whether every direction (a rank-one term of the scores) has a learned strength in every head that
+            uses the direction.
         shares_directions: Whether all heads share one set of directions.
         norms: The supported normalizations of query and key rows, starting with the default.
         rotates: Whether pairs of rows are rotated by angles that depend on the token's position.
-        mixes_blocks: Whether shared directions form blocks whose score maps are mixed by a matrix.
+        mixes_blocks: Whether shared directions form blocks, and a matrix mixes the score maps of the blocks.
         has_distances: Whether queries are also multiplied by position vectors, one for every row and column distance
             to the keys in a window.
     """
@@ -55,9 +56,9 @@ class Compression:
     """A way to delete what a prescription removes, selected by `realize(by=NAME)`.
 
     Some layers divide query and key rows by their norms over all directions. If `keeps_norms` is true, such a layer
-    keeps the rows that only these norms need, and the compressed model has the same outputs as the mask. If it is
-    false, the layer divides by the norms over the kept directions. `fit`, if not None, is called with the model, the
-    prescription and images, and returns the prescribed layers with strengths that were fitted to the images.
+    keeps all rows that these norms need, and the compressed model has the same outputs as the masked model. If
+    `keeps_norms` is false, the layer divides by the norms over the kept directions. If `fit` is not None, it is called
+    with the model, the prescription and images. It returns the pruned layers, with strengths fitted to the images.
     """
 
     keeps_norms: bool = True
@@ -69,7 +70,7 @@ COMPRESSIONS = Registry[Compression]("compression", named={"compress": Compressi
 
 
 def compression_of(by: str) -> Compression | None:
-    """Returns the compression that is registered as `by`, or None for "mask", which deletes nothing.
+    """Returns the compression registered under the name `by`, or None for "mask", which deletes no weights.
 
     Raises:
         UnknownName: No installed package has registered a compression with this name.
@@ -85,22 +86,22 @@ class AttentionSpec:
         form: The name of the attention form, e.g. "dense".
         width: The number of features per token.
         head_dim: The value dimension of a head in the original model.
-        ranks: The number of score directions per stored head.
+        ranks: The number of score directions (rank-one terms of the scores) per stored head.
         heads: The index of each stored head in the original model.
-        scale: The factor of the scores. Removing directions does not change it.
-        original_rank: The number of score directions per head in the original model. If heads share directions, it
-            counts all heads together.
+        scale: The factor by which scores are multiplied. It stays the same if directions are removed.
+        original_rank: The number of score directions per head in the original model. If heads share directions, this
+            is the number for all heads together.
         norms: The normalization of query and key rows: "none", "kept" (by the norm over the kept directions) or
             "original" (by the norm over all original directions, which the projections then still compute).
         value_ranks: The value dimension per stored head, or None if all are `head_dim`.
         biases: The names of the projections that have a bias.
         blocks: The number of neighbouring shared directions in every block, for forms that mix blocks. A block may be
             empty.
-        pairs: The frequencies of each head's rotated pairs, as indices among the original head's frequencies, for the
-            rotary form (default: all). A head stores its unrotated rows first, then the real parts of all pairs, and
-            then the imaginary parts.
+        pairs: For the rotary form, the frequencies of each head's rotated pairs, as indices into the original head's
+            frequencies. The default is all frequencies. A head stores its unrotated rows first, then the real parts of
+            all pairs, and then the imaginary parts.
         pair_bias: Whether a bias per pair of tokens is added to the scores.
-        inner_norms: Norms from the original library that the layer applies: to query and key of every head, or to the
+        inner_norms: The library's norms that the layer applies to the queries and keys of every head, or to the
             concatenated outputs of the heads before the output projection.
         window: The number of token rows and token columns in a window, for the axial form.
     """
@@ -209,7 +210,7 @@ class AttentionSpec:
 
     @property
     def num_distances(self) -> int:
-        """The number of row distances and column distances between tokens in a window, or 0 without a window."""
+        """The total number of row and column distances between tokens in a window, or 0 without a window."""
         return 0 if self.window is None else 2 * sum(self.window) - 2
 
     @property
@@ -315,10 +316,10 @@ def _sharing_form(*, mixes_blocks: bool) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Spectrum(Displayed):
-    """The directions and strengths of one map in a layer, from which rules choose what to keep.
+    """The directions (rank-one terms) and strengths of one map in a layer, from which pruning rules choose.
 
     For attention scores, `score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, where x
-    is a token with a 1 appended. Rules get the other maps of a layer in the same format.
+    is a token with a 1 appended. Rules get the layer's other maps, e.g. from tokens to values, in the same format.
 
     Attributes:
         query: The query rows, with the bias as last column. The `owners` axis has one entry per head, or one entry if
@@ -326,7 +327,7 @@ class Spectrum(Displayed):
         key: The key rows, in the same format.
         strength: The strength of every direction in every head.
         used: False for padding, and True for all other directions.
-        scale: The factor of the scores.
+        scale: The factor by which scores are multiplied.
         norms: How scores are normalized: not at all ("none"), or by the norms of query and key over the kept directions
             ("kept") or over all original directions ("original").
         heads: The index of each head in the original model.

@@ -32,9 +32,9 @@ class Merging(Reducer):
     """Base class of reducers that merge patches by bipartite soft matching (ToMe, Bolya et al., 2023).
 
     A round divides the patches into two sets, by default alternately (see `split`). It matches every patch in the first
-    set with the most similar patch in the second. Then it replaces the most similar pairs by their means, weighted by
-    size. A round can merge all patches in the first set, so merging more patches takes several rounds. Later attention
-    weights tokens by their sizes.
+    set with the most similar patch in the second, and replaces the most similar pairs by their size-weighted means. One
+    round can merge at most all patches of the first set, so merging more patches takes several rounds. The attention in
+    later layers weights every token by its size.
 
     Patches are compared by the cosine of their keys, averaged over the heads. To use another similarity, override
     `tables`, `features` and `closeness`, together with `needs` and `compared_width`.
@@ -44,7 +44,7 @@ class Merging(Reducer):
     needs = ("keys",)
 
     def compared_width(self, shape: Shape) -> int:
-        """Returns the number of features by which two patches are compared, from which MACs are counted."""
+        """Returns the number of features in which two patches are compared, which determines the counted MACs."""
         return shape.directions
 
     def tables(self, state: TokenState) -> Tables:
@@ -70,7 +70,7 @@ class Merging(Reducer):
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
         """Returns the two sets of patches for a round that merges at most `most` patches.
 
-        A patch may be in neither set. It then stays as it is.
+        A patch that is in neither set stays unchanged.
         """
         return ALTERNATING
 
@@ -129,15 +129,15 @@ class Merging(Reducer):
 class Round:
     """One merging round, which merges the rows at `sources` into other patches.
 
-    The destination of source i is the patch at position `goals[i]` in the set `second`. The first `prefix` rows are
-    tokens that are not patches. After the round, `stay` [batch, left] contains the indices of the remaining patches.
-    `destinations` [batch, patches] contains the index, after the round, of the patch that represents each patch. Every
-    row has a weight in the mean of its destination. The weight is exactly 1 if nothing is merged with the row.
+    Source i is merged into the patch at position `goals[i]` in the set `second`. The first `prefix` rows are tokens
+    that are not patches, e.g. the class token. `stay` [batch, left] contains the indices of the patches that remain
+    after the round. For each patch, `destinations` [batch, patches] contains the new index of the patch that represents
+    it. Merging computes weighted means of rows. A row that is merged with no other row has a weight of exactly 1.
 
-    On a CPU, where files are also exported, merged rows are added to the remaining rows. On other devices, a matrix
-    product [left, rows] with the table computes all means. The product sums in a fixed order. It also needs fewer
-    operations, whose launches take most of the time for a small batch on a GPU. Files do not use it, because quantizers
-    would treat it as a layer and quantize all tokens as its input. Neither variant is counted in MACs.
+    On a CPU and in exported files, merged rows are added to the remaining rows. On other devices, one product of a
+    weight matrix [left, rows] with the table computes all means. The product sums in a fixed order and launches fewer
+    kernels, which matters for small batches on a GPU. Exported files do not contain the product, because quantizers
+    would treat it as a linear layer and quantize all tokens as its input. Neither variant is counted in MACs.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Round:
         return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
-        """Returns a table after the round. The table may contain all rows or only the rows of the patches."""
+        """Returns a table with its rows merged. The given table contains all rows, or only the rows of the patches."""
         first = self._num_rows - table.shape[1]
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
@@ -200,7 +200,7 @@ def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tenso
 
 
 def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
-    """Returns the row indices, in a table with `prefix` other rows, of patches at these positions in a set."""
+    """Converts positions in a set of patches to row indices in a table that starts with `prefix` other rows."""
     if not isinstance(side, slice):
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
@@ -211,9 +211,10 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 class ToMe(Merging):
     """Merges the patches whose keys, averaged over the heads, have the largest cosine (ToMe, Bolya et al., 2023).
 
-    attnrx implements ToMe from the paper (see `Merging`). The paper merges a few patches in one round per layer,
-    between attention and MLP. attnrx merges before a layer, and `tome:N@every` is the schedule closest to the paper's.
-    If a stage needs several rounds, a merged patch is compared by the size-weighted mean of its patches' keys.
+    attnrx implements ToMe from the paper (see `Merging`), with two differences. The paper merges a few patches in one
+    round per layer, between attention and MLP, but attnrx merges patches before a layer. If this takes several rounds,
+    a merged patch is compared by the size-weighted mean of its patches' keys. The policy `tome:N@every` is closest to
+    the paper's schedule.
     """
 
     name: ClassVar[str] = "tome"
@@ -258,7 +259,7 @@ class Ward(Merging):
         return {**tables, "factors": factors[:, state.prefix :, None]}
 
     def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
-        """Returns each token's weight in the criterion, which is 0 for masked tokens."""
+        """Returns each token's weight in Ward's criterion, which is 0 for masked tokens."""
         if not self.relevance:
             return state.sizes
         assert state.class_attention is not None
@@ -286,7 +287,7 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns minus half the increase in squared error, which is |x - y|^2 divided by 1/a + 1/b."""
+        """Returns minus half the increase in squared error, |x - y|^2 / (1/a + 1/b) for patches of sizes a and b."""
         squares = first["squares"] + second["squares"].transpose(1, 2)
         # Minus half the squared distance is x y - (|x|^2 + |y|^2) / 2, [batch, first, second].
         products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Token policies: which reducer runs, before which layers, and how many tokens it keeps there.
+"""Token policies, which say which reducer runs, before which layers, and how many tokens it keeps.
 
 You write policies as text, e.g. `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,10`,
 `class_attention:0.8/0.5@4,7` or `tome:13@every`. The grammar is
@@ -6,9 +6,9 @@ You write policies as text, e.g. `attention_received:0.7@4,7,10`, `ward(relevanc
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
-With one ratio, every stage keeps this share of the remaining patches. With several ratios, stage i keeps the i-th share
-of the image's patches. The number before @every is how many patches are removed before every layer except the first.
-Parsing inverts formatting: parse_policy(str(policy)) == policy.written.
+A stage is one run of the reducer before one of the layers. With one ratio, every stage keeps this share of the
+remaining patches. With several ratios, stage i keeps the i-th share of the image's patches. `N@every` removes N patches
+before every layer except the first. Parsing inverts formatting: parse_policy(str(policy)) == policy.written.
 """
 
 import math
@@ -35,9 +35,9 @@ PER_TOKEN = ("keys", "tokens")
 class TokenPolicy:
     """A reducer with its schedule: the stages at which it runs, and how many patches remain after each stage.
 
-    A stage runs before each of `layers`, which are counted from 1. `keep` contains the share of the image's patches
-    that remains after each stage. A keep ratio rho, as papers define it, is `keep` = (rho, rho^2, rho^3). The number of
-    patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
+    A stage runs before each of the `layers`, which are counted from 1. `keep` contains the share of the image's patches
+    that remains after each stage. For three stages, papers' keep ratio rho means `keep` = (rho, rho^2, rho^3). The
+    number of patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
 
     If `num_pruned` is not None, this number of patches is removed before every layer except the first. `on` then sets
     `layers` and `keep` for a given model. ToMe calls this number r, but merges inside every layer, including the last.
@@ -92,11 +92,11 @@ class TokenPolicy:
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy that its text describes. Policies with `@every` have no layers and shares in their text."""
+        """The policy as written in its text. A text with `@every` contains neither layers nor shares."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
-        """Checks the policy for a model with this layout and depth, and returns it with its layers and shares.
+        """Checks that the policy fits a model, and returns the policy with the `layers` and `keep` for this model.
 
         Raises:
             InvalidInput: The model has too few layers or patches.

@@ -47,7 +47,7 @@ class TokenState:
         attention: The previous layer's full attention maps.
         statistic: A statistic over all layers so far (`Reducer.add_layer`).
         keys: The previous layer's keys, averaged over the heads.
-        image_keys: The result of `Reducer.image_keys`.
+        image_keys: An integer per image on which the selection may depend (`Reducer.image_keys`).
         value_norms: The norms of the previous layer's values, by head.
         stage: The number of the stage, counted from 0.
         layer: The number of the layer before which the stage runs, counted from 1.
@@ -95,7 +95,7 @@ class TokenState:
     def after(self, **changes: Any) -> "TokenState":
         """Returns the state after a stage, with these `changes`.
 
-        The quantities of the previous layer are removed, because they describe the tokens before the stage.
+        The previous layer's statistics are set to None, because they describe the tokens before the stage.
         """
         return replace(self, class_attention=None, attention=None, keys=None, value_norms=None, **changes)
 
@@ -133,13 +133,13 @@ class Reduction:
     Attributes:
         kept: The indices of the remaining patches in ascending order.
         tokens: The remaining patches, which merging may have changed.
-        extra: The tokens that the stage adds after them.
-        sizes: The new sizes of the remaining and the added tokens. If it is None, remaining patches keep their sizes
-            and added tokens get size 1.
-        destinations: The index of the token that represents each patch, where remaining tokens come first, and -1 if no
-            token represents it. Required if the state is `tracked` and patches were merged or fused. If it is None,
-            each kept patch represents only itself.
-        whole: The remaining tokens and their sizes, including the prefix tokens, if the reducer has them in one tensor.
+        extra: The tokens that the stage adds after the remaining patches.
+        sizes: The new sizes of the remaining and the added tokens. If `sizes` is None, remaining patches keep their
+            sizes and added tokens get size 1.
+        destinations: For each patch, the index of the token that represents it, or -1 if no token does. Remaining
+            patches are counted before added tokens. Required if the state is `tracked` and patches were merged or
+            fused. If `destinations` is None, each kept patch represents only itself.
+        whole: The remaining tokens and their sizes, with the prefix tokens, if the reducer returns both in one tensor.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -190,8 +190,8 @@ class Reducer(ABC):
         extra: How many tokens a stage appends to the kept patches.
         needs: What the reducer needs from the layer before a stage: any of "class_attention", "attention", "keys",
             "value_norms".
-        every_layer: What it needs from every layer before its last stage: "class_attention", "attention" or "tokens"
-            (the layer's output). `add_layer` accumulates this quantity.
+        every_layer: What the reducer needs from every layer before its last stage: "class_attention", "attention" or
+            "tokens" (the layer's output). `add_layer` accumulates this quantity.
         learned: Whether the reducer has a trainable predictor at every stage.
         one_predictor: Whether all stages share one predictor.
     """
@@ -210,7 +210,7 @@ class Reducer(ABC):
 
     @property
     def untrained_reason(self) -> str | None:
-        """The reason why the selection is meaningless before training with the reducer, or None if it is not."""
+        """The reason why the selection is meaningless before training, or None if no training is needed."""
         return "its predictors select at random until they are trained" if self.learned else None
 
     @abstractmethod
@@ -228,8 +228,8 @@ class Reducer(ABC):
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of a stage that keeps `count` of `patches` patches, counting only matrix products.
 
-        As elsewhere in `costs`, norms, sums and page rank are not counted. A predictor's modules are assumed to run
-        once per patch.
+        As in all of attnrx's costs, norms and sums are not counted, nor is PageRank on attention maps. A predictor's
+        modules are assumed to run once per patch.
         """
         return 0
 
@@ -269,7 +269,7 @@ class Selecting(Reducer):
         """Returns a score for every patch. Only the order of the scores within an image affects the selection."""
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Converts relevance into nonnegative weights, by which a reducer can fuse the pruned patches."""
+        """Converts relevance into nonnegative weights for the mean of pruned patches that a reducer may fuse."""
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -308,7 +308,7 @@ def stable_order(
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
     """Returns the indices of each row's `count` largest values (all indices if there are fewer values), in any order.
 
-    If values are equal, the first ones are chosen, except in a graph for a CPU, where any of them may be chosen.
+    Among equal values, the first ones are chosen. A graph that is traced for a CPU may choose any of them.
     """
     # On CUDA and in ONNX, topk chooses the first of equal values. On CUDA, topk is one kernel, but a stable sort
     # needs four kernels and ten seconds of compilation. In OpenVINO, topk takes a tenth of a sort's time.
