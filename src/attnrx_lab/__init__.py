@@ -1,7 +1,7 @@
 """The laboratory of attnrx: paper tables, baselines, corrupted images, and comparisons.
 
-The entry points in pyproject.toml register its parts in attnrx. They add commands (`attnrx reproduce`, `compare`,
-`bench`, `demo`), checks for `attnrx verify` (`robustness`, `transfer`), and token reducers and rules from papers. They
-also add two models (SVDA's Vision Transformer and LV-ViT) and the dataset of digits among clutter. attnrx itself never
-imports this package.
+Entry points in pyproject.toml register the contents of this package in attnrx: commands (`attnrx reproduce`, `compare`,
+`bench`, `demo`), checks for `attnrx verify` (`robustness`, `transfer`), token reducers and rules from papers, two
+models (SVDA's Vision Transformer and LV-ViT), and a dataset of digits among clutter. attnrx itself never imports this
+package.
 """

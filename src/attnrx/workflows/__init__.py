@@ -1,1 +1,1 @@
-"""The functions that users call, each in a module of its own."""
+"""The functions that users call, each in its own module."""

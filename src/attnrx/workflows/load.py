@@ -113,8 +113,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             arguments or a mapping of named arguments. The arguments must hold two or more items, e.g. the first batch
             of your data. attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
         image_size: The side of the images that the model will take, or their (height, width). By default, the model's
-            own size. For another size, position embeddings are interpolated as the library does it (timm, transformers,
-            torchvision). Costs, plans and files are then for this size.
+            own size. For another size, position embeddings are interpolated by the library's own method (timm,
+            transformers, torchvision). Costs, plans and files are then for this size.
 
     Returns:
         The loaded model.
@@ -165,7 +165,7 @@ def _no_model(value: object) -> str:
 
 
 def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tuple[Elastic, Size] | None:
-    """Returns the elastic model that a source names, and its size for the budget, or None for any other source.
+    """Returns an elastic model and its size for the budget, or None if the source is not an elastic model.
 
     Raises:
         InvalidInput: The source is an elastic model without a budget, or another source with a budget.
@@ -187,10 +187,10 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
-    """Loads the model. If it does not take images, the first batch of the data is the example for its inputs.
+    """Loads the original model. If it does not take images, the data's first batch serves as example inputs.
 
-    A module may refuse the image size for which its Vision Transformer was created. It is then loaded at the size of
-    the data.
+    A module may refuse the image size for which its Vision Transformer was created. The module is then loaded at the
+    size of the data.
     """
     begin("loading the model")
     batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data

@@ -1,7 +1,7 @@
-"""Compares a result's file with the files that you would get without a plan, all measured in one run.
+"""Compares a pruned model's exported file with files of the unchanged model, all measured in one run.
 
-The other files are made from the unchanged model. The vendor's own tool converts this model to float and, with the
-tool's defaults, to 8 bits. attnrx also writes its own file of the unchanged model.
+The runtime vendor's own tool converts the unchanged model to float and, with the tool's defaults, to 8 bits. attnrx
+also writes its own file of the unchanged model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ class FileRun:
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns findings on a file's speed relative to the baseline, with the limit `least`, and on its factors."""
+        """Returns findings about a file's speed relative to the baseline (at least `least`) and about its factors."""
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
@@ -133,7 +133,8 @@ class FileRun:
     def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
         """Returns the evidence with the findings of this run.
 
-        A warning is added if a file of the unchanged model is better than the result, or replaces it (`instead`).
+        A warning is added if a file of the unchanged model is better than the result's file, or replaces it
+        (`instead`).
         """
         headline = self.headline(self.chosen(instead), 1 / target.limit if target.quantity == "latency" else None)
         about = dict(evidence.about)
@@ -204,11 +205,11 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
 
     The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
-    images, timed alternately on the `noise`, and compared on the `tested` images.
+    images, timed alternately on the random images `noise`, and compared on the `tested` images.
 
-    If a file cannot be written, it is left out and logged. Only attnrx's files in `form` must be written. If you pass a
-    `baseline`, its files are used again, except for 8-bit files. attnrx's files get the `class_names` if the model has
-    none. With `in_subprocess`, some files are written in another process at the same time.
+    A file that cannot be written is left out and logged, except for attnrx's files in `form`. If you pass a `baseline`,
+    its files are reused, except for 8-bit files. If a model has no class names, attnrx's files get the `class_names`.
+    With `in_subprocess`, some files are written in another process at the same time.
 
     Raises:
         NotSupported: attnrx cannot write a file in `form`, or the outputs of the result's file differ from the model's.
@@ -270,7 +271,7 @@ def _drafts(
     class_names: Sequence[str],
     log: Log,
 ) -> dict[str, Draft]:
-    """Returns the drafts of all files by their titles, with the vendor's float file first."""
+    """Returns a draft (a description of a file to write) for every title, with the vendor's float file first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")

@@ -59,7 +59,7 @@ def save(
     Raises:
         InvalidInput: A file that attnrx did not write would be overwritten, or the folder belongs to an elastic model.
         FingerprintMismatch: The evidence is for another model.
-        NotSupported: The model cannot be portable, because the library's class cannot have reduced ranks or tokens.
+        NotSupported: The model cannot be portable, because the library's class supports no reduced ranks or tokens.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -109,7 +109,7 @@ def save_with(
 
 
 def require_readable(document: type[Prescription] | type[Evidence], path: Path) -> None:
-    """Raises InvalidInput if a file that was just written cannot be read again. The old files are still in place."""
+    """Raises InvalidInput if a newly written file cannot be read again, before it replaces the old file."""
     try:
         document.load(path)
     except CheckpointError as error:
@@ -141,7 +141,7 @@ def _card(
 
 
 def _kept_card(folder: Path) -> str:
-    """Returns a folder's card if it was edited after attnrx wrote it, else an empty text."""
+    """Returns a folder's model card if a user edited it after attnrx wrote it, otherwise an empty string."""
     card = folder / "README.md"
     # If the file is not a card of attnrx, the write itself will refuse to replace it.
     if file_kind(card) != CARD_KIND:
@@ -172,7 +172,7 @@ def push_to_hub(
     base_model: str | None = None,
     private: bool = False,
 ) -> str:
-    """Uploads a folder that `save` wrote to the Hugging Face hub, and returns its address.
+    """Uploads a folder that `save` wrote to the Hugging Face hub, and returns the repository's address.
 
     The folder is loaded first, so a broken model, or evidence about another model, is never published. If the folder
     has evidence and you did not edit the card, the card is written again, because evidence may have been added later.

@@ -1,6 +1,6 @@
 """`shrink`, the whole workflow in one call. It divides the images, then plans, realizes, fits and verifies a model.
 
-The result is a `Shrunk`. `elastic` runs the same steps for several targets.
+`shrink` returns a `Shrunk`. `elastic` runs the same steps for several targets.
 """
 
 import math
@@ -178,15 +178,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             `to`, relative to the vendor's own file in that runtime and precision.
         macs: The share of the MACs to keep, e.g. 0.5 or 50%.
         params: The share of the parameters to keep, e.g. 0.7 or 70%.
-        max_drop: The points of accuracy that may be lost, e.g. 1pt.
+        max_drop: The accuracy that may be lost, in percentage points, e.g. 1pt.
         max_kl: The allowed mean divergence from the original's outputs, e.g. 0.05. For classes it is in nats, and other
             outputs have their own divergence. With `to`, it applies to the file. attnrx removes MACs until this limit
             is reached.
         size: The size of the weights or, with `to`, of the file, in megabytes, e.g. 4.
         recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
             embeddings, e.g. 0.98 or 98%. attnrx removes MACs until this limit is reached. Implies `keep_index`.
-        keep_index: Fits embeddings for search in an index of the original's vectors. The model is then distilled by the
-            cosine distance to these vectors. With quick, it is distilled only if it has at most 5e9 MACs per image.
+        keep_index: Keeps the embeddings usable as queries to a search index of the original's embeddings. The model is
+            then distilled by the cosine distance to these embeddings. With quick, it is distilled only if it has at
+            most 5e9 MACs per image.
         batch: Images per timed forward pass.
         threads: CPU threads of a timed forward pass (torch's default).
         effort: How much to measure: quick (minutes), normal or thorough. Normal and thorough also distill the model
@@ -292,7 +293,7 @@ def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
 def phase_shares(
     spend: str, effort: str, portable: bool = False, is_file: bool = False, keep_index: bool = False
 ) -> dict[str, float]:
-    """Returns the phases of a call that limits the cost `spend`, with their usual shares of the time."""
+    """Returns the usual share of the time for every phase of a call with a target for the cost `spend`."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
         # For a latency target, blocks and whole plans are timed, too. The shares are wall-clock seconds on one thread
@@ -486,13 +487,13 @@ class ShrinkRun:
         return _Loss(name, lost, limit, 2, self._share_lost_by, least)
 
     def _divergence_of(self, model: nn.Module) -> float:
-        """Returns the mean divergence of a model, or of its file, on the images for predictions."""
+        """Returns the mean divergence of a model, or of its file, on the images held out for predictions."""
         return self._answers_of(model).divergence("original", "result").double().mean().item()
 
     def _share_lost_by(self, model: nn.Module) -> float:
         """Returns the share of nearest neighbours in an old index that a model, or its file, no longer finds.
 
-        The queries are the images for predictions. The result is the share plus its standard error.
+        The queries are the images held out for predictions. The returned share includes one standard error.
         """
         answers = self._answers_of(model)
         old, new = answers.outputs["original"], answers.outputs["result"]
@@ -503,17 +504,17 @@ class ShrinkRun:
 
     @cached_property
     def _stored(self) -> Tensor:
-        """The original's vectors [images, features] for the images to fit to and to verify on.
+        """The original's embeddings [images, features] of the images for fitting and for verification.
 
-        A plan is tested in an index of these vectors, which is at least as large as the index of the verification. The
-        queries are the images for predictions.
+        Plans are tested in an index of these embeddings, which is at least as large as the index of the verification.
+        The queries are the images held out for predictions.
         """
         parts = [self.images.planned, self.images.verified]
         rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
         return torch.cat([each["original"] for each in rows])
 
     def _answers_of(self, model: nn.Module) -> Predictions:
-        """Returns the outputs of the original and of a model, or of its file, on the images for predictions."""
+        """Returns the outputs of the original and of a model (or its file) on the images held out for predictions."""
         form, images = format_of(self.settings), self.images.predicted
         with scratch_folder() as folder:
             candidate = model
@@ -577,9 +578,9 @@ class ShrinkRun:
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
         """Returns a file of the unchanged model if it should replace the plan's file, else None.
 
-        For a latency target, the returned file meets the target, is faster than the plan's file, and is no farther from
-        the original. Of attnrx's files like this, the fastest is returned. For a target of parameters, no file replaces
-        the plan's, because such a plan need not be faster. For other targets, the unchanged model's file in the same
+        For a latency target, a file by attnrx replaces the plan's file if it meets the target, is faster, and is no
+        farther from the original. The fastest of these files is returned. For a parameter target, no file replaces the
+        plan's file, because such a plan need not be faster. For other targets, the unchanged model's file in the same
         format is returned if it is faster.
         """
         log, result = self.settings.log, files.result
@@ -617,7 +618,7 @@ class ShrinkRun:
     ) -> Shrunk:
         """Verifies a model, or its file if there is a format, against the original.
 
-        `last` holds the checks that run at the end, such as the check of the plan's promises.
+        `last` holds the checks that run at the end, e.g. whether the plan's predictions were right.
         """
         begin("verifying")
         tested, names = self.images.verified, self.class_names

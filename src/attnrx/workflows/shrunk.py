@@ -76,7 +76,7 @@ class Shrunk:
         prescription: What was pruned, and how. None for the unchanged model.
         evidence: The comparison with the original.
         plan: The plan with its predictions. None for the unchanged model.
-        target: The target of the call.
+        target: The target that you passed to `shrink`.
         diagnosis: The diagnosis of the original, for the report.
         samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
         class_names: The classes of the data, for exported files.
@@ -85,8 +85,8 @@ class Shrunk:
             outputs are not maps.
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
-        form: The format of the file to write, as text, or None without `to`. It is the `to` of the call, unless the
-            unchanged model in another format is better than the plan. It is then the other format.
+        form: The format of the file to write, as text, or None without `to`. It equals `to`, unless a file of the
+            unchanged model replaces the plan's file. It is then the format of this other file.
         file: The temporary file in the format `form` on which the evidence was measured. `save` copies this file.
     """
 
@@ -113,7 +113,7 @@ class Shrunk:
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result with the model in its own class, accelerated if it was timed in attnrx's kernels."""
+        """Returns the result in the library's class, accelerated for a latency target in attnrx's kernels."""
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -154,8 +154,8 @@ class Shrunk:
 
         If you pass another format as `to`, its file gets its own evidence, e.g. evidence-int8.json, which compares it
         with the original. The file's speed is relative to the original in its own library, at the file's precision. The
-        original is also timed as a file of the same format. Its time shows how much of the speed is due to the format,
-        and how much to the compression.
+        original is also timed as a file of the same format. This timing shows how much of the speed is due to the
+        format, and how much to the compression.
 
         Args:
             folder: The folder to write. A missing folder is created.
@@ -265,7 +265,7 @@ class Shrunk:
 def samples_of(
     original: nn.Module, model: nn.Module, images: ImageSet, class_names: tuple[str, ...]
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
-    """Returns a few images with their classes, and both models' maps for the first ones, for the report.
+    """Returns a few images with their classes for the report, and both models' output maps of the first images.
 
     If the inputs are not pictures, both results are None. If the models do not return maps, the maps are None.
     """
@@ -279,7 +279,7 @@ def samples_of(
 
 
 def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check, ...]:
-    """Returns the checks of the outputs. For embeddings they include a search in an old index.
+    """Returns the checks that compare outputs. For embeddings, they include a search in the original's index.
 
     A divergence or recall target sets the limit of its check.
     """
@@ -291,7 +291,7 @@ def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
-    """Returns the checks, after an accuracy check if the images have labels and the model makes decisions."""
+    """Prepends an accuracy check to the checks if the images have labels and the outputs imply decisions."""
     has_accuracy = images.has_labels and output_kind_of(model).has_decisions
     return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
 
@@ -311,7 +311,7 @@ def evidence_of(path: Path) -> Path:
 
 
 def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Evidence:
-    """Returns a model's evidence, with the findings about its file's outputs in place of its own."""
+    """Returns a model's evidence with findings about its file's outputs instead of the model's outputs."""
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
@@ -322,7 +322,7 @@ def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Ev
 
 
 def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, Format]) -> None:
-    """Raises InvalidInput if results with these files would overwrite files that attnrx did not write."""
+    """Raises InvalidInput if saving a result with these files would overwrite files that attnrx did not write."""
     require_no_sizes(folder)
     require_model_folder(folder)
     require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)

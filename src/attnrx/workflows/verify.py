@@ -80,7 +80,8 @@ def stored_prescription(
 def stored_folder(source: str | Path) -> Path:
     """Returns the folder that contains a model's prescription and evidence.
 
-    For an elastic size (`FOLDER@macs=0.6`), this is the folder of the size. For any other source, it is the source.
+    For a size of an elastic model (`FOLDER@macs=0.6`), this is the folder of the size. For any other source, the source
+    itself is returned.
     """
     found = size_of(source) if "@" in str(source) else None
     return Path(source) if found is None else found[0].folder / found[1].name
@@ -129,7 +130,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         masked: The reference with the pruned directions set to zero, for checks that compare with it. If the candidate
             comes from a folder, the default is made with the folder's prescription.
         diagnosis: The diagnosis of the reference, for the check "controls".
-        splits: The data with training images. The checks "controls" and "transfer" fit on them.
+        splits: Data with training images, which the checks "controls" and "transfer" use for fitting.
         seed: The seed of every random draw.
         batch_size: Images per forward pass.
         device: The device of the models. By default, the reference's device.
@@ -138,7 +139,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         metric: Your own metric, `metric(outputs, (images, labels))`. It returns one number per image, e.g. the
             intersection over union with a mask. For models without classes, labels may be tensors of any shape.
         metric_of_set: Your own metric of a whole set, `metric_of_set(outputs, labels)`. It returns one number for all
-            images, e.g. a mean average precision. Its interval comes from 200 resamples of the images.
+            images, e.g. a mean average precision. Its confidence interval comes from 200 resamples of the images.
 
     Returns:
         The findings, with the conditions of their measurement.

@@ -1,4 +1,4 @@
-"""The interface of baselines, which return a smaller model for a share of the units or for a share of the MACs."""
+"""The interface of baseline methods, which compress a model to a share of its units or of its MACs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -80,10 +80,10 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns the decisions for every layer. `fitted=False` gives the same shapes, but compensates no weights."""
+        """Returns every layer's pruning decisions. `fitted=False` changes no shape, but compensates no weights."""
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
-        """Returns the prescription that keeps this share of the units. It lists no rules, because no rule made it."""
+        """Returns the prescription that keeps this share of the units. It contains no rules, because none was used."""
         about = {**self.diagnosis.about, "baseline": self.name}
         return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
 
@@ -98,8 +98,8 @@ class PrescribedBaseline(ModelCompressor):
 class SearchedBaseline(ModelCompressor):
     """A baseline that learns a smaller model for a share of the MACs. Every learned model is cached.
 
-    For this class, `share` is a share of the MACs. For other compressors it is a share of the units, so they know the
-    costs before they learn anything.
+    In this class, `share` is a share of the MACs. In other compressors, `share` is a share of the units, so their costs
+    are known without learning a model.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -126,7 +126,7 @@ class SearchedBaseline(ModelCompressor):
         return self._models[share]
 
     def images_of_step(self, step: int, batch: int) -> ImageBatch:
-        """Returns the images of one step. Every pass over the images has another order, drawn from the seed."""
+        """Returns the images of one training step. The seed determines the order of the images in each epoch."""
         size = min(batch, len(self.calibration))
         steps = len(self.calibration) // size  # in one pass, without an incomplete last batch
         epoch, start = divmod(step, steps)

@@ -24,10 +24,11 @@ BATCH = 32
 class CorpBaseline(PrescribedBaseline):
     """CORP (Zhang and Yang, 2026, arXiv 2602.05243): closed-form one-shot pruning without labels or gradients.
 
-    Every MLP keeps the same share of its hidden units, and every head the same share of its query-key dimensions. CORP
-    predicts the removed activations by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the removed
-    logits by a bilinear function, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the calibration images finds A, c and M.
-    CORP folds them into the second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
+    Every MLP keeps the same share of its hidden units, and every head keeps the same share of its query-key dimensions.
+    CORP predicts the removed activations x_P by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the
+    removed logits by a bilinear function of the kept dimensions, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the
+    calibration images finds A, c and M. CORP folds A and c into the MLP's second linear layer, with the weight
+    W_S + W_P A, and M into the queries, Q_S (I + M).
 
     The objectives and the folding follow the paper's abstract. The following choices are ours:
 
@@ -116,9 +117,9 @@ def logit_compensation(
 ) -> Float[Tensor, "kept kept"]:
     """Returns the M that minimizes the sum over images of |Q_S M K_S^T - Q_P K_P^T|^2 plus a penalty on |M|^2.
 
-    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image. S denotes the kept dimensions, and P the
-    removed ones. The normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS. For the row-major vec(M), their matrix
-    is a sum of Kronecker products.
+    `query` and `key` are the Gram matrices Gq = Q^T Q and Gk = K^T K of every image. S denotes the kept dimensions, and
+    P the removed ones. The normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS, with sums over the images. For the
+    row-major vec(M), the matrix of these equations is a sum of Kronecker products.
     """
     query, key, size = query.double(), key.double(), int(keep.sum())
     query_kept, key_kept = query[:, keep][:, :, keep], key[:, keep][:, :, keep]

@@ -1,4 +1,4 @@
-"""DiffRate as a baseline, which learns the number of patches in every layer by gradient, for a target in MACs."""
+"""DiffRate as a baseline, which learns the number of patches in every layer by gradient descent for a MACs target."""
 
 import copy
 from collections.abc import Callable
@@ -37,11 +37,11 @@ class KeptShare(nn.Module):
 
 @dataclass(frozen=True)
 class RatedByAttention(Predicting):
-    """Samples the patches with the highest class attention. The share that a stage keeps is its parameter, `KeptShare`.
+    """Samples patches by their class attention. Each stage learns the share of patches that it keeps (`KeptShare`).
 
-    The log-odds that a patch is kept are (share * patches - rank - 1/2) / SOFTNESS, where rank 0 is the most attended
-    patch. So a sample contains about share * patches patches. The loss trains the share through the patches near this
-    boundary.
+    The log-odds that a patch is kept are (share * patches - rank - 1/2) / SOFTNESS, where the most attended patch has
+    rank 0. So a sample contains about share * patches patches. The share gets its gradients from the patches near the
+    boundary between kept and pruned patches.
     """
 
     needs = ("class_attention",)
@@ -67,9 +67,9 @@ class DiffRateBaseline(SearchedBaseline):
 
     Adam learns one share per layer on unlabelled calibration images, starting from the uniform schedule that meets the
     target. The loss is the KL divergence from the original, plus COST_WEIGHT times the squared difference between the
-    MACs and the target. All shares are then raised to one common power that meets the target. The result is an ordinary
-    token policy that fuses the patches with the lowest class attention into the most similar other patches (`dtps` with
-    class attention).
+    MACs and the target. The learned shares are then raised to a common power, so that the model meets the target. The
+    result is an ordinary token policy that fuses the patches with the lowest class attention into the most similar
+    other patches (`dtps` with class attention).
 
     The following choices are ours:
 
@@ -78,7 +78,7 @@ class DiffRateBaseline(SearchedBaseline):
     - a logistic boundary with Gumbel noise (`RatedByAttention`), instead of probabilities over candidate rates with a
       straight-through mask
     - KL divergence instead of cross-entropy, so the method uses no labels
-    - the steps, rates and weights above (the paper trains for three epochs on ImageNet)
+    - the number of steps, the learning rate and the loss weight (the paper trains for three epochs on ImageNet)
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -122,7 +122,7 @@ class DiffRateBaseline(SearchedBaseline):
         return self.family.costs(self.model, tokens=policy)
 
     def _within(self, shares: list[float], share: float) -> TokenPolicy:
-        """Returns the schedule `shares`, raised to the smallest power that costs at most `share` of the MACs."""
+        """Returns the policy for `shares` raised to the smallest power with at most `share` of the MACs."""
         most = share * self._macs
 
         # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1. So costs rise with `part`, as
@@ -136,7 +136,7 @@ class DiffRateBaseline(SearchedBaseline):
         return at(part)
 
     def uniform_ratio(self, share: float) -> float | None:
-        """Returns the ratio of patches that every stage of a uniform schedule keeps, or None if no ratio is enough."""
+        """Returns the largest keep ratio of a uniform schedule within this share of the MACs, or None if none fits."""
         most = share * self._macs
 
         def policy(ratio: float) -> TokenPolicy:

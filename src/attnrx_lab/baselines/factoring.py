@@ -32,10 +32,10 @@ Bias = Float[Tensor, "outputs"] | None
 class LowRank:
     """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias, in float64.
 
-    Directions are in descending order of `strength`, which is their contribution in the method's metric. A map of lower
-    rank has the first directions of a map of higher rank. `strength` always lists all min(outputs, inputs) values, even
-    if the map is truncated. So the squared error in the metric is the sum of the squared values beyond the rank.
-    Directions without energy have strength 0. The bias is unchanged.
+    Directions are the rank-one terms of the weight. They are sorted by descending `strength`, which is their
+    contribution in the method's metric, so truncation to a lower rank keeps the first directions. `strength` always
+    lists all min(outputs, inputs) values, even after truncation. The squared error in the metric is therefore the sum
+    of the squared strengths beyond the rank. Directions without energy have strength 0. The bias is unchanged.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -45,7 +45,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Weight, bias: Bias, found: Directions) -> "LowRank":
-        """Returns the map that projects the outputs onto all of these directions."""
+        """Returns the low-rank map that projects the outputs of `weight` onto the directions in `found`."""
         strength, directions = found
         return cls(directions @ weight.detach().double(), directions.mT, strength, bias)
 
@@ -70,9 +70,9 @@ def svd(weight: Weight, bias: Bias = None) -> LowRank:
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
-    This function implements activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to a rank, the result
-    minimizes |(W - W') S| over all maps of that rank. `magnitude` is the mean of |x| per input feature over calibration
-    data. `alpha=0` is the plain SVD.
+    This function implements activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to rank r, the result
+    W' minimizes |(W - W') S| over all matrices of rank r. `magnitude` is the mean of |x| per input feature over
+    calibration data. `alpha=0` gives the plain SVD.
     """
     weight = weight.detach().double()
     return _scaled_inputs(weight, bias, _scales(magnitude).pow(alpha))
@@ -83,9 +83,9 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 
     This function implements Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as
     x W + b, so the rows of its matrix [inputs, outputs] belong to the inputs. The paper sums the Fisher information of
-    each row. The default `side="inputs"` does the same: for a weight [outputs, inputs] it sums over the outputs, and D
-    scales the inputs. `side="outputs"` sums the rows of the weight as PyTorch stores it. Truncated to a rank, the
-    result minimizes |(W - W') D|, or |D (W - W')| for "outputs".
+    each row. The default `side="inputs"` does the same for PyTorch's weight [outputs, inputs]. It sums over the
+    outputs, and D scales the inputs. `side="outputs"` sums the rows of the weight as PyTorch stores it. Truncated to a
+    rank, the result W' minimizes |(W - W') D|, or |D (W - W')| for "outputs".
     """
     weight = weight.detach().double()
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
@@ -99,10 +99,10 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
     """Factors W with its inputs whitened, i.e. by the SVD of W S, where S is the Cholesky factor of M (S S^T = M).
 
-    This function implements SVD-LLM (Wang et al., 2024, arXiv 2403.07378). It multiplies the right factor by S^-1. For
-    a positive definite M, the result equals the optimum of `activation_aware`. A ridge of 1e-12 times the trace makes a
-    singular M definite. `activation_aware` does not need this ridge. Raises InvalidInput for a moment that is zero, not
-    finite or not symmetric.
+    This function implements SVD-LLM (Wang et al., 2024, arXiv 2403.07378). The method multiplies the right factor of
+    the SVD by S^-1. For a positive definite M, the result equals the optimum of `activation_aware`. If M is singular, a
+    ridge of 1e-12 times the trace is added, which `activation_aware` does not need. Raises InvalidInput for a moment
+    that is zero, not finite or not symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)
@@ -150,7 +150,7 @@ Ranks = Mapping[MapAddress, int]
 
 
 class FactoredHeads(HeadLinear):
-    """A projection to heads that is factored into two maps, with `rank` features shared by all heads in between."""
+    """A projection to all heads, factored into two linear layers with `rank` features between them."""
 
     def __init__(self, source: HeadLinear, rank: int):
         # The inherited weight, [rows, rank], is the second factor, because padding adds rows to the heads.
@@ -163,14 +163,14 @@ class FactoredHeads(HeadLinear):
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Applies both maps. The second map is padded and scaled by the factor."""
+        """Applies both linear layers. The rows of the second layer are padded to `rows` and scaled by `factor`."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
         return super().padded(self.first(tokens), rows, factor)
 
 
 class FactoredOutputProjection(OutputProjection):
-    """An output projection that is factored into two maps, with `rank` features in between."""
+    """An output projection, factored into two linear layers with `rank` features between them."""
 
     def __init__(self, source: OutputProjection, rank: int):
         # The inherited weight, [rank, features], is the first factor, because padding adds columns to the heads.
@@ -183,12 +183,12 @@ class FactoredOutputProjection(OutputProjection):
     def padded(
         self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Applies both maps. The first map is padded to the heads' padded `value_dims`."""
+        """Applies both linear layers. The columns of the first layer are padded to the heads' `value_dims`."""
         return self(features) if value_dims == self.value_dims else self.second(super().padded(features, value_dims))
 
 
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
-    """Returns every map's layer and name. An MLP's maps are included only if it has exactly two linear maps.
+    """Returns the layer and the name of every linear map. MLPs are included only if they have exactly two such maps.
 
     Raises:
         NotSupported: A map is already factored.
@@ -204,7 +204,7 @@ def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
 
 
 def linear_at(model: nn.Module, address: MapAddress) -> nn.Module:
-    """Returns the module of one map, which has a weight [outputs, inputs] and a bias or None."""
+    """Returns the module at an address, which has a weight [outputs, inputs] and a bias (or None)."""
     layer, name = address
     if name in MLP_MAPS:
         return family_of(model).mlp(model)[layer][MLP_MAPS.index(name)]
@@ -212,7 +212,7 @@ def linear_at(model: nn.Module, address: MapAddress) -> nn.Module:
 
 
 def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "outputs inputs"], Tensor | None]:
-    """Returns the weight and the bias of one map, in float64 on the CPU."""
+    """Returns the weight and the bias of the linear map at an address, in float64 on the CPU."""
     linear = linear_at(model, address)
     bias = linear.bias
     weight = linear.get_parameter("weight").detach().cpu().double()
@@ -267,14 +267,14 @@ def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Moments of one map's inputs x over all tokens of all images: the mean of |x|, and E[x x^T]."""
+    """Moments of a linear map's inputs x over all tokens of all images: the mean of |x|, and E[x x^T]."""
 
     magnitude: Float[Tensor, "inputs"]
     moment: Float[Tensor, "inputs inputs"]
 
 
 class MapStatistics:
-    """The input moments and Fisher information of a model's maps on calibration images, each measured when needed."""
+    """Input moments and Fisher information of a model's linear maps, measured on calibration images when needed."""
 
     def __init__(self, model: nn.Module, images: ImageSet, batch_size: int = 32):
         self.model, self.images, self.batch_size = model, images, batch_size
@@ -284,10 +284,10 @@ class MapStatistics:
         return self._moments[address]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
-        """Returns the empirical Fisher information of one map's weight, which is its mean squared gradient over images.
+        """Returns the empirical Fisher information of a weight, which is its mean squared gradient over images.
 
-        The function differentiates -log p(y | image), where y = argmax p is the model's own prediction. So it does not
-        use the dataset's labels.
+        The function differentiates -log p(y | image), where y = argmax p is the model's own prediction. So the
+        dataset's labels are not used.
         """
         return self._fisher[address]
 
@@ -332,7 +332,7 @@ def mean_squared_gradients(
 ) -> dict[MapAddress, Float[Tensor, "outputs inputs"]]:
     """Returns the squared gradients of the weights at `addresses`, averaged over images, in float64 on the CPU.
 
-    `loss` receives a copy of the model, one image [1, channels, height, width] and its position.
+    `loss` receives a copy of the model, one image [1, channels, height, width] and the image's index.
     """
     # Gradients are computed in a copy, and only for the weights at `addresses`.
     model = copy.deepcopy(model).eval().requires_grad_(False)
@@ -360,7 +360,7 @@ FACTORS: Mapping[str, Factor] = {
 
 
 class FactoringBaseline(ModelCompressor):
-    """Factors all linear maps. Each map keeps the same share of its own MACs.
+    """Factors all linear maps of the blocks. Each map keeps the same share of its own MACs.
 
     For a share s the rank is floor(s * outputs * inputs / (outputs + inputs)), but at least 1. The papers define their
     compression ratio in the same way. The heads keep their sizes, so attention itself costs the same as before.

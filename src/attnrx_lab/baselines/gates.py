@@ -64,7 +64,7 @@ class UnitGates(nn.Module):
 
 
 class GatedModel(nn.Module):
-    """Wraps a model and multiplies its queries, head outputs and hidden units by gates, through the weights.
+    """Wraps a model and gates its queries, head outputs and hidden units by multiplying the weights by the gates.
 
     Raises:
         NotSupported: A layer has scores that are not plain dot products, heads of different sizes, or an MLP that is
@@ -174,7 +174,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the smallest share of the MACs that gates can reach, when only units that no threshold removes remain."""
+    """Returns the smallest share of the MACs that gates can reach. Some units remain at any threshold."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 
@@ -242,9 +242,9 @@ class GatedBaseline(SearchedBaseline):
     """Trains WDPruning's gates for a share of the MACs (`UnitGates`), prunes and fine-tunes.
 
     Adam trains weights and gates for STEPS steps. `prescribe_gates` then turns the gates into a prescription, and Adam
-    fine-tunes the smaller model for another STEPS steps. Three choices are ours. The loss is KL(original || model)
-    instead of cross-entropy and distillation, so the method uses no labels. There are few steps (the paper trains for
-    tens of epochs). All rates and weights are ours, too.
+    fine-tunes the smaller model for another STEPS steps. Three choices are ours. First, the loss is the KL divergence
+    from the original instead of cross-entropy and distillation, so the method uses no labels. Second, training takes
+    only a few steps, while the paper trains for tens of epochs. Third, we chose all learning rates and loss weights.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
@@ -267,7 +267,7 @@ class GatedBaseline(SearchedBaseline):
         return small.eval()
 
     def _train_(self, model: nn.Module, groups: list[dict], macs: float | None = None) -> None:
-        """Minimizes, on the calibration images, the divergence from the original plus the budget term of the gates."""
+        """Trains on the calibration images. The loss is the KL divergence, plus the budget term if `macs` is given."""
         optimizer = torch.optim.Adam(groups, lr=LEARNING_RATE)
         model.train()
         reference = self.model.eval()
