@@ -26,14 +26,14 @@ LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits a
 
 @dataclass(frozen=True)
 class Oracle(Random):
-    """Keeps the digit's patches first, then random patches. Its result is an upper limit for reducers that prune.
+    """Keeps the digit's patches first, then random patches, as an upper limit for what pruning reducers can achieve.
 
     The reducer recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits'
-    patches. For images from other data, the selection is random.
+    patches. For images that are not in the dataset, the selection is random.
     """
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns a number in [0, 1) for every patch, plus 1 for the digit's patches."""
+        """Returns a random number in [0, 1) for every patch, plus 1 if the patch shows the digit."""
         chance, objects_of = super().relevance(state, predictor), _objects_by_key()
         assert state.image_keys is not None
         objects = [objects_of.get(key & LOWER_BITS) for key in state.image_keys.tolist()]
@@ -51,7 +51,7 @@ REDUCERS.register(Oracle)
 
 @cache
 def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
-    """Maps the key of every image in the dataset to a mask of the digit's patches in the image."""
+    """Maps the pixel hash of every image in the dataset to a mask of the digit's patches in the image."""
     splits, objects_of = load_data(CLUTTERED), {}
     for split in PLACEMENTS:
         objects = object_patches(split)
@@ -64,7 +64,7 @@ def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
 def object_finding(
     model: nn.Module, images: ImageSet, objects: Bool[Tensor, "rows patches"], check: str, stage: str = "last"
 ) -> Finding:
-    """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
+    """Measures the share of the objects' patches that remain after the first or the last stage of token reduction.
 
     `objects` is a mask with a row for every image of the split. A patch that was merged or fused into another patch
     counts as lost.
@@ -86,10 +86,10 @@ def object_finding(
 def patches_left(
     model: nn.Module, images: Float[Tensor, "images channels height width"]
 ) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches that remain after each stage of a model with token reduction. The images run as one batch.
+    """Returns a mask of the patches that remain after each stage of token reduction. The images run as one batch.
 
-    A patch that was merged into another, or fused into a new token, counts as lost. The patch that it was merged into
-    counts as kept.
+    A patch that was merged into another patch, or fused into a new token, counts as lost. The patch into which others
+    were merged counts as kept.
 
     Raises:
         InvalidInput: The model has no token policy.

@@ -1,4 +1,4 @@
-"""Digits among clutter, a dataset in which only a few patches of an image matter and these patches are known.
+"""The dataset cluttered-digits, in which only a few patches of each image matter, and these patches are known.
 
 Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits covers 2 x 2 patches at a random position. Each
 other patch contains, with probability one half, a fragment of another digit at half the contrast. The splits share no
@@ -37,7 +37,7 @@ NOTE = (
 class Canvases:
     """The images of one split.
 
-    `digits` holds the row of each image's digit in scikit-learn's data. `objects` is a mask of the digit's patches.
+    `digits` is the index of each image's digit in scikit-learn's dataset. `objects` is a mask of the digit's patches.
     """
 
     pixels: UInt8[Tensor, "images height width"]
@@ -47,14 +47,14 @@ class Canvases:
 
 
 def open_cluttered_digits(seed: int = 0) -> Opened:
-    """Generates the images of all splits. Equal seeds give equal images on every machine."""
+    """Generates the images of all splits. The same seed produces the same images on every machine."""
     made = {split: canvases(split, seed) for split in PLACEMENTS}
     splits = {split: stored_greys(each.pixels, each.labels, "cluttered digit {}") for split, each in made.items()}
     return Opened(splits, tuple("0123456789"), (NOTE,))
 
 
 def object_patches(split: str) -> Bool[Tensor, "images patches"]:
-    """Returns a mask of the digit's four patches in every image of a split of `load_data("cluttered-digits")`.
+    """Returns a mask of the digit's four patches for every image in a split of `load_data("cluttered-digits")`.
 
     Patches are numbered row by row. Row i of the mask belongs to the image with `Batch.index` i.
 
@@ -89,7 +89,7 @@ def canvases(split: str, seed: int = 0) -> Canvases:
 
 
 def _rows_by_split(labels: Tensor) -> dict[str, Tensor]:
-    """Returns the rows of each split's digits in scikit-learn's data. All classes are divided in equal proportions."""
+    """Returns the indices of each split's digits in scikit-learn's dataset. The splits are stratified by class."""
     is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
     # VALIDATION_SHARE is a share of all digits, but `rest` contains no test digits.
@@ -106,10 +106,11 @@ def _places(count: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the patches of every image, [images, patches, 4, 4]. About half of them show a part of another digit.
+    """Draws clutter for all patches, [images, patches, 4, 4]. About half of the patches show part of another digit.
 
-    `images` [digits, 8, 8] are the digits of the split. `digits` [images] is the digit of every image. A fragment is a
-    random window of a digit. It avoids the outermost columns, which are mostly blank.
+    `images`, [digits, 8, 8], contains the digits of the split. `digits`, [images], is the index of each image's own
+    digit. A fragment is a random window of another digit. The window avoids the outermost columns, which are mostly
+    blank.
     """
     shape = len(digits), GRID * GRID
     # The offset is at least 1 and less than the number of digits, so the other digit always differs from the image's.

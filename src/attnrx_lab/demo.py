@@ -1,4 +1,4 @@
-"""The demonstration `attnrx demo`: trains a small Vision Transformer on digits among clutter, then shrinks it."""
+"""The demonstration `attnrx demo`, which trains a small Vision Transformer on generated images and shrinks it."""
 
 import time
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ PATCHES = 10  # the approximate number of patches along one side of an image
 class DemoResult:
     """The result of `demo`. `folder` contains the smaller model, the report and the evidence.
 
-    `accuracy` is the accuracy of the original in %. `seconds` is the time that `demo` took.
+    `accuracy` is the original model's accuracy in %. `seconds` is the time that `demo` took.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ def demo(
 ) -> DemoResult:
     """Trains a small timm ViT on a dataset, makes it GAIN times as fast with `shrink`, and writes a report to `folder`.
 
-    If the folder contains a finished training, `demo` uses its result. It resumes an interrupted training.
+    If the folder contains a finished training, `demo` uses the trained model. An interrupted training is resumed.
     """
     began, folder, step = time.perf_counter(), Path(folder), count(1)
 
@@ -140,7 +140,7 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the demonstration's two claims: a minimum speed-up by compression, and a maximum loss of accuracy."""
+    """Adds the demonstration's two claims, a minimum speed-up by compression and a maximum loss of accuracy."""
     findings = []
     for finding in evidence.findings:
         quantity = finding.details.get("quantity")

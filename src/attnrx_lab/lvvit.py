@@ -93,7 +93,7 @@ class LVViTConfig(TransformerConfig):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image, which are the class token and the patches."""
+        """The number of tokens per image, which includes the class token."""
         return 1 + self.patches
 
     def patch_costs(self) -> PartCosts:
@@ -106,9 +106,9 @@ class LVViTConfig(TransformerConfig):
         return sum(convolutions, start=projection)
 
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
-        """Returns the costs without building the model, optionally with other specs and tokens in its layers.
+        """Returns the costs without building the model, optionally for other attention shapes and numbers of tokens.
 
-        The patches are classified after the last layer, so pruning tokens reduces the MACs of the classifier, too.
+        Patches are classified after the last layer, so pruning tokens also reduces the MACs of the patch classifier.
         """
         costs = super().costs(attention, tokens)
         costs = replace(costs, embeddings=PartCosts((1 + self.tokens) * self.width))  # class token and positions
@@ -123,7 +123,7 @@ class LVViTConfig(TransformerConfig):
 
 
 class Stem(nn.Module):
-    """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
+    """Embeds patches by four convolutions: 7 x 7 with stride 2, two of 3 x 3, and the projection to tokens.
 
     The first three convolutions have no bias, and BatchNorm and ReLU follow each of them. The kernel of the projection
     is half the patch size, because the first convolution halves the image.
@@ -162,10 +162,11 @@ class DividedLayer(Layer):
 
 
 class LVViT(Transformer[LVViTConfig]):
-    """LV-ViT with a classifier for the class token and a second classifier for the patches.
+    """LV-ViT with one classifier for the class token and a second classifier for the patches.
 
-    In training mode the BatchNorms of the stem use the statistics of a batch. So gradient accumulation is not exactly
-    equal to one large batch. The model does not contain MixToken, the paper's augmentation that mixes patches.
+    In training mode the BatchNorms of the stem use batch statistics. So training with gradient accumulation is not
+    exactly equal to training with one large batch. MixToken, the paper's augmentation that mixes patches, is not
+    included.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -179,14 +180,14 @@ class LVViT(Transformer[LVViTConfig]):
         self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
 
     def logits(self, images: ImageBatch) -> Logits:
-        """Returns the logits of the class token plus, class by class, half of the largest logit of a patch."""
+        """Returns the class token's logits plus, for each class, half of the largest logit over the patches."""
         logits, patches = self.answers(images)
         return logits if patches is None else logits + PATCH_SHARE * patches.amax(1)
 
     def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
-        """Returns the logits of the class token and of the remaining patches, for training with token labels.
+        """Returns the class token's logits and the remaining patches' logits, for training with token labels.
 
-        If a mask prunes tokens, a pruned patch has the same logits as one of the remaining patches.
+        If tokens are pruned by a mask, a pruned patch has the same logits as one of the remaining patches.
         """
         require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)
@@ -214,13 +215,13 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return lvvit_config(name.removeprefix("lvvit:"), **changes)
 
     def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
-        """Creates a model in evaluation mode with the weights of a published file (safetensors or a torch checkpoint).
+        """Loads a published weight file (safetensors or a torch checkpoint) into a new model in evaluation mode.
 
         The model uses the published preprocessing: bicubic resizing and a crop of 0.9. `changes` override fields of the
         configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
-            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart. The
+            CheckpointError: The file is not a weight file, or a tensor in the file or the model has no counterpart. The
                 message names the tensor.
         """
         config = self.config(name, **changes)
@@ -239,14 +240,14 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return self._transformer(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the layout: a class token before the patches, with max pooling if the model classifies patches."""
+        """Returns the token layout, a class token before the patches, with max pooling if patches are classified."""
         config = self._transformer(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
-    """Returns the configuration `lvvit:SIZE`. `changes` override fields of LVViTConfig, form, width, depth or heads.
+    """Returns the configuration `lvvit:SIZE`. `changes` override its form, width, depth, heads and other fields.
 
     Raises:
         UnknownName: There is no such size.
@@ -263,7 +264,7 @@ def published_geometry(side: int, channels: int = 3) -> ImageGeometry:
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Returns published tensors by attnrx's names. Every tensor on either side must have a counterpart.
+    """Renames published tensors to attnrx's parameter names. Every tensor on either side must have a counterpart.
 
     Raises:
         CheckpointError: A tensor has no counterpart or another shape.
@@ -286,7 +287,7 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
 
 
 def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
-    """Returns, for every published tensor, the names of the attnrx parameters that are stored in it."""
+    """Maps the name of every published tensor to the attnrx parameters that the tensor contains."""
     parameters = model.state_dict().keys()
     names: dict[str, tuple[str, ...]] = {"cls_token": ("class_token",), "pos_embed": ("positions",)}
     for layer in range(model.config.depth):

@@ -1,4 +1,4 @@
-"""attnrx's own plans as a method, made like `shrink(macs=..., effort="quick")` on the calibration images."""
+"""A baseline that plans, prunes and repairs a model as `shrink(macs=..., effort="quick")` does."""
 
 from torch import nn
 
@@ -17,10 +17,10 @@ LEAST = 16  # the smallest number of calibration images, because an eighth is he
 
 
 class PlanBaseline(SearchedBaseline):
-    """Plans for a share of the MACs, then realizes and repairs the plan as `effort="quick"` does.
+    """Plans which parts to prune for a share of the MACs, then prunes and repairs as `effort="quick"` does.
 
-    The plan is chosen on seven eighths of the calibration images. Then the weights are fitted to all calibration
-    images. Plans for several shares reuse one search.
+    The baseline chooses the plan on seven eighths of the calibration images, and then fits the weights to all of them.
+    All shares reuse the same search.
 
     Raises:
         InvalidInput: There are fewer than LEAST calibration images.
@@ -34,7 +34,7 @@ class PlanBaseline(SearchedBaseline):
         self._planners: dict[str, Planner] = {}
 
     def searched(self, share: float) -> nn.Module:
-        """Returns the planned model for a share of the MACs. Raises NotSupported if no plan costs so little."""
+        """Returns the planned model for a share of the MACs. Raises NotSupported if no plan fits it."""
         settings = PlanSettings.preset("quick", seed=self.seed)
         effort = Effort.of("quick", output_kind_of(self.model), self._macs, settings)
         images, others = self.calibration, self.calibration.take(len(self.calibration) // 8)

@@ -1,4 +1,4 @@
-"""SnapViT as a baseline, which ranks heads and hidden units once, without labels, for all budgets."""
+"""The baseline SnapViT, which ranks attention heads and hidden MLP units once, without labels, for all budgets."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ TEACHER, STUDENT = 0.04, 0.1  # temperatures (DINO: Caron et al., 2021)
 
 @dataclass(frozen=True)
 class Structure:
-    """A head or a hidden unit that can be removed, with its importance per parameter and its number of parameters."""
+    """A removable attention head or hidden MLP unit, with its importance per parameter and its parameter count."""
 
     importance: float
     layer: int
@@ -32,20 +32,21 @@ class Structure:
 
 
 class SnapVitBaseline(PrescribedBaseline):
-    """SnapViT (Simoncini et al., NeurIPS 2025, arXiv 2510.17700): one ranking of heads and hidden units, no retraining.
+    """Prunes by one ranking, without retraining (SnapViT, Simoncini et al., NeurIPS 2025, arXiv 2510.17700).
 
     The local curvature H is the squared gradient of a self-supervised loss (`self_supervised_loss`), averaged over
-    images: H = mean |grad L_i|^2. Near a minimum, removing a structure changes the loss by the sum of H theta^2 / 2
-    over its parameters. The method removes structures in the order of their importance, so one ranking serves every
-    budget. It does not compensate the remaining weights.
+    images: H = mean |grad L_i|^2. The importance of a head or hidden unit is the sum of H theta^2 / 2 over its
+    parameters. Near a minimum of the loss, removing the head or unit changes the loss by this sum. The method removes
+    the least important heads and units first, so one ranking serves every budget. The remaining weights are not
+    adjusted.
 
-    The paper adds interactions between blocks, learned by an evolutionary search. This implementation omits them. The
-    following choices are ours:
+    The paper also learns interactions between blocks by an evolutionary search, which this implementation omits. It
+    differs from the paper or completes it in the following points:
 
     - the importance is divided by the number of parameters, so that heads and units share one ranking
-    - the last unit of an MLP stays
+    - every MLP keeps at least one hidden unit
     - the loss compares the outputs of the model instead of projected features
-    - there is one crop for each of GRADIENT_IMAGES images
+    - the loss uses one crop of each of GRADIENT_IMAGES images
     """
 
     name = "snapvit"
@@ -74,7 +75,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures, with at most the share 1 - `share` of all structures' parameters."""
+        """Returns the least important structures, which hold at most a share `1 - share` of the prunable parameters."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind
@@ -109,7 +110,7 @@ class SnapVitBaseline(PrescribedBaseline):
 
     @cached_property
     def importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
-        """The importance of every head and hidden unit by layer, which is the sum of H theta^2 / 2 over its weights."""
+        """The sum of H theta^2 / 2 over the weights of each head and each hidden unit, by layer."""
         curvature = self._curvature
         importance = []
         for layer, attention in enumerate(self.attention):
@@ -137,7 +138,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return mean_squared_gradients(self.model, places, images, loss)
 
     def views_of(self, image: ImageBatch, number: int) -> ImageBatch:
-        """Returns an image and a random crop of it, resized to the size of the image."""
+        """Returns an image and a random crop of the image, resized to the same size."""
         # Every image has a separate generator, so that its crop does not depend on the images before it.
         draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
         side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
@@ -151,11 +152,12 @@ class SnapVitBaseline(PrescribedBaseline):
 
 
 def self_supervised_loss(outputs: Float[Tensor, "2 features"]) -> Float[Tensor, ""]:
-    """Returns the cross-entropy between the outputs for an image and for a crop of it, in nats.
+    """Returns the cross-entropy in nats between a model's outputs for an image and for a crop of the image.
 
-    `outputs` holds the image's output and then the crop's output. Both are divided by their norms. The image's output
-    is the target, so it is sharpened and has no gradient. The loss is DINO's (Caron et al., 2021) without the centre
-    and the moving average, which a fixed teacher does not need.
+    `outputs` contains the output for the image, then the output for the crop. Both outputs are divided by their norms.
+    The image's output is the target, so it is sharpened by a low temperature and receives no gradient. The loss is
+    DINO's (Caron et al., 2021). DINO's centering and moving-average teacher are omitted, because the teacher is fixed
+    here.
     """
     whole, crop = F.normalize(outputs, dim=-1)
     return -((whole.detach() / TEACHER).softmax(-1) * (crop / STUDENT).log_softmax(-1)).sum()

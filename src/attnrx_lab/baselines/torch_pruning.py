@@ -1,4 +1,4 @@
-"""The library Torch-Pruning as a baseline, which makes heads and MLPs narrower."""
+"""A baseline that makes heads and MLPs narrower with the library Torch-Pruning."""
 
 import copy
 import warnings
@@ -23,10 +23,12 @@ class TorchPruningBaseline(ModelCompressor):
     """Removes features inside heads and MLPs with the library torch-pruning. The residual stream keeps its width.
 
     The baseline ranks features by the library's first-order Taylor criterion (`GroupTaylorImportance`). The gradients
-    come from the calibration images, with the model's own predictions as labels (for an embedding, the index of its
-    largest number). Every head loses a share of its queries, keys and values, and the MLP loses the same share of its
-    hidden features. attnrx attention then runs the pruned weights. timm 1.0.31's own attention fails after pruning,
-    because its attn_dim does not change, and its fused path would rescale the scores.
+    come from the calibration images. The labels are the model's own predictions or, if the model returns embeddings,
+    the index of the largest feature. Every head loses a share of its queries, keys and values, and the MLP loses the
+    same share of its hidden features.
+
+    The pruned weights run in attnrx's attention module. The attention module of timm 1.0.31 fails after pruning,
+    because its `attn_dim` does not change. Its fused path would also rescale the scores.
 
     Raises:
         NotSupported: The library is not installed, or the model is not an uncompressed timm model.
@@ -92,7 +94,7 @@ class TorchPruningBaseline(ModelCompressor):
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
-    """Returns the timm model from which attnrx's model was made, with the current weights."""
+    """Rebuilds the timm model from which an attnrx model was made, with the attnrx model's current weights."""
     family, refusal = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
     if not (isinstance(model, Adopted) and family.matches(model)):
         raise NotSupported(refusal)

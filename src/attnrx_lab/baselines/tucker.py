@@ -23,7 +23,7 @@ TUCKER, TUCKER_TERMS = "tucker", "tucker_terms"
 
 
 class CoreQueries(HeadLinear):
-    """Computes queries from Tucker terms: shared features, then one matrix [features, rows] per head and term."""
+    """Computes queries by one shared projection, followed by a matrix [features, rows] per head and Tucker term."""
 
     def __init__(self, width: int, heads: int, terms: int, rank: int, bias: bool):
         # The inherited weight, [heads * terms * rank, rank], contains the matrices. Each head orders its rows by term.
@@ -44,7 +44,7 @@ class CoreQueries(HeadLinear):
 
 
 class SharedKeys(HeadLinear):
-    """Keys that are the same for all heads and are computed once."""
+    """Computes one set of keys, which all heads share."""
 
     def __init__(self, width: int, heads: int, rank: int):
         super().__init__(width, (rank,), bias=False)
@@ -60,7 +60,7 @@ class SharedKeys(HeadLinear):
 
 
 def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Pads the features of heads with equal sizes with zeros to `rows`. All `rows` must be equal, too."""
+    """Pads each head's features with zeros to the size in `rows`. All heads must have equal sizes before and after."""
     if rows == own:
         return features
     return F.pad(features.unflatten(-1, (len(own), own[0])), (0, rows[0] - own[0])).flatten(-2)
@@ -70,13 +70,13 @@ class TuckerBaseline(ModelCompressor):
     """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms.
 
     The kind `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term per head, which is the general
-    block-term decomposition. For a share, the rule `shared_rank` would keep a number of directions. The first two
-    factors of all terms have the same number of columns in total. The third mode, the heads, keeps its size. The tensor
-    includes the query bias. It omits the key bias, because the key bias cancels in the softmax. Values and MLP do not
-    change.
+    block-term decomposition. Summed over all terms, each of the first two factors has about as many columns as the rule
+    `shared_rank` would keep directions. The third mode, which indexes the heads, is not compressed. The tensor includes
+    the query bias. It omits the key bias, because the key bias cancels in the softmax. The value projections and the
+    MLP do not change.
 
     Raises:
-        NotSupported: A layer has rotations, biases of pairs or norms in its scores.
+        NotSupported: The attention scores of a layer use rotations, biases per pair of tokens, or norms.
     """
 
     def __init__(self, model: nn.Module, diagnosis: Diagnosis, kind: str):

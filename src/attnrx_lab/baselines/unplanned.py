@@ -1,4 +1,4 @@
-"""Baselines that prune nothing: fewer pixels, the vendor's 8-bit file, and the unchanged model."""
+"""Baselines without pruning: smaller images, the vendor's 8-bit quantization, and the unchanged model."""
 
 import weakref
 from contextlib import ExitStack
@@ -31,10 +31,10 @@ class UnchangedModel(ModelCompressor):
 
 
 class VendorInt8(UnchangedModel):
-    """Quantizes the unchanged model to an 8-bit file with the vendor's own tools and their defaults.
+    """Exports the unchanged model to an 8-bit file with the default settings of the vendor's quantization tools.
 
-    The file runs in OpenVINO, or in ONNX Runtime if OpenVINO or NNCF is not installed. Its MACs count as the
-    original's, so only its measured latency is lower.
+    The baseline uses OpenVINO and NNCF or, if one of them is not installed, ONNX Runtime. Quantization does not change
+    the number of MACs, so only the measured latency shows its gain.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet):
@@ -42,7 +42,7 @@ class VendorInt8(UnchangedModel):
         self.calibration = calibration
 
     def make(self, share: float) -> nn.Module:
-        """Returns a module that runs the file. Raises NotSupported if no tool is installed or the tool fails."""
+        """Returns a module that runs the exported file. Raises NotSupported if no tool is installed or a tool fails."""
         has_openvino = all(map(is_installed, ("openvino", "nncf")))
         form = parse_format("openvino(precision=int8)" if has_openvino else "int8")
         opened = ExitStack()
@@ -57,7 +57,7 @@ class VendorInt8(UnchangedModel):
 
 
 class Resized(nn.Module):
-    """A model for smaller images that takes full-size images and resizes them (bicubic, antialiased)."""
+    """Resizes full-size images (bicubic, antialiased) and runs a model that takes smaller images."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -71,10 +71,10 @@ class Resized(nn.Module):
 class LowerResolution(ModelCompressor):
     """Runs the same weights on smaller images. The share scales height and width, rounded down to whole patches.
 
-    The library interpolates the position embeddings. No weights are fitted.
+    The model's library interpolates the position embeddings. No weights are fitted.
 
     Raises:
-        NotSupported: The patches do not form a grid of whole pixels.
+        NotSupported: The patches do not form a regular grid, or their sides are not whole numbers of pixels.
     """
 
     def __init__(self, model: nn.Module):

@@ -1,4 +1,4 @@
-"""Checks of the laboratory: matched controls, accuracy on corrupted images, transfer, and SVDA's theorems."""
+"""Checks for research: matched controls, accuracy on corrupted images, transfer, and the SVDA paper's theorems."""
 
 from attnrx.show.checks import CHECKS
 from attnrx_lab.checks.bounds import Bounds

@@ -1,4 +1,4 @@
-"""The check `Bounds`, which tests the SVDA paper's theorems on the activations of the reference.
+"""The check `Bounds`, which tests the SVDA paper's theorems on the activations of the reference model.
 
 All theorems and equations below are from the SVDA paper. Each theorem has a function that divides a measured quantity
 by its bound. A ratio above 1 violates the theorem. The functions take the query and key rows that enter one layer's
@@ -39,19 +39,20 @@ BATCH = 16  # images per batch, because the scores of all heads are stored in fl
 
 @dataclass(frozen=True)
 class Bounds(Check):
-    """SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference, layer by layer.
+    """Tests SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference model, layer by layer.
 
-    Each theorem holds for one layer with a fixed input. So the check evaluates each layer on the reference's
-    activations, and changes only the strengths of this layer. (In a masked model the inputs change from the second
-    layer on.) The value of a finding is the largest ratio of measurement to bound over images, layers and heads. The
-    ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
+    Each theorem applies to one layer with a fixed input. In a pruned model, however, the inputs change from the second
+    layer on. So the check evaluates every layer on the reference model's activations, and changes only the strengths of
+    this layer. A finding reports the largest ratio of the measured quantity to its bound, over all images, layers and
+    heads. The ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
 
     The check reads the pruned directions from the comparison's prescription. Without a prescription, and in layers
-    without strengths, it skips Theorem 1 and Propositions 1 and 3. Unchanged heads do not count. Eq. 13 is tested only
-    on heads whose weakest directions were pruned, with the smallest kept strength as threshold. Proposition 2 is Eq. 25
-    and needs no images. Proposition 3 needs a matrix decomposition, so it uses only one image in every BATCH.
-    Proposition 4 adds Gaussian noise with the standard deviation NOISE to the images. Proposition 5 is tested on heads
-    with exactly equal weights. Training does not produce such heads, so the check usually skips it.
+    without strengths, it skips Theorem 1 and Propositions 1 and 3. It also skips heads that pruning did not change. The
+    check tests Eq. 13 only on heads that lost just their weakest directions, with the smallest kept strength as
+    threshold. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a matrix
+    decomposition, so it uses only one image in every BATCH. Proposition 4 adds Gaussian noise with the standard
+    deviation NOISE to the images. Proposition 5 is tested on heads with exactly equal weights. Training does not
+    produce such heads, so the check usually skips this proposition.
     """
 
     images: int = 256
@@ -108,10 +109,11 @@ def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = Non
 class SpectralChange:
     """The change of one layer's strengths by pruning.
 
-    `lost` is the decrease of every strength. `counted` selects the heads that stay and change. It omits removed heads,
-    because the theorems do not cover them. `threshold` (tau of SVDA, Eq. 8) is the smallest kept strength of a head, or
-    the largest pruned strength if the head keeps none. `thresholded` selects the counted heads that lost only their
-    weakest directions and have no other change. Only in these heads does `threshold` bound the pruned strengths.
+    `lost` is the decrease of every strength. `counted` selects the heads that remain and have changed strengths.
+    Removed heads are not counted, because the theorems do not cover them. `threshold` (tau of SVDA, Eq. 8) is the
+    smallest kept strength of a head, or the largest pruned strength if the head keeps none. `thresholded` selects the
+    counted heads that lost only their weakest directions and have no other change. Only in these heads is `threshold`
+    an upper bound for the pruned strengths.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -139,7 +141,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index. Unchanged layers are omitted. Without a prescription, the result is empty."""
+    """Returns the changed layers by index, each with its spectral change, or an empty dict without a prescription."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
@@ -157,11 +159,11 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
 
 
 def equal_heads(layer: Attention) -> list[tuple[int, int]]:
-    """Returns the pairs of heads with identical weights and strengths. Each head is paired with the first equal one.
+    """Returns the pairs of heads with identical weights and strengths. A head is paired with the first identical head.
 
     The function compares the query, key and value projections, the spectrum, and the head's part of the output
-    projection (SVDA, Proposition 5). Layers with anything else that can differ between heads, such as a bias per pair
-    of tokens, have no pairs.
+    projection (SVDA, Proposition 5). If anything else can differ between the heads of a layer, such as a bias per pair
+    of tokens, the function returns no pairs.
     """
     spec = layer.spec
     if not spec.heads or spec.pair_bias or spec.traits.has_distances or spec.traits.rotates or spec.inner_norms:
@@ -184,7 +186,7 @@ def equal_heads(layer: Attention) -> list[tuple[int, int]]:
 def _ratios(
     observation: Observation, change: SpectralChange | None, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Float[Tensor, "batch counted"]]:
-    """Returns one layer's ratios by claim, for a batch whose second half is the perturbed first half.
+    """Returns one layer's ratios by claim. The second half of the batch contains the first half's perturbed images.
 
     `pairs` are the layer's equal heads.
     """
@@ -230,16 +232,17 @@ def head_scores(
     strength: Float[Tensor, "heads directions"],
     scale: float,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the attention scores of query and key rows with these strengths (SVDA, Eq. 2)."""
+    """Returns the attention scores for these query rows, key rows and strengths (SVDA, Eq. 2)."""
     return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
 
 
 def theorem_1(
     change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The largest change of a score is at most `most`, which is scale times the largest strength change (SVDA, Eq. 12).
+    """Returns the largest score change of every head, divided by its bound `most` (SVDA, Theorem 1).
 
-    If `most` is scale times an upper limit of the pruned strengths, this is Eq. 13. The rows must have unit length.
+    In Eq. 12, `most` is the scale times the largest strength change. In Eq. 13, it is the scale times an upper bound of
+    the pruned strengths. The query and key rows must have unit length.
     """
     # [batch, heads]: the largest change of a head's scores. All scores of a head have the same bound.
     return bound_ratio(change.abs().amax((-2, -1)), most)
@@ -248,10 +251,11 @@ def theorem_1(
 def proposition_1(
     change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (SVDA, Eq. 21).
+    """Returns the 1-norm of an attention row's change, divided by the largest change of its scores (SVDA, Eq. 21).
 
-    C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
-    mass of the increased entries. Returns the largest ratio over the rows of each head.
+    `moved` is the change of the attention rows. The function returns the largest ratio over the rows of each head. The
+    paper's constant C_sm is 1, because the norm of the softmax Jacobian from the max norm to the 1-norm is 4 P (1 - P),
+    which is at most 1. P is the attention mass of the increased entries.
     """
     return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
 
@@ -259,16 +263,17 @@ def proposition_1(
 def proposition_3(
     scores: Float[Tensor, "batch heads queries keys"], directions: Int[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The rank of the pruned scores is at most the number of remaining directions (SVDA, Eq. 32)."""
+    """Returns the rank of the pruned scores, divided by the number of remaining directions (SVDA, Eq. 32)."""
     return bound_ratio(torch.linalg.matrix_rank(scores, rtol=RANK_ROUNDING).double(), directions.double())
 
 
 def proposition_4(
     clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
 ) -> Float[Tensor, "batch heads"]:
-    """The change of the rows under a perturbed input bounds the change of the scores (SVDA, Eq. 36, Frobenius norm).
+    """Returns the change of the scores under a perturbed input, divided by its bound (SVDA, Eq. 36, Frobenius norm).
 
-    `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
+    `clean` and `perturbed` are the query and key rows before and after the perturbation, [batch, tokens, heads,
+    directions]. The bound follows from the change of these rows.
     """
     change = head_scores(*perturbed, strength, scale) - head_scores(*clean, strength, scale)
     moved = [
@@ -283,16 +288,17 @@ def proposition_4(
 def proposition_5(
     first: Float[Tensor, "batch tokens width"], second: Float[Tensor, "batch tokens width"]
 ) -> Float[Tensor, "batch"]:
-    """Two heads with identical projections and spectra add the same to every token (SVDA, Proposition 5).
+    """Returns the difference between the outputs of two identical heads, divided by a bound for rounding errors.
 
-    The bound allows for rounding. It is ROUNDING times the largest number that the first head adds.
+    Heads with identical projections and spectra add the same vector to every token (SVDA, Proposition 5). The bound is
+    ROUNDING times the largest absolute value in the first head's output.
     """
     difference, largest = (values.abs().amax((-2, -1)) for values in (first - second, first))
     return bound_ratio(difference, ROUNDING * largest)
 
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
-    """Returns the largest singular value of every head's rows, from their Gram matrix."""
+    """Returns the largest singular value of every head's rows, computed from their Gram matrix."""
     # [batch, heads, directions, directions], because there are far fewer directions than tokens. In float64 the squares
     # have enough digits.
     gram = torch.einsum("bihr,bihs->bhrs", rows, rows)

@@ -1,4 +1,4 @@
-"""The check `Controls`, which compares a candidate with models that keep the same number of other directions."""
+"""The check `Controls`, which compares a candidate with models whose directions were pruned by other criteria."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -28,17 +28,17 @@ CLAIMED = "largest"  # the check claims that this control has a larger discrepan
 class Controls(Check):
     """Compares the candidate with matched controls, which prune the same number of directions by another criterion.
 
-    `prescriptions` holds one or several draws per kind of control ("random", "largest", "uniform"). `realize` builds a
-    model from each draw, with the candidate's settings. By default there are `draws` random controls and one control of
-    each other kind. The check prescribes the default controls from the comparison's diagnosis, and realizes them with
+    `prescriptions` contains one or several pruning plans (draws) for each kind of control ("random", "largest",
+    "uniform"). `realize` builds a model from a plan with the candidate's settings. By default the check prescribes
+    `draws` random controls and one control of each other kind from the comparison's diagnosis. It realizes them with
     the settings that the candidate's prescription records.
 
     The check returns two findings per kind. The first is the control's discrepancy minus the candidate's discrepancy
     (SVDA, Eq. 46). The second is the candidate's accuracy minus the control's accuracy, in points. Values above 0
-    favour the candidate. Intervals resample the images in pairs, and also the draws if there are several. For "largest"
-    the check claims that the candidate's discrepancy is smaller. The claim holds if the whole interval is above 0, and
-    fails if the whole interval is below 0. The details contain the control's rules and token policy. Maps without a
-    rule are the same as in the candidate.
+    favour the candidate. The intervals come from a paired bootstrap over the images and, if a control has several
+    draws, over the draws. For "largest" the check claims that the candidate's discrepancy is smaller. The claim holds
+    if the whole interval is above 0, and fails if the whole interval is below 0. The details contain the control's
+    rules and token policy. Parts of the model without a rule are pruned as in the candidate.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -47,13 +47,13 @@ class Controls(Check):
     draws: int = 10
 
     def require(self, comparison: Comparison) -> None:
-        """Raises InvalidInput if the diagnosis, the splits or the candidate's settings are not known."""
+        """Raises InvalidInput if the diagnosis, the splits or the candidate's recorded settings are missing."""
         self._matched(comparison)
 
     def _matched(
         self, comparison: Comparison
     ) -> tuple[Mapping[str, tuple[Prescription, ...]], Callable[[Prescription], nn.Module]]:
-        """Returns controls with the candidate's ranks, and a function that realizes them with its recorded settings."""
+        """Returns controls with the candidate's ranks, and a function that realizes them like the candidate."""
         if self.prescriptions is not None and self.realize is not None:
             return self.prescriptions, self.realize
         prescription, diagnosis, splits = comparison.prescription, comparison.diagnosis, comparison.splits
@@ -70,7 +70,7 @@ class Controls(Check):
         return prescriptions, partial(realize_and_fit, comparison.reference, **settings)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Realizes the controls one after another to limit memory, and compares each with the candidate."""
+        """Builds one control model at a time to limit memory, and compares each with the candidate."""
         prescriptions, realize = self._matched(comparison)
         predictions = comparison.predictions
         candidate = tallied(predictions, "candidate", predictions)
@@ -111,7 +111,10 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns, per image, the two sums of SVDA, Eq. 46, against `base`'s reference, and 1 if the class is correct."""
+    """Returns the two sums of SVDA's Eq. 46 for each image, and 1 for a correct prediction, otherwise 0.
+
+    The sums compare the outputs with the reference model's outputs in `base`.
+    """
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 
@@ -124,9 +127,9 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
 
 
 def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
-    """Describes where the candidate (the first value) lies among the draws of its control.
+    """Compares the candidate's value, the first in `values`, with the values of its control's draws.
 
-    `p` is the share of all values, including the candidate's, that are at least as good as the candidate's.
+    The p-value `p` is the share of all values, including the candidate's, that are at least as good as the candidate's.
     """
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)

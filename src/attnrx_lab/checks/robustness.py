@@ -32,15 +32,15 @@ Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # a name in words, and the 
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """The paired change of accuracy on corrupted images, for every corruption and severity, and for their means.
+    """Measures the paired change of accuracy on corrupted images, for every corruption and severity and on average.
 
-    `corruptions` are names from CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
-    "all". Each finding also contains both accuracies. A finding for one corruption at one severity also contains how
-    often the models agree. The last finding is always the mean over all corruptions and severities. If they differ from
-    this mean, there are also means over the common corruptions and for every severity. All models receive the same
-    corrupted images, for any batch size. The check uses at most `images` images, or all if `images` is None.
-    `most_drop` limits how many points the candidate may lose over all corruptions, as in the accuracy check. With None
-    the check makes no claim.
+    `corruptions` are names from CORRUPTIONS or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
+    "all". Each finding also contains the accuracies of both models. A finding for one corruption at one severity also
+    contains how often the models agree. The last finding is always the mean over all corruptions and severities. If
+    they differ from this mean, the check also returns the mean over the common corruptions and the mean for every
+    severity. Both models receive the same corrupted images, whatever the batch size. The check uses at most `images`
+    images, or all if `images` is None. `most_drop` limits how many percentage points of accuracy the candidate may lose
+    on average. With `most_drop=None` the check makes no claim.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
@@ -66,10 +66,10 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Compares the models on every corruption and severity, and on their means.
+        """Compares both models on every corruption at every severity, and on average.
 
         Raises:
-            InvalidInput: The images, without the model's normalization, are outside [0, 1].
+            InvalidInput: After the model's normalization is undone, pixels are outside [0, 1].
         """
         comparison = comparison.taking(self.images)
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
@@ -83,7 +83,7 @@ class Robustness(Check):
         )
 
     def _parts(self) -> list[Part]:
-        """Returns what to average over: everything and, if they differ, the common corruptions and each severity."""
+        """Returns the groups to average over: all corruptions, the common ones, and each severity, without repeats."""
         groups = {"all corruptions": self.corruptions}
         common = CORRUPTION_GROUPS["common"]
         if set(common) < set(self.corruptions):
@@ -111,7 +111,7 @@ class Robustness(Check):
         return self.change_of_accuracy(where, change, None, len(before), seed=seed, details=details)
 
     def _mean(self, part: Part, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
-        """Averages over corruptions for each image, so the interval is over images."""
+        """Averages each image's results over the corruptions, then computes an interval over the images."""
         where, corruptions, severities = part
         predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
         # [corruptions, images] -> images

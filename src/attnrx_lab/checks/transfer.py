@@ -25,19 +25,20 @@ Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the
 
 @dataclass(frozen=True)
 class Transfer(Check):
-    """The paired change of accuracy on another dataset, with a new head on each model (SPOT, Section 6.2.2).
+    """Measures the paired change of accuracy on another dataset, with a new head per model (SPOT, Section 6.2.2).
 
-    The check freezes everything but the head. So the features (the inputs of the model's own head, in float32) are
-    computed only once per image. Then the check trains a linear head on the labels of the `training` images, without
-    augmentation, and tests it on the comparison's images. AdamW with a cosine schedule to zero trains the heads of both
-    models, on the same images in the same order. If both models have the same number of features, both heads start from
-    the same weights. The learning rate and the epochs are the paper's.
+    Only the new head is trained. The features, which are the inputs of the model's own head in float32, are therefore
+    computed only once per image. The check trains a linear head on the `training` images without augmentation, and
+    tests it on the comparison's images. The heads of both models are trained with AdamW and a cosine schedule to zero,
+    on the same images in the same order. If both models have the same number of features, both heads start from the
+    same weights. The learning rate and the number of epochs are the paper's.
 
     `training` and `classes` (the number of classes) default to the training images and classes of the comparison's
-    `splits`. `per_class` is the number of training images per class, or None for all images. For each of the `seeds`, a
-    head is trained. The score of an image is the share of heads that classify it correctly, so intervals are only over
-    images. The details contain the change for every seed. If a model has two heads (distilled), the new head takes the
-    inputs of both. `most_drop` limits how many points the candidate may lose. With None the check makes no claim.
+    `splits`. `per_class` is the number of training images per class, or None for all images. The check trains one head
+    for each seed in `seeds`. An image's score is the share of heads that classify it correctly, so the intervals cover
+    only the choice of images. The details contain the change for every seed. If a model has two heads, as distilled
+    models do, the new head receives the inputs of both. `most_drop` limits how many percentage points of accuracy the
+    candidate may lose. With `most_drop=None` the check makes no claim.
     """
 
     training: ImageSet | None = None
@@ -108,7 +109,7 @@ class Transfer(Check):
     def _probed(
         self, role: str, training: ImageSet, classes: int, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
-        """Returns, for every seed and test image, 1 if the predicted class is the label, otherwise 0."""
+        """Trains a head for every seed, and returns 1 for every test image it classifies correctly, otherwise 0."""
         rows, labels = _features(role, training, comparison)
         test_rows, test_labels = _features(role, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -185,14 +186,14 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
 
 
 def dataset_labels(images: ImageSet) -> ImageSet:
-    """Returns the images with the labels of their dataset, to train a head on."""
+    """Returns the images with the dataset's own class numbers instead of the model's."""
     if not isinstance(images, LoadedImages) or not images.has_labels:
         return images
     return replace(images, numbers=None, problem=None)
 
 
 def num_dataset_classes(splits: Splits) -> int:
-    """Returns the number of classes in the dataset, which may differ from the model's head."""
+    """Returns the number of classes in the dataset, which may differ from the number of the model's classes."""
     train = splits.train
     mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)

@@ -1,4 +1,4 @@
-"""attnrx bench: makes a table of methods at equal budgets on several tasks, with their measured latency."""
+"""attnrx bench: compares methods at equal budgets on several tasks, including their measured latency."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -75,7 +75,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
-    """Measures the rows that the folder lacks, and shows the whole table. With --repeat, measures rows again."""
+    """Measures the rows that are missing in the folder, and shows the table. With --repeat, measures rows again."""
     from attnrx.nouns.target import Target
     from attnrx.support.atomic_writes import file_lock
     from attnrx_lab import comparison
@@ -115,7 +115,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
-    """Returns the settings of the timing, or None if nothing is timed."""
+    """Returns the timing settings, or None if latency is not measured."""
     from attnrx_lab import comparison
 
     batches = arguments.batches or (None if arguments.data is not None and not arguments.faster else BATCHES)

@@ -43,7 +43,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def compare(arguments: Namespace, log: Log) -> Outcome:
-    """Diagnoses once, then prescribes, realizes and measures every method at every share, or at equal MACs."""
+    """Diagnoses the model once, then compresses and measures it with every method at every share or MACs target."""
     from attnrx_lab import comparison
 
     macs = arguments.macs or ()

@@ -1,4 +1,4 @@
-"""attnrx demo: trains a small model, makes it smaller, verifies it, and writes the report."""
+"""attnrx demo: trains a small model, compresses it, verifies the result, and writes a report."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""attnrx reproduce: makes a paper's tables from the names of their recipes."""
+"""attnrx reproduce: reproduces tables of papers by the names of their recipes."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def reproduce(arguments: Namespace, log: Log) -> Outcome:
-    """Trains the models that are not trained yet, then makes the tables."""
+    """Trains the models that are not trained yet, then writes the tables."""
     from attnrx_lab import papers
 
     if not arguments.recipe:

@@ -1,4 +1,4 @@
-"""Compares compression methods on one model at equal shares or MACs, by paired quality and by measured latency."""
+"""Compares compression methods for one model at equal budgets, by quality on the same images and by latency."""
 
 from attnrx_lab.comparison.comparing import compare_methods, require_comparable
 from attnrx_lab.comparison.field import FieldBench, Repeat, Row, about_rows, field_methods, tables_of

@@ -1,4 +1,4 @@
-"""Compares the costs of several methods on one model at the same shares, and their quality on the same images."""
+"""Compares the costs and the quality of several compression methods for one model, on the same images."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -39,10 +39,10 @@ FLIPS = 9999  # random draws in a permutation test
 
 @dataclass(frozen=True)
 class ImageResults:
-    """The results of one method for every image: the KL divergence in nats, and whether the class is right.
+    """The KL divergence in nats and the correctness of the predicted class for every image, for one method.
 
-    `budget` is a pair of the requested share and the requested share of the MACs. Both are None if the method's rules
-    are fixed.
+    `budget` contains the requested share and the target share of the MACs, at most one of which is set. Both are None
+    if the method has no adjustable share.
     """
 
     method: str
@@ -59,15 +59,16 @@ def compare_methods(
     out: Path | str | None = None,
     macs: Iterable[float] = (),
 ) -> MethodComparison:
-    """Makes and measures every method at every share. It trains nothing except a method's own repair and distillation.
+    """Compresses the model with every method at every share, and measures the results.
 
-    `macs` are target shares of the model's MACs. For each target, every method is also measured at the largest {share}
-    that costs no more (`ModelCompressor.share_within`). If a method cannot cost so little, it is listed under
-    `unreached`. If a share keeps everything, the unchanged model is measured.
+    Only a method's own repair and distillation train weights. `shares` replace {share} in the rules. `macs` are target
+    shares of the model's MACs. For each target, every method is also measured at the largest {share} that costs no more
+    (`ModelCompressor.share_within`). If a method cannot cost so little, the comparison lists it under `unreached`. If
+    nothing is pruned at a share, the original model is measured.
 
-    All methods are measured on the same images as the original. Changes are paired by image, and intervals are 95 %
-    bootstrap intervals over the images. Every two methods at the same budget are compared image by image
-    (`Difference`). After every trial the results so far are saved to `out`.
+    All methods and the original are measured on the same images. Changes are paired by image, and intervals are 95 %
+    bootstrap intervals over the images. Every pair of methods at the same budget is compared image by image
+    (`Difference`). After every trial, all results so far are saved to `out`.
 
     Raises:
         InvalidInput: There is no method.
@@ -113,8 +114,8 @@ def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Metho
     """Checks everything that can be checked before the model is diagnosed.
 
     Raises:
-        InvalidInput: There is no method, the model makes no decisions, the images have no labels, a policy does not fit
-            the model, or a trained model has other inputs or outputs.
+        InvalidInput: There is no method, the model predicts no classes, the images have no labels, a token policy does
+            not fit the model, or a trained model has other inputs or outputs than `model`.
         NotSupported: A method has token reducers that need training.
     """
     if not methods:
@@ -203,7 +204,7 @@ def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
-    """Compares every two methods that were measured at the same budget, in the order of the results."""
+    """Compares every pair of methods that were measured at the same budget, in the order of the results."""
     differences = []
     for first, second in combinations(results, 2):
         if first.budget != second.budget:  # only methods at the same budget are compared
@@ -234,8 +235,8 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
 def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
 
-    Under the null hypothesis you can swap the two methods on any image, which flips the sign of the difference. The
-    test draws `FLIPS` random sets of swaps. The observed differences count as one more set, so p is at least
+    Under the null hypothesis the two methods are exchangeable on every image, so the sign of each difference is random.
+    The test draws `FLIPS` random sets of signs. The observed signs count as one more set, so p is at least
     1 / (FLIPS + 1).
     """
     values = differences.double().cpu()
@@ -249,7 +250,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
+    """Returns the p-values corrected by Holm's step-down method (1979), in the order of `p_values`."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     # Corrected p-values must not decrease, because after a test that is not rejected no later test is rejected.
     corrected, largest = [0.0] * len(p_values), 0.0

@@ -1,4 +1,4 @@
-"""The benchmark table of methods at equal budgets on several tasks. Each row is a JSON file, so a run can resume."""
+"""A benchmark of methods at equal budgets on several tasks. Each row is saved as JSON, so a run can resume."""
 
 import platform
 import re
@@ -63,9 +63,10 @@ RECORD = kinds.record(
 
 
 def field_methods(model: nn.Module) -> list[Method]:
-    """Returns the table's default methods: ours, token reducers, factors, pruning, and the unchanged model.
+    """Returns the benchmark's default methods, from attnrx's plans to token reduction, factorization and pruning.
 
-    Token Transforming (arXiv 2506.05709) is not included, because its abstract does not define its matrices.
+    Token Transforming (arXiv 2506.05709) is not included. We have only its abstract, which does not define its
+    matrices.
     """
     depth = len(family_of(model).attention(model))
     layers = ",".join(str(layer) for layer in sorted({1 + depth * part // 4 for part in (1, 2, 3)} - {1}))
@@ -87,7 +88,7 @@ def field_methods(model: nn.Module) -> list[Method]:
 
 
 class Cell(NamedTuple):
-    """One measurement to make: a method on a task, with a target if the method has a share."""
+    """One measurement to make: a method on a task, with a target budget if the method has an adjustable share."""
 
     task: str
     method: Method
@@ -103,7 +104,7 @@ class Cell(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The name of the row's file, which is different for every cell."""
+        """The row's file name, which is unique for every cell."""
         words = " ".join((self.task, self.method.name, self.budget))
         slug = re.sub(r"\W+", "-", words, flags=re.ASCII).strip("-").lower()
         return f"{slug[:80]}-{sha256(words.encode()).hexdigest()[:8]}.json"
@@ -111,11 +112,11 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One row with the costs of a method at one budget, and its measures on a task.
+    """One row of the benchmark table, with the costs of a method at one budget and its quality on one task.
 
-    `state` is "measured", "unreached" (no share costs so little) or "refused" (the method cannot compress this model or
-    do this task). `note` is the reason. `conditions` are the settings that all rows of a table have in common. `about`
-    contains the software versions and the hardware of this row.
+    `state` is "measured", "unreached" (the method cannot meet the budget) or "refused" (the method cannot compress this
+    model or do this task). `note` explains why a row was not measured or not timed. `conditions` are the settings that
+    all rows of a table have in common. `about` contains the software versions and the hardware of this row.
     """
 
     task: str
@@ -138,7 +139,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key within a task's table. Larger budgets come first, then better methods."""
+        """The sort key in a task's table. Rows with larger budgets come first, then rows of better methods."""
         first = next(iter(self.measures.values()), None)
         budget = Target.parse(self.budget).limit if self.budget else inf
         return -budget, inf if first is None else -first.value
@@ -149,7 +150,7 @@ class Row:
 
     @classmethod
     def load(cls, path: Path) -> "Row":
-        """Reads a file written by `save`. Raises CheckpointError if it is damaged or of another kind."""
+        """Reads a file written by `save`. Raises CheckpointError if the file is damaged or not a row."""
         record = read_record(path, ROW, SCHEMA, RECORD)
         values = {each.name: record[each.name] for each in fields(cls)}
         measures = {name: Estimate(**value) for name, value in record["measures"].items()}
@@ -160,7 +161,7 @@ class Row:
 class FieldBench:
     """The settings of a table: a model, calibration and test images, tasks, methods, targets and latencies.
 
-    Every row is timed at the batch sizes and conditions in `rates`, in turns with the unchanged library model. Latency
+    Every row is timed in turns with the unchanged library model, at the batch sizes and protocols in `rates`. Latency
     targets need `rates`, and are measured at the first batch size and protocol. `seed` seeds the methods' random draws.
     All methods are calibrated on the same images.
     """
@@ -200,9 +201,10 @@ class FieldBench:
         }
 
     def run(self, folder: Path | str, log: Log = no_log) -> list[Row]:
-        """Measures every cell that the folder does not contain yet, and writes the table after each.
+        """Measures every row that is missing in the folder, and writes the table after each row.
 
-        FOLDER/rows contains a file per row. A refused row is tried again. Rows of other methods stay in the table.
+        FOLDER/rows contains one file per row. Refused rows are tried again. Rows of methods that are not in `methods`
+        stay in the table.
 
         Raises:
             InvalidInput: The folder has rows from another model, other images, another seed or other timing settings,
@@ -225,7 +227,7 @@ class FieldBench:
         return list(rows.values())
 
     def repeat(self, folder: Path | str, count: int, log: Log = no_log) -> list["Repeat"]:
-        """Measures `count` random rows of a table again with the next seed, and compares each row's first measure.
+        """Repeats `count` random rows of a table with another seed (`seed` + 1), and compares each row's first measure.
 
         FOLDER/repeats contains the repeated rows. Rows that are already in this folder are loaded.
 
@@ -318,7 +320,7 @@ class _TaskRun:
         return family_of(self.model).library_model(self.model)
 
     def row(self, cell: Cell) -> Row:
-        """Measures one row. If the method does not support the model or the task, the row's `note` is the reason."""
+        """Measures one row. If the method does not support the model or the task, the row's `note` explains why."""
         started = time.perf_counter()
         about = {
             "hardware": device_name(str(next(self.bench.model.parameters()).device)),
@@ -371,7 +373,7 @@ class _TaskRun:
         )
 
     def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the library's model. `first` uses only the first batch size and protocol."""
+        """Times a model in turns with the library's model, with `first` only at the first batch size and protocol."""
         rates = self.bench.rates
         if rates is None:
             return ()
@@ -396,7 +398,7 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the method's largest share that measures at least `faster`, or a text with the best measured speed.
+        """Returns the largest share with at least the speed-up `faster`, or a note with the largest measured speed-up.
 
         The bisection tries multiples of 1 / STEPS of the MACs.
         """
@@ -415,7 +417,7 @@ class _TaskRun:
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """Returns one table per task. Larger budgets come first, and within a budget the better methods."""
+    """Returns one table per task. Rows are sorted by descending budget, then by descending quality."""
     tables = []
     for task in dict.fromkeys(row.task for row in rows):
         found = sorted((row for row in rows if row.task == task), key=lambda row: row.rank)

@@ -87,7 +87,7 @@ class Template:
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed. A share of tokens must keep at least one patch."""
+    """Returns the smallest share that can be prescribed. If it applies to tokens, at least one patch must remain."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -130,10 +130,10 @@ def token_policy(template: Template, share: float, model: nn.Module) -> TokenPre
 class Method:
     """A compression method: rules, a baseline, or a trained model.
 
-    In the text of the rules, {share} is replaced by the kept share. After the rules, the method may fit weights to the
-    calibration images. `repaired` is the number of repair steps per block, and `distilled` is the number of
-    distillation passes over these images. `baseline` is one of BASELINES. `folder` is a trained model that is measured
-    unchanged. It may be anything that `load` accepts without further arguments, including names such as timm:NAME.
+    In `rules`, {share} is replaced by the share to keep. After the rules, the method may fit weights to the calibration
+    images. `repaired` is the number of repair steps per block, and `distilled` is the number of distillation passes
+    over these images. `baseline` is one of BASELINES. `folder` is the folder of a trained model, which is measured
+    unchanged. Instead of a folder, it may be anything that `load` accepts without further arguments, e.g. timm:NAME.
     """
 
     name: str
@@ -157,9 +157,9 @@ class Method:
     def parse(cls, text: str) -> "Method":
         """Parses the text of a method, which has one of three forms.
 
-        In `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, RULES has the syntax of `prescribe`. In
-        `NAME=baseline:BASELINE`, BASELINE is one of BASELINES. In `NAME=FOLDER`, FOLDER is a trained model. A model's
-        name works, too, e.g. `NAME=timm:vit_tiny_patch16_224`.
+        `NAME=RULES [repair=STEPS] [distill=EPOCHS]` applies rules in the syntax of `prescribe`.
+        `NAME=baseline:BASELINE` uses one of BASELINES. `NAME=FOLDER` uses the trained model in a folder. Instead of a
+        folder you can pass a model's name, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
             InvalidInput: The text has another form.
@@ -202,7 +202,7 @@ class Method:
 
     @property
     def text(self) -> str:
-        """The text that `parse` accepts, without the name. Of a folder's path, only the last part is shown."""
+        """The method in the syntax of `parse`, without its name. A folder's path is shortened to its last part."""
         fits = zip(FITS, (self.repaired, self.distilled), strict=True)
         source = self.folder and without_folders(self.folder)
         rules = self.rules if self.baseline is None else f"baseline:{self.baseline}"
@@ -244,9 +244,9 @@ def diagnosed(
 
 @dataclass(frozen=True)
 class MethodBench:
-    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them.
+    """A model with its diagnosis, the calibration images that methods are fitted to, and the test images.
 
-    `prepare` turns a trained model into the form of `model`, e.g. a classifier into an image tower.
+    `prepare` converts a trained model to the form of `model`, e.g. a classifier to an image tower.
     """
 
     model: nn.Module
@@ -265,7 +265,7 @@ class MethodBench:
 
     @cached_property
     def working(self) -> nn.Module:
-        """The model built from attnrx's own parts, which baselines read and replace."""
+        """The model rebuilt from attnrx's own modules, which baselines read and replace."""
         return working_copy(self.model)
 
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
@@ -283,7 +283,7 @@ class MethodBench:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A method that texts name as `baseline:NAME`. If `varies` is false, it has no share and one fixed cost."""
+    """A method with the text `baseline:NAME`. If `varies` is false, the method has one fixed cost for all shares."""
 
     name: str
     compressor: Callable[[MethodBench], ModelCompressor]
@@ -319,11 +319,11 @@ Made = Callable[[nn.Module, ImageSet, float], nn.Module]
 
 
 def baseline(function: Made) -> Made:
-    """Registers your function as the method `baseline:NAME`, where NAME is the function's name. Use it as a decorator.
+    """Registers the decorated function as the method `baseline:NAME`, where NAME is the function's name.
 
     Your function receives the model, the calibration images and a share of the MACs. It must return a model that costs
-    at most this share, of any kind that `load` accepts. Before each call, PyTorch's random generator is seeded with the
-    comparison's seed.
+    at most this share. The model may be of any kind that `load` accepts. Before each call, PyTorch's random generator
+    is seeded with the comparison's seed.
 
     Raises:
         InvalidInput: Another method has this name.
@@ -344,7 +344,7 @@ class MadeByFunction(SearchedBaseline):
         """Calls the user's function for one share and checks the result.
 
         Raises:
-            UserCodeError: The function raises.
+            UserCodeError: The function raises an exception.
             InvalidInput: The returned model costs more than the share.
         """
         with torch.random.fork_rng(devices=[]), user_code(f"the method {self.name}"):
@@ -360,10 +360,10 @@ class MadeByFunction(SearchedBaseline):
 
 
 class TrainedModel(ModelCompressor):
-    """A trained model from a folder, e.g. trained with SPOT. It is not compressed and has no share.
+    """A trained model from a folder, e.g. a model trained with SPOT, which is measured without compression.
 
     Raises:
-        InvalidInput: The trained model takes other images, or returns other outputs, than the original.
+        InvalidInput: The trained model has another input size, normalization or number of outputs than the original.
         CheckpointError: The folder has no attnrx model.
     """
 
@@ -390,7 +390,7 @@ class TrainedModel(ModelCompressor):
 
 
 class RuleCompressor(ModelCompressor):
-    """Compresses a model by rules: prescribes for a share, realizes the prescription, and fits if requested."""
+    """Compresses a model to a share by rules, and fits the remaining weights if requested."""
 
     def __init__(self, bench: MethodBench, method: Method):
         self.bench, self.method = bench, method
@@ -404,10 +404,10 @@ class RuleCompressor(ModelCompressor):
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
-        """Realizes the prescription, and fits the weights if requested.
+        """Returns the pruned model, with fitted weights if requested.
 
-        If a share keeps everything, the result is the original model, as in `costs`. If rules without a share change
-        nothing, NoOpPrescription is raised.
+        If nothing is pruned at this share, the method returns the original model. If rules without {share} prune
+        nothing, the method raises NoOpPrescription.
         """
         bench, method = self.bench, self.method
         try:
@@ -429,9 +429,9 @@ def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Yields every share to try, with its MACs target (None for a requested share), or `Unreached` for a target.
+    """Yields every share to measure with its MACs target, or `Unreached` if the method cannot reach the target.
 
-    A method without a share is tried once.
+    The target is None for requested shares. A method without {share} is measured once.
     """
     if not method.varies:
         yield 1.0, None  # the share is not used

@@ -51,7 +51,7 @@ for (const button of all("th button")) button.addEventListener("click", () => {
 
 @dataclass(frozen=True)
 class Table:
-    """The results of all methods on one task. The first two columns are the budget and the method."""
+    """A table of all methods on one task. The first two columns are the budget and the method."""
 
     task: str
     columns: tuple[str, ...]
@@ -75,7 +75,7 @@ class Table:
 
 
 def page_of(tables: Sequence[Table], about: str) -> str:
-    """Returns an HTML page with filters, the tables, and the line `about` below them."""
+    """Returns an HTML page with filters, the tables, and the text `about` below the tables."""
     budgets = dict.fromkeys(row[0] for table in tables for row in table.rows)
     options = {"task": [table.task for table in tables], "budget": list(budgets)}
     filters = "".join(

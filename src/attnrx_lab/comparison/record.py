@@ -1,4 +1,4 @@
-"""Stores a comparison: the costs of several methods on one model, and their quality on the same images."""
+"""Stores the results of a comparison: the costs and the quality of several methods for one model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -59,8 +59,8 @@ RECORD = kinds.record(
 class MethodTrial:
     """The costs and the quality of one method at one share, compared with the original.
 
-    `share` is None for fixed rules. If the method was measured at a target share of the MACs, `target` is this share.
-    `n` is the number of images, and `seconds` is the time it took to make the model.
+    `share` is None if the method's rules contain no {share}. `target` is the target share of the MACs, or None. `n` is
+    the number of images, and `seconds` is the time that the compression took.
     """
 
     method: str
@@ -109,11 +109,12 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two methods at one budget, second minus first, in divergence and points of accuracy.
+    """The paired difference between two methods at one budget, second minus first, in divergence and accuracy points.
 
-    A divergence above 0 means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
-    each for its own difference. `divergence_p` comes from a paired sign-flip test of the mean, and `accuracy_p` from
-    McNemar's exact test. For each measure, Holm's method corrects the p-values over all differences of the comparison.
+    A positive divergence means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
+    without a correction for multiple comparisons. `divergence_p` comes from a paired sign-flip test of the mean, and
+    `accuracy_p` from McNemar's exact test. For each of the two measures, Holm's method corrects the p-values over all
+    differences of the comparison.
     """
 
     first: str
@@ -142,10 +143,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """All trials on one model, with the accuracy of the original in % and the measurement settings.
+    """All trials for one model, with the original model's accuracy in % and the measurement settings.
 
-    `differences` compares every two methods at the same budget. A method without {share} has no budget, so it is
-    compared with the other methods without {share}. `unreached` lists the methods that cannot reach a MACs target.
+    `differences` compares every pair of methods at the same budget. Methods without {share} have no budget, so they are
+    compared only with each other. `unreached` lists the methods that cannot reach a MACs target.
     """
 
     trials: tuple[MethodTrial, ...]
@@ -173,7 +174,7 @@ class MethodComparison:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table: the original, then one per trial and per unreached target, method by method."""
+        """The table's rows: the original, then one row per trial and per unreached target, grouped by method."""
         # Trials and unreached targets are both stored in the order of the methods.
         order = [method["name"] for method in self.about["methods"]]
         original = ("the original", "-", f"{self.accuracy.value:.1f} %", "-", "-", "-", "100 %", "100 %")
@@ -181,7 +182,7 @@ class MethodComparison:
         return original, *(each.cells for each in rows)
 
     def to_markdown(self) -> str:
-        """Returns a table of the trials, followed by a table of the differences if there are any."""
+        """Returns a Markdown table of the trials and, if there are differences, a table of the differences."""
         table = markdown_table(self.columns, self.rows)
         if not self.differences:
             return table
@@ -210,7 +211,7 @@ def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(comparison: MethodComparison) -> Iterator[Figure]:
-    """Yields two figures of the trade-off: every method's divergence and quality against the share of the MACs."""
+    """Yields two figures, which plot each method's divergence and accuracy against the share of the MACs."""
     quality, divergence = comparison.outputs.columns
     methods = list(dict.fromkeys(trial.method for trial in comparison.trials))
     for name, label, field in (("trade-off", divergence, "divergence"), ("quality", quality, "accuracy")):

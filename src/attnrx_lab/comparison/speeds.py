@@ -1,4 +1,4 @@
-"""The measured latency of several methods on one model, relative to the reference implementation."""
+"""Measures the latency of several methods for one model, relative to the reference implementation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,8 +44,8 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `share` is None for fixed rules. `ideal` is the inverse of the share of the MACs. The speed-up would be `ideal` if
-    the time were proportional to the MACs.
+    `share` is None if the method's rules contain no {share}. `ideal` is the speed-up that would result if the time were
+    proportional to the MACs.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Speed:
 
     @property
     def speedup(self) -> tuple[float, float, float]:
-        """The speed-up as the median over rounds, and its 95 % interval."""
+        """The median speed-up over the rounds, and the limits of its 95 % interval."""
         faster = self.latency.faster
         return faster.value, faster.low, faster.high
 
@@ -101,7 +101,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rates:
-    """The settings of the timing: batch sizes, protocols, and every method's shares or shares of the MACs.
+    """The timing settings: batch sizes, protocols, and the shares or MACs targets of every method.
 
     Every method is timed at every batch size under every protocol. `runtime` is an export format, or None to time the
     models in PyTorch. With an export format, the models and the reference implementation are exported at the precision
@@ -132,7 +132,8 @@ def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
     """Returns a bench that measures only latency, with noise as images.
 
-    If a method chooses ranks by an energy or a divergence, its ranks depend on the images, and so does its latency.
+    Some methods choose ranks by energy or divergence, which depend on the images. On noise, such a method may choose
+    other ranks than on real images, so its latency may differ too.
     """
     noise = noise_images(model, seed, images)
     # The diagnosis includes moments for every kind of model, because rules for values, heads and MLP need them.
@@ -141,7 +142,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
 
 
 def _images(bench: MethodBench, batch: int) -> Tensor:
-    """Returns the images to time, which are noise, because latency does not depend on the pixels.
+    """Returns the noise images that models are timed on. Noise is sufficient, as latency does not depend on pixels.
 
     With fixed noise, token policies select the same patches every time.
     """
@@ -152,10 +153,10 @@ def _images(bench: MethodBench, batch: int) -> Tensor:
 def compare_speeds(
     bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log = no_log, out: Path | str | None = None
 ) -> Speeds:
-    """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
+    """Compresses the model with every method at every budget, and times the results against the reference.
 
-    The uncompressed model of the bench is always timed, too, under the name "attnrx". After every batch size the
-    results so far are saved to `out`.
+    All models are timed in turns with the reference implementation, which is the library's own model. The uncompressed
+    attnrx model is also timed, under the name "attnrx". After every batch size, all results so far are saved to `out`.
 
     Raises:
         InvalidInput: There is no share, or a share is not in (0, 1].
@@ -189,7 +190,7 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times the models in turns with the reference, whose name is "". Yields latencies per protocol and batch size."""
+    """Times the models in turns with the reference, named "", and yields latencies per protocol and batch size."""
     # All models are timed in one run, so that other load on the machine affects all of them.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
@@ -199,9 +200,9 @@ def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> 
 
 @contextmanager
 def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBench) -> Iterator[dict[str, nn.Module]]:
-    """Yields the models themselves. With a runtime, yields their exported files, which exist while the context lasts.
+    """Yields the models or, if `rates` sets a runtime, their exported files, which are deleted when the context ends.
 
-    All models are exported in the same way, for batches of any size, and verified against the model in eager mode.
+    All models are exported in the same way, with a dynamic batch size. Each file is verified against its eager model.
     """
     form, precision = rates.runtime, rates.protocols[0].conditions.precision
     if form is None:

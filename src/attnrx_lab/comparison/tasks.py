@@ -1,4 +1,4 @@
-"""The benchmark's tasks. A task compares the outputs of a model and a smaller model for one use of the model."""
+"""The benchmark's tasks, each of which compares a model with a compressed model in one application."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -26,12 +26,12 @@ NEIGHBOURS = 10
 
 
 class Task(ABC):
-    """A way to compare a model and a smaller model on the same images."""
+    """Compares a model with a compressed model on the same images."""
 
     name: ClassVar[str]
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Returns the model that does the task, made from `model`. Methods compress the returned model.
+        """Converts a model to the form that the task needs. Methods compress the returned model.
 
         Raises:
             NotSupported: `model` cannot do the task.
@@ -47,9 +47,9 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Returns the measures by the names of their columns, with intervals over images.
+        """Returns the measures with intervals over the images, by the names of their table columns.
 
-        Methods are ranked by the first measure. A higher value is better.
+        Methods are ranked by the first measure, for which higher values are better.
         """
 
 
@@ -59,7 +59,7 @@ def _pair(original: Predictions, smaller: Predictions) -> Predictions:
 
 
 class Classification(Task):
-    """Measures accuracy, its paired change, the share of unchanged predictions, and the divergence."""
+    """Measures the accuracy, its paired change, the share of unchanged predictions, and the output divergence."""
 
     name = "classification"
 
@@ -82,9 +82,9 @@ class Classification(Task):
 
 
 class ImageRetrieval(Task):
-    """Measures how many of each image's nearest neighbours (among the test images) the smaller tower still finds.
+    """Measures how many of each image's nearest neighbours among the test images a compressed encoder still finds.
 
-    For a timm classifier, the tower is the model without its last linear map.
+    For a timm classifier, the encoder is the model without the classifier layer.
     """
 
     name = "retrieval"
@@ -123,7 +123,7 @@ class DenseFeatures(Task):
     name = "dense"
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns the features, [images, patches, features]. Raises NotSupported for exported or resized models."""
+        """Returns patch features, [images, patches, features]. Raises NotSupported for exported or resized models."""
         if known_family(model) is None:
             raise NotSupported("it returns no features of the original's patches.")
         device = next(model.parameters()).device
@@ -133,7 +133,7 @@ class DenseFeatures(Task):
         return Predictions({"model": features}, torch.zeros(len(features), dtype=torch.long))
 
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Compares the features. Raises NotSupported if the smaller model has another width."""
+        """Compares the features. Raises NotSupported if the compressed model has another width."""
         base, other = original.outputs["model"], smaller.outputs["model"]
         if base.shape != other.shape:
             raise NotSupported(f"features of {tuple(base.shape[1:])} and {tuple(other.shape[1:])} cannot be compared.")

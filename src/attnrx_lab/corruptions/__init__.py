@@ -4,8 +4,8 @@ The corruptions follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIF
 "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). We implement the
 benchmark's definitions with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the
 water of `spatter` differ from the published code, as their docstrings say. The benchmark's files were also stored as
-JPEG with quality 85, but our images are not. So you can compare models with each other on our images, but not with the
-benchmark's numbers.
+JPEG with quality 85, but our images are not. So you can compare models on our images with each other, but not with
+published results on the benchmark.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Corruption:
-    """An image corruption. Corrupted images are in [0, 1] and keep the shape, type and device of the images."""
+    """An image corruption. Corrupted images are in [0, 1] and keep the shape, dtype and device of the input."""
 
     name: str
 
@@ -33,7 +33,7 @@ class Corruption:
             raise UnknownName("corruption", self.name, LEVELS)
 
     def levels(self, side: int, severity: int) -> Level:
-        """Returns the benchmark's parameters for a severity and for images with this side in pixels.
+        """Returns the benchmark's parameters for a severity level and an image size (the longer side in pixels).
 
         Raises:
             InvalidInput: The severity is not in 1 to 5.
@@ -50,7 +50,7 @@ class Corruption:
         severity: int,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch channels height width"]:
-        """Corrupts images in [0, 1]. Random corruptions draw from the generator, image by image."""
+        """Corrupts images in [0, 1]. The generator seeds every image separately."""
         levels = self.levels(max(images.shape[-2:]), severity)
         methods = required_module("attnrx_lab.corruptions.methods", "lab", f"the corruption {self.name}")
         corrupted = []

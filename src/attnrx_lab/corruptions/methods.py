@@ -53,7 +53,7 @@ def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
-    """Averages over a disk of this radius. The edge of the disk is smoothed with this standard deviation."""
+    """Blurs with a disk of this radius, smoothed at its edge by a Gaussian with this standard deviation."""
     # The published kernels are a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
@@ -68,7 +68,8 @@ def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number)
 def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
     """Smooths with a Gaussian, moves every pixel by at most `reach` for `times` rounds, and smooths again.
 
-    The published code should swap pixels, but it copies one over the other. Our function also copies.
+    The published code is meant to swap pixels, but it copies one pixel over the other. This function also copies, to
+    match the published code.
     """
     image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255  # to bytes, as published
     (height, width), reach = image.shape[1:], int(reach)
@@ -84,12 +85,12 @@ def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, ti
 
 
 def motion_blur(image: Pixels, draws: Draws, radius: int, deviation: Number) -> Pixels:
-    """Smears with this radius and standard deviation, in a random direction within 45 degrees of the rows."""
+    """Blurs the image along a random direction within 45 degrees of the horizontal."""
     return streaked(image, radius, deviation, draws.uniform(-45, 45))
 
 
 def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> Pixels:
-    """Smears an image in a direction with half a Gaussian of 2 radius + 1 steps, as ImageMagick does."""
+    """Blurs an image along one direction with a one-sided Gaussian of 2 * radius + 1 pixels, as ImageMagick does."""
     margin, (height, width) = 2 * radius, image.shape[1:]
     weights = np.exp(-0.5 * (np.arange(margin + 1) / deviation) ** 2)
     wide = np.pad(image, ((0, 0), (margin, margin), (margin, margin)), mode="edge")
@@ -103,13 +104,13 @@ def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> 
 
 
 def zoom_blur(image: Pixels, draws: Draws, end: Number, step: Number) -> Pixels:
-    """Averages the image with copies of it, enlarged by factors from 1 to `end` in steps of `step`."""
+    """Averages the image with copies that are enlarged by factors from 1 to `end` in steps of `step`."""
     factors = np.arange(1, end, step)  # as published, may include `end` because of rounding
     return (image + sum(_zoomed(image, factor) for factor in factors)) / (len(factors) + 1)
 
 
 def _zoomed(image: Pixels, factor: Number) -> Pixels:
-    """Enlarges the middle of an image to the size of the image, by linear interpolation."""
+    """Enlarges the centre of an image to the full image size by linear interpolation."""
     crops = [math.ceil(side / factor) for side in image.shape[1:]]
     top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
     middle = image[:, top : top + crops[0], left : left + crops[1]]
@@ -120,10 +121,10 @@ def _zoomed(image: Pixels, factor: Number) -> Pixels:
 
 
 def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Whitens the image and adds snowflakes, which are made from enlarged, thresholded and smeared noise.
+    """Whitens the image and adds snowflakes, which are enlarged, thresholded and motion-blurred noise.
 
-    `levels` are the mean and deviation of the noise, the factor of its enlargement, the threshold, the radius and
-    length of the smear, and the share of the image that is not whitened.
+    `levels` are the mean and the standard deviation of the noise, its enlargement factor, the threshold, the radius and
+    the standard deviation of the motion blur, and the weight of the image before whitening.
     """
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
@@ -134,11 +135,11 @@ def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
-    """Darkens the image by the factor `kept`, and adds a share of ice.
+    """Multiplies the image by `kept`, and adds an ice texture multiplied by `share`.
 
-    The benchmark adds crops of six photographs, and its code draws from five of them. The photographs are not included
-    here. This function generates ice from the ridges of a fractal landscape, with the brightness, variety and roughness
-    of the photographs. You can compare models with it, but not with the benchmark's numbers.
+    The benchmark adds crops of photographs of ice, which are not included here. This function generates ice from the
+    ridges of a fractal landscape, with the brightness, variety and roughness of the photographs. You can compare models
+    on these images with each other, but not with published results on the benchmark.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
@@ -147,12 +148,12 @@ def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
 
 
 def fog(image: Pixels, draws: Draws, share: Number, decay: Number) -> Pixels:
-    """Adds a share of a fractal landscape with this decay, and rescales the image to its former maximum."""
+    """Adds a fractal landscape multiplied by `share`, and rescales the image to its original maximum."""
     return (image + share * landscape(image, decay, draws)) * image.max() / (image.max() + share)
 
 
 def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
-    """Draws a fractal landscape between 0 and 1, [1, height, width], by the diamond-square algorithm on a torus.
+    """Draws a fractal height map in [0, 1], [1, height, width], by the diamond-square algorithm on a torus.
 
     From one scale to the next, the amplitude of the random heights is divided by the square of `decay`.
     """
@@ -179,11 +180,11 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
 
 
 def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
-    """Adds drops of water or mud where smoothed noise (mean, deviation) is above a threshold.
+    """Adds drops of water or mud where smoothed noise is above a threshold.
 
-    `levels` are the mean, deviation and smoothing of the noise, the threshold, a strength, and 0 for water or 1 for
-    mud. The strength is the amount of water or the smoothing of mud. The benchmark finds the edges of drops with
-    Canny's detector. Our function puts the edges where the noise crosses the threshold.
+    `levels` are the mean, the standard deviation and the smoothing of the noise, the threshold, a strength, and 0 for
+    water or 1 for mud. The strength is the intensity of water or the smoothing of mud. The benchmark detects the edges
+    of drops with Canny's method. This function places the edges where the noise crosses the threshold.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
@@ -197,7 +198,7 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def _relief(drops: np.ndarray) -> Layer:
-    """Lights drops, [height, width], from one side. The equalized distance to the edge serves as their height map."""
+    """Lights drops, [height, width], from one side. The histogram-equalized distance to the edge is their height."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
     # Histogram equalization as in OpenCV, where the darkest level becomes 0.
@@ -210,20 +211,20 @@ def _relief(drops: np.ndarray) -> Layer:
 
 
 def brightness(image: Pixels, draws: Draws, more: Number) -> Pixels:
-    """Adds `more` to the HSV value of every pixel (its largest channel), and keeps hue and saturation."""
+    """Adds `more` to the HSV value of every pixel, which is its largest channel. Hue and saturation do not change."""
     value = image.max(0)
     brighter = np.minimum(value + more, 1)
     return np.where(value > 0, image * brighter / np.maximum(value, 1e-9), brighter)  # black has no hue: it turns grey
 
 
 def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
-    """Scales the deviation of every pixel from the mean of its channel."""
+    """Multiplies the difference between every pixel and the mean of its channel by `factor`."""
     mean = image.mean((1, 2), keepdims=True)
     return mean + factor * (image - mean)
 
 
 def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixels:
-    """Multiplies the saturation of every pixel and adds to it. Hue and value stay, and grey pixels count as red.
+    """Multiplies every pixel's saturation by `factor` and adds `more`. Grey pixels are treated as red.
 
     Raises:
         InvalidInput: The image has no colour.
@@ -242,10 +243,10 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
 
 
 def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
-    """Applies a random affine map to the image, then moves each pixel by a smooth random field.
+    """Applies a random affine transform to the image, then displaces each pixel by a smooth random field.
 
-    `factor` scales the displacements of the pixels. `deviation` is the standard deviation of the smoothing, and
-    `distance` is the largest affine shift.
+    `factor` scales the random field. `deviation` is the standard deviation of the Gaussian that smooths this field.
+    `distance` is the largest shift of a reference point by the affine transform.
     """
     height, width = image.shape[1:]
     reach = min(height, width) // 3
@@ -262,12 +263,12 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
 
 
 def sampled(image: Pixels, places: Float[np.ndarray, "2 height width"], border: str) -> Pixels:
-    """Interpolates an image linearly at `places` between its pixels. Beyond its border the image is mirrored."""
+    """Samples an image at fractional positions by linear interpolation. `border` selects how the image is mirrored."""
     return np.stack([ndimage.map_coordinates(plane, places, order=1, mode=border) for plane in image])
 
 
 def pixelate(image: Pixels, draws: Draws, share: Number) -> Pixels:
-    """Shrinks the image to a share of its side and enlarges it again, both with box filters."""
+    """Shrinks each side of the image to a share of its length and enlarges it again, both with box filters."""
     picture = _picture(image)
     small = [max(1, int(side * share)) for side in picture.size]
     boxes = picture.resize((small[0], small[1]), Image.Resampling.BOX).resize(picture.size, Image.Resampling.BOX)
@@ -291,7 +292,7 @@ def _pixels(picture: Image.Image) -> Pixels:
 
 
 def _colour(colour: tuple[float, float, float], image: Pixels) -> Float[np.ndarray, "channels 1 1"]:
-    """Returns the colour if the image has three channels, otherwise the colour's brightness."""
+    """Returns the colour for an image with three channels, and the colour's grey level for other images."""
     own = np.array(colour)[:, None, None]
     return own if len(image) == 3 else _grey(own)
 

@@ -1,6 +1,6 @@
-"""The severity levels 1 to 5 of every corruption, in CIFAR-C, Tiny-ImageNet-C and ImageNet-C (one line each).
+"""The parameters of every corruption at the severities 1 to 5, for CIFAR-C, Tiny-ImageNet-C and ImageNet-C.
 
-The functions in `methods` document what the numbers of a level mean.
+Each corruption has one line per benchmark, in this order. The functions in `methods` document the parameters.
 """
 
 from collections.abc import Mapping

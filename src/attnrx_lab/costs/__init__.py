@@ -1,4 +1,4 @@
-"""Counts costs like the papers: named compressed forms, IrrAtt's count of operations, and SVDA's savings."""
+"""Counts costs by the conventions of the IrrAtt, SPOT and SVDA papers, to reproduce their printed numbers."""
 
 from attnrx_lab.costs.compressed_shapes import Compression
 from attnrx_lab.costs.conventions import (

@@ -1,4 +1,4 @@
-"""Computes the shapes of compressed forms from their names, without computing any weights."""
+"""Computes the shapes of compressed attention and MLPs from names such as "cp:192", without computing weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,13 @@ class Compression:
     """Describes how every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in blocks, with one block per head, and every head mixes the maps of the blocks). `vo` is the value
-    dimension of each head. `mlp` is the rank of both maps of the MLP, each stored as two factors. None means unchanged.
+    (R directions in blocks). With "irratt:R" there is one block per head, and every head mixes the attention maps of
+    all blocks. `vo` is the value dimension of each head. `mlp` is the rank of both linear layers of the MLP, each
+    stored as two factors. None means unchanged.
 
-    A compressed pathway keeps no useless bias. The query bias is stored at the compressed width. The key bias is
-    dropped, because it adds a constant to every row of scores. The value bias is folded into the output bias. A rank
-    that keeps all directions or features compresses nothing.
+    Compression removes biases that are no longer needed. The query bias is stored at the compressed width. The key bias
+    is dropped, because it adds a constant to every row of scores, which the softmax ignores. The value bias is folded
+    into the output bias. If a rank keeps all directions or features, the shape does not change.
     """
 
     qk: str = "full"
@@ -38,8 +39,8 @@ class Compression:
 
         Raises:
             InvalidInput: The layer is already compressed, or the rank is out of range.
-            NotSupported: `qk` is to be compressed, but the scores are not plain dot products.
-            UnknownName: `qk` has an unknown form.
+            NotSupported: `qk` requests compression, but the scores are not plain dot products.
+            UnknownName: `qk` names an unknown form.
         """
         form, rank = _parsed(self.qk)
         if (form != "full" or self.vo is not None) and not _is_full(full):
@@ -54,7 +55,7 @@ class Compression:
         return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
-        """Returns the ranks of both maps of every layer's MLP, or None if they are unchanged.
+        """Returns the ranks of both linear layers in every layer's MLP, or None if the MLPs are unchanged.
 
         Raises:
             InvalidInput: The rank is out of range for a layer.

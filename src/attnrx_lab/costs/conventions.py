@@ -1,8 +1,9 @@
-"""Counts operations like IrrAtt and SPOT, so that their numbers are reproduced.
+"""Counts operations by the conventions of IrrAtt and SPOT, to reproduce the numbers in these papers.
 
-The counting rules are inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. Matrix products count in the
-patch embedding, the layers and the classifier. A LayerNorm counts as in common FLOP counters. A fused multiply-add is
-one FLOP. The strengths of directions count only as parameters. `ModelCosts.macs` counts like SVDA (A.6).
+The counting rules were inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. They count the matrix products
+in the patch embedding, the layers and the classifier. A LayerNorm counts as in common FLOP counters. A fused
+multiply-add counts as one FLOP. The strengths of directions count only as parameters. In contrast, `ModelCosts.macs`
+follows the convention of SVDA (A.6).
 """
 
 import math
@@ -30,7 +31,7 @@ POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 @dataclass(frozen=True)
 class Price:
-    """A model's cost as IrrAtt counts it, by parts, and the attention MACs of every layer, for one image."""
+    """The cost of a model for one image in IrrAtt's convention, by parts, with the attention MACs of every layer."""
 
     parts: Mapping[str, PartCosts]
     attention_macs: tuple[int, ...]
@@ -45,12 +46,12 @@ class Price:
 
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
-        """The attention MACs of a layer. The value is one number if all layers agree, otherwise one per layer."""
+        """The attention MACs per layer, as one number if all layers agree, otherwise as a list."""
         macs = list(self.attention_macs)
         return macs[0] if len(set(macs)) == 1 else macs
 
     def percent_of(self, original: "Price") -> dict[str, float]:
-        """Returns the compression ratios (CR), as percentages of the original's parameters, MACs and attention MACs."""
+        """Returns the compression ratios (CR) in percent of the original's parameters, MACs and attention MACs."""
         attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),
@@ -60,11 +61,11 @@ class Price:
 
 
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
-    """Returns a model's cost as IrrAtt counts it, split into parts that add up to the total.
+    """Returns the cost of a model in IrrAtt's convention, split into parts that add up to the total.
 
-    `outer_norms` is the number of features that the norms outside the layers normalize for one image
-    (`outer_norm_features`). None means one norm on all tokens. `predictor_norms` is the number of features that the
-    predictors' norms normalize (`predictor_norm_features`).
+    `outer_norms` counts the features that norms outside the layers normalize for one image (`outer_norm_features`).
+    None means that the model has one such norm, which runs on all tokens. `predictor_norms` counts the features that
+    the norms in the token predictors normalize (`predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
@@ -83,14 +84,14 @@ def _layer_parts(layer: LayerCosts) -> dict[str, PartCosts]:
 
 
 def layer_norm_features(layer: LayerCosts) -> int:
-    """Returns how many features a block normalizes for one image, in its two norms and inside its attention."""
+    """Returns how many features a block's two norms and its attention normalize for one image."""
     spec = layer.spec
     inner = {"query_norm": spec.ranks, "key_norm": spec.ranks, "output_norm": spec.value_dims}
     return layer.tokens * (2 * spec.width + sum(sum(inner[name]) for name in spec.inner_norms))
 
 
 def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
-    """Returns how many features the predictors of a policy normalize for one image."""
+    """Returns how many features the predictors of a token policy normalize for one image."""
     layout = shape.layout
     tokens = policy.tokens(layout, policy.layers[-1])
     stages = zip(policy.layers, policy.counts(layout.patches), strict=True)
@@ -103,9 +104,9 @@ def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
 
 
 def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
-    """Returns how many features a model normalizes for one image, outside its layers and inside its MLPs.
+    """Returns how many features the norms outside a model's layers and inside its MLPs normalize for one image.
 
-    Returns None for attnrx's own models, which have one norm on all tokens.
+    The result is None for attnrx's own models, which have one norm outside the layers that runs on all tokens.
     """
     family: Any = family_of(model)
     if not isinstance(family, AdoptedFamily):
@@ -143,12 +144,12 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
 
 
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
-    """Returns the costs of one direction: its query and key rows and biases, its strengths, and its part of the scores.
+    """Returns the costs of one direction: its query and key weights, its strengths, and its share of the scores.
 
     In SVDA one direction has `2 (width + 1) + 1` parameters and `tokens (2 width + tokens + 1)` MACs. If the original
-    norms are kept, the projections stay, and removing a direction saves only its strength and scores. A shared
-    direction has a strength and scores in every head. A direction in a block has only one strength and one part of the
-    scores, in the block's map.
+    norms are kept, the projections cannot shrink, so removing a direction saves only its strength and its scores. A
+    direction that all heads share has a strength and scores in every head. A direction in a block has one strength, and
+    contributes to the scores only once, in the block's attention map.
     """
     # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
@@ -161,10 +162,10 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
-    """Returns the shares of parameters and MACs that you save by removing `share` of every layer's directions.
+    """Returns which shares of the parameters and MACs are saved by removing `share` of every layer's directions.
 
-    The result is right only if every head keeps a direction. It gives the savings in SVDA's Tables 1 and 2. The savings
-    are linear in the number of directions, so `share` may be a mean over models.
+    The result is correct only if every head keeps at least one direction. It reproduces the savings in SVDA's Tables 1
+    and 2. The savings are linear in the number of directions, so `share` may be a mean over models.
     """
     removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
     params = sum(number * direction.params for number, direction in removed)

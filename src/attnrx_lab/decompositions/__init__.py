@@ -1,4 +1,4 @@
-"""Decompositions of a layer's query-key tensor into terms that its heads share (IrrAtt)."""
+"""Decompositions of a layer's query-key tensor into terms that the layer's heads share (IrrAtt)."""
 
 from attnrx_lab.decompositions.block_term import (
     BlockTerms,

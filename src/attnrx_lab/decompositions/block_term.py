@@ -1,7 +1,7 @@
-"""The block-term decomposition BTD-(L, L, 1), in which terms are grouped into blocks, and a block's terms share a mix.
+"""The block-term decomposition BTD-(L, L, 1), in which all terms of a block share one column of mixing weights.
 
-`deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The ranks of the blocks come from the fusion
-matrix, which may have been trained with or without the constraints of Eq. 7.
+`deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The ranks of the blocks are read from the fusion
+matrix, which contains the mixing weights. It may have been trained with or without the constraints of Eq. 7.
 """
 
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ TINY = torch.finfo(torch.float32).tiny  # a length below it counts as zero
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (IrrAtt, Eq. 6).
+    """The tensor Y(:, :, h) = sum_b mix[h, b] left_b right_b^T with one block b per slice h (IrrAtt, Eq. 6).
 
-    The decomposition has one block per slice. If `mix` is the identity, every slice consists of exactly the terms that
-    it owns. Terms are sorted by block. A block may have no terms. `errors` are the relative errors at the start and
-    after each sweep.
+    `left_b` and `right_b` contain the columns (terms) of `left` and `right` with the owner b. If `mix` is the identity,
+    every slice consists of exactly the terms that it owns. Terms are sorted by block, and a block may have no terms.
+    `errors` contains the relative errors at the start and after each sweep.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -38,13 +38,13 @@ class BlockTerms:
 
     @property
     def canonical(self) -> Canonical:
-        """The same tensor as a canonical decomposition, in which all terms of a block have the same mix."""
+        """The same tensor as a canonical decomposition, in which all terms of a block have equal columns in `mix`."""
         return Canonical(self.left, self.right, self.mix[:, self.owner], self.errors)
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The slices that own the terms of a canonical decomposition. IrrAtt derives the blocks' ranks from the owners.
+    """The owner slice of every term in a canonical decomposition, from which IrrAtt derives the blocks' ranks.
 
     `owner` is the slice with the largest absolute value in the term's column of the mix, or the first such slice.
     `off_block` is the share of each column's energy outside its owner. If the mix is block-diagonal, `off_block` is
@@ -57,9 +57,9 @@ class Fusion:
 
 
 def fusion_ranks(terms: Canonical) -> Fusion:
-    """Returns the terms' owners and the blocks' ranks, from the mix (IrrAtt, Algorithm 1, Section 3.1).
+    """Derives the owners of the terms and the ranks of the blocks from `mix` (IrrAtt, Algorithm 1, Section 3.1).
 
-    If a column is zero, the first slice owns it, and its energy outside the first slice is zero.
+    The first slice owns a column of zeros, whose energy outside its owner counts as zero.
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
@@ -73,9 +73,9 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 
 
 def initial_blocks(terms: Canonical) -> BlockTerms:
-    """Returns the initial blocks for a canonical decomposition (Algorithm 1 of IrrAtt without its first line).
+    """Returns the initial blocks from a canonical decomposition (Algorithm 1 of IrrAtt without its first line).
 
-    The function moves the largest value of each column of the mix to `left`, sorts the columns by owner, and sets the
+    The function multiplies each column of `left` by the owner's mixing weight, sorts the columns by owner, and sets the
     mix to the identity.
     """
     # With the identity as mix, a slice has only the terms of its own block. The terms' contributions to other slices
@@ -88,9 +88,9 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 
 
 def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: int = 0) -> BlockTerms:
-    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, then Algorithms 1 to 3 of IrrAtt.
+    """Returns a BTD-(L, L, 1), computed by CPD-EPC (`cpd_epc`) and then Algorithms 1 to 3 of IrrAtt.
 
-    The fit starts from random terms, because water-filled terms already have owners and the fit would keep them.
+    CPD-EPC starts from random terms. Terms from `water_filled` already belong to one slice each, and would keep it.
     """
     return deflate(tensor, initial_blocks(cpd_epc(tensor, rank, start="random", sweeps=sweeps, finish=True, seed=seed)))
 
@@ -98,11 +98,11 @@ def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: i
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
     """Fits each block in turn to the residual of the other blocks (IrrAtt, Algorithms 2 and 3 as published).
 
-    Every fit of a block starts its mix from the residual's leading eigenvector. So a block can move to another slice,
-    and the error can rise.
+    Every fit of a block starts from the leading eigenvector of the residual as its mix. So a block can move to another
+    slice, and the error can rise.
 
-    The function never forms the slices of the residual. A step computes the truncated SVD of their sum, weighted by the
-    block's mix. So only one rows x columns matrix is formed.
+    To save memory, the function never forms the slices of the residual. Each step computes the truncated SVD of their
+    weighted sum, which is a single rows x columns matrix.
     """
     blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
     for _ in range(SWEEPS):
@@ -116,8 +116,9 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
     """Refits one block to the residual X', which is X minus the other blocks (IrrAtt, Algorithm 2).
 
-    The function alternates two steps. The first step sums the slices of X', weighted by the mix, and computes the
-    truncated SVD of this sum. The second step computes the best rank-one fit of the products.
+    The function alternates two steps. The first step sums the slices of X', weighted by the mix, and takes `left` and
+    `right` from the truncated SVD of this sum. The second step computes the mix by the best rank-one fit for fixed
+    `left` and `right`.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())
@@ -143,7 +144,7 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
 
 
 def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
-    """Returns the leading eigenvector of X'_(3) X'_(3)^T, computed from the inner products of the slices of X."""
+    """Returns the leading eigenvector of X'_(3) X'_(3)^T, computed from inner products of the slices of X."""
     # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he), which needs only products of factors.
     slices, inner, _ = tensor.left.shape
     stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
@@ -157,17 +158,17 @@ def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slic
 
 
 def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
-    """Returns X' x_3 mix^T, which is the sum of the residual's slices weighted by `mix`."""
+    """Returns X' x_3 mix^T, which is the sum of the residual's slices, weighted by `mix`."""
     left, right, other_mix = others
     weighted = (tensor.left * mix[:, None, None]).flatten(0, 1)
     return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Returns the nearest mix with nonnegative columns of unit length. Apply it after each training step.
+    """Projects a mix onto matrices with nonnegative columns of unit length. Call it after each training step.
 
-    For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal exactly when each column has one owner. A column without a
-    positive value becomes one-hot at its largest value.
+    For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal if and only if each column has one nonzero entry, its owner.
+    A column without a positive value becomes one-hot at its largest value.
     """
     positive = mix.clamp_min(0)
     largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
@@ -175,7 +176,7 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 
 
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
-    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1) over the columns c_r of the mix. Add the result to a training loss.
+    """Returns the training loss sum_r (|c_r|_1^2 / |c_r|_2^2 - 1) over the columns c_r of the mix.
 
     The penalty is zero if and only if each column has at most one nonzero value. It is at most rank * (slices - 1), and
     does not depend on the length of the columns.

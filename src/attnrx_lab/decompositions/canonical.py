@@ -1,7 +1,7 @@
 """The canonical polyadic decomposition, which is a sum of rank-one terms that all slices share.
 
-`als` computes it by alternating least squares. `cpd_epc` adds the error-preserving correction. With the correction,
-terms cancel each other less, and the error stays the same.
+`als` computes the decomposition by alternating least squares. `cpd_epc` adds the error-preserving correction, after
+which the terms cancel each other less at the same error.
 """
 
 import math
@@ -26,10 +26,10 @@ Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float
 
 @dataclass(frozen=True)
 class Canonical:
-    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T, in float64.
+    """The tensor Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T in float64.
 
-    `left`, `right` and `mix` are S^Q, S^K and the fusion matrix S^H of IrrAtt, Eq. 3. `errors` are the relative errors
-    at the start and after each sweep. Raises InvalidInput for factors that are empty or not finite.
+    `left`, `right` and `mix` are S^Q, S^K and the fusion matrix S^H in Eq. 3 of IrrAtt. `errors` contains the relative
+    errors at the start and after each sweep. Raises InvalidInput if a factor is empty or not finite.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -70,10 +70,10 @@ class Canonical:
 
 
 def least_sensitivity(terms: Canonical) -> float:
-    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
+    """Returns the sensitivity of the balanced terms, which is 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
 
-    Suppose that all entries of the factors have independent errors of equal variance. The sensitivity is the expected
-    squared change of the tensor divided by this variance, in the limit of zero variance. It equals
+    Suppose that all entries of the factors have small independent errors of equal variance. The sensitivity is the
+    expected squared change of the tensor, divided by this variance. For any terms, the sensitivity is
     sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
     """
     size = math.prod(factor.shape[0] for factor in terms.factors)
@@ -81,10 +81,10 @@ def least_sensitivity(terms: Canonical) -> float:
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Returns the `rank` strongest singular triples of all slices as terms. Only the triple's own slice uses a term.
+    """Returns the `rank` strongest singular triples of all slices as terms, each of which only one slice uses.
 
-    The result is the best approximation with one owner per term. Its squared error is the energy of the omitted
-    triples. Terms are sorted by descending strength. If two strengths are equal, the earlier slice comes first.
+    The result is the best approximation in which each term belongs to one slice. The squared error is the energy of the
+    omitted triples. Terms are sorted by descending strength and, if the strengths are equal, by slice.
     """
     # With one owner per term the squared error is a sum over slices, and the Eckart-Young theorem applies to each.
     left, strength, right = tensor.svd()
@@ -107,11 +107,11 @@ def als(
 ) -> Canonical:
     """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS). The error never increases.
 
-    `start` is one of STARTS, or a decomposition with this rank. "best" runs from water-filling and from random terms
-    and returns the result with the smaller error. `seed` seeds the random terms. The iteration stops after `sweeps`
-    sweeps, or when a sweep lowers the relative error by less than the fraction `tolerance`. The returned columns of
-    `left` and `right` have unit length, and `mix` contains the strengths. Raises InvalidInput for a rank out of range,
-    and UnknownName for another start.
+    `start` is one of STARTS, or a decomposition with this rank. With "best", the function starts from water-filling and
+    from random terms, and returns the result with the smaller error. `seed` seeds the random terms. The iteration stops
+    after `sweeps` sweeps, or when a sweep lowers the relative error by less than the fraction `tolerance`. In the
+    result, the columns of `left` and `right` have unit length, and `mix` contains the strengths. Raises InvalidInput if
+    the rank is out of range, and UnknownName for an unknown start.
     """
     if start == "best":
         runs = (
@@ -160,7 +160,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
     """Returns the terms to start from. If `start` is a decomposition, it is returned unchanged.
 
     Raises:
-        InvalidInput: The rank is 0, or larger than the rank at which every slice is exact.
+        InvalidInput: The rank is 0, or larger than an exact decomposition needs.
         UnknownName: The start is not one of STARTS.
     """
     largest = len(tensor.left) * tensor.slice_rank
@@ -180,7 +180,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
-    """Returns the relative error for the squared residual `square`, or recomputes it if `square` is mostly rounding."""
+    """Returns the relative error from the squared residual `square`, or recomputes it if `square` is too small."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
@@ -198,9 +198,10 @@ _TOLERANCE = 1e-6  # a correction stops if a sweep lowers the sensitivity by les
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
     """Lowers the sensitivity of the terms without raising the relative error above its value at the start.
 
-    The objective is the sensitivity of the balanced terms. The function accepts an update only if the objective does
-    not rise and the error stays within the bound. The result is balanced. The iteration stops after `sweeps`, or when a
-    sweep gains too little. An error below SMALLEST_BOUND may rise to SMALLEST_BOUND.
+    The objective is the sensitivity of the balanced terms (`least_sensitivity`). The function accepts an update only if
+    the objective does not rise and the error stays within the bound. The result is balanced. The iteration stops after
+    `sweeps` sweeps, or when a sweep lowers the sensitivity too little. An error below SMALLEST_BOUND may rise to
+    SMALLEST_BOUND.
     """
     # The algorithm is the error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349). Its objective
     # is the sensitivity instead of the norms of the terms. The update of each factor has a closed form with one unknown
@@ -232,11 +233,12 @@ def cpd_epc(
     finish: bool = False,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1).
+    """Returns a decomposition by CPD-EPC, which is the first line of IrrAtt's Algorithm 1.
 
     CPD-EPC runs least squares (`als`), the correction (`epc`), and least squares again. `start`, `sweeps` and `seed`
     are as in `als`. The error is at most SMALLEST_BOUND or the error after the first least squares, whichever is
-    larger. `finish=True` runs the correction once more. Its terms are less sensitive to rounding and easier to train.
+    larger. `finish=True` runs the correction once more, after which the terms are less sensitive to rounding and easier
+    to train.
     """
     terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))
     terms = als(tensor, rank, start=terms, sweeps=sweeps)
@@ -261,7 +263,7 @@ def _corrected(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
-    """Returns the updated factor, or the old one if the update would raise the objective, with the squared error."""
+    """Returns the updated factor, or the old factor if the update would raise the objective, and the squared error."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
@@ -272,7 +274,7 @@ def _updated(
 
 
 def column_sensitivity(one: Float[Tensor, "rows rank"], other: Float[Tensor, "columns rank"]) -> Float[Tensor, "rank"]:
-    """Returns, from two factors, the sensitivity per squared entry of each column of the third factor."""
+    """Returns the sensitivity per squared entry for each column of a factor, computed from the other two factors."""
     return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
 
 
@@ -288,7 +290,7 @@ def bounded_update(
     The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is X = products
     (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are squared
     quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies the bound, the
-    function returns zero. The search for eta never returns a value that violates the bound.
+    function returns zero. Every eta that the search returns satisfies the bound.
     """
     # With the new variables X diag(weights)^(1/2), the objective is a plain norm, and normal becomes Q diag(e) Q^T.
     # With Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
@@ -308,10 +310,10 @@ def bounded_update(
 
 
 def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
-    """Returns the largest eta found with phi(eta) <= slack, by bisection of the logarithm of eta.
+    """Returns the largest eta with phi(eta) <= slack, found by bisection on a logarithmic scale.
 
-    phi(eta) = sum g eta^2 / (e (e + eta)^2) is the error minus the least-squares error. It increases with eta, from 0
-    at eta = 0.
+    The function phi(eta) = sum g eta^2 / (e (e + eta)^2) is the squared error minus the least-squares error. phi rises
+    with eta, from phi(0) = 0.
     """
 
     def phi(eta: float) -> float:

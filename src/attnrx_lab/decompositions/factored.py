@@ -1,4 +1,4 @@
-"""A third-order tensor stored as products of thin factors per slice, with the operations that decompositions need."""
+"""A third-order tensor that stores each slice as a product of two thin factors, for tensor decompositions."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +19,11 @@ Projection = Float[Tensor, "slices inner rank"]
 
 @dataclass(frozen=True)
 class FactoredTensor:
-    """A tensor with the slices Y_h = left_h^T right_h, of shape rows x columns. The slices are never formed.
+    """A tensor with the slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
 
-    All operations use float64, without gradients. Slices may have different ranks, because zero rows in `left` and
-    `right` contribute nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
-    InvalidInput for empty factors and values that are not finite.
+    All operations use float64, without gradients. Slices may have different ranks, because `left` and `right` can be
+    padded with rows of zeros. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
+    InvalidInput if a factor is empty or not finite.
     """
 
     left: Float[Tensor, "slices inner rows"]
@@ -79,9 +79,9 @@ class FactoredTensor:
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Returns || Y - [[A, B, C]] || / || Y ||. It is accurate for small errors, too.
+        """Returns the relative error || Y - [[A, B, C]] || / || Y ||, which is accurate even for small errors.
 
-        If both tensors are zero, the result is 0. If only Y is zero, it is infinite.
+        If both tensors are zero, the result is 0. If only Y is zero, the result is infinite.
         """
         # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, and each term is computed from small Gram matrices.
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
@@ -115,7 +115,7 @@ class FactoredTensor:
 
 
 def as_matrix(values: Tensor, name: str) -> Tensor:
-    """Returns values of any shape as a contiguous float64 tensor without gradient.
+    """Converts values of any shape to a contiguous float64 tensor without gradient.
 
     Raises:
         InvalidInput: The values are empty or not finite.
@@ -127,10 +127,11 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 
 
 def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
-    """Returns `products` times the inverse of the positive semidefinite matrix `normal`, which is a least-squares step.
+    """Solves a least-squares step: returns `products` times the inverse of the positive semidefinite matrix `normal`.
 
-    The function uses Cholesky if it is numerically safe, otherwise the pseudoinverse by eigenvalues. Nothing is added
-    to the diagonal, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near one.
+    The function uses a Cholesky decomposition if it is numerically safe, otherwise a pseudoinverse from eigenvalues. It
+    adds no regularization, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near
+    one.
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()
@@ -144,6 +145,6 @@ def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "si
 
 
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
-    """Returns the columns scaled to unit length, and their lengths. A zero column stays zero and has length zero."""
+    """Returns the columns scaled to unit length, and their original lengths. Columns of zeros do not change."""
     length = matrix.norm(dim=0)
     return matrix / length.masked_fill(length == 0, 1), length

@@ -1,7 +1,8 @@
 """The Tucker decomposition, and the general block-term decomposition, which is a sum of Tucker terms.
 
-IrrAtt's Appendix A.2 defines both decompositions, but the paper does not use them. CP SlimAtt is a Tucker decomposition
-whose core is diagonal in every slice. BTD-(L, L, 1) is a sum of terms, and each term has a diagonal core and one mix.
+Appendix A.2 of IrrAtt defines both decompositions, but the paper does not use them. Its own forms are special cases. CP
+SlimAtt is a Tucker decomposition whose core is diagonal in every slice. BTD-(L, L, 1) is a sum of terms with a diagonal
+core and one column of mixing weights each.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from attnrx_lab.decompositions.factored import FactoredTensor
 
 @dataclass(frozen=True)
 class Tucker:
-    """Y = core x_1 left x_2 right x_3 mix (IrrAtt, Appendix A.2.2). The columns of the three factors are orthonormal.
+    """The tensor Y = core x_1 left x_2 right x_3 mix, whose factors have orthonormal columns (IrrAtt, Appendix A.2.2).
 
-    If the result comes from `hosvd`, the slices of the core are mutually orthogonal in every mode, and their norms
-    descend.
+    If `hosvd` computed the decomposition, the slices of the core are mutually orthogonal in every mode, and are sorted
+    by descending norm.
     """
 
     core: Float[Tensor, "left_rank right_rank mix_rank"]
@@ -41,8 +42,8 @@ def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
     """Returns the truncated higher-order SVD (De Lathauwer, De Moor and Vandewalle, 2000).
 
     The factor of each mode consists of the leading left singular vectors of the mode's unfolding. The core is the
-    tensor multiplied by all transposed factors. The squared error is at most the sum of the energies that the three
-    unfoldings lose. So it is at most three times the smallest possible squared error.
+    tensor multiplied by all transposed factors. The squared error is at most the sum of the energies that are omitted
+    in the three unfoldings. So it is at most three times the smallest possible squared error.
 
     Raises:
         InvalidInput: A rank is below 1 or above the size of its mode.
@@ -60,9 +61,9 @@ def hosvd(tensor: FactoredTensor, ranks: tuple[int, int, int]) -> Tucker:
 
 
 def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"]:
-    """Returns the left singular vectors of the first or second mode's unfolding, starting with the strongest.
+    """Returns the left singular vectors of the tensor's unfolding in the first or second mode, strongest first.
 
-    If there are fewer vectors than the size of the mode, a basis of the remaining space follows them.
+    If there are fewer vectors than the size of the mode, the function appends a basis of the remaining space.
     """
     own, other = (tensor.left, tensor.right) if mode == 0 else (tensor.right, tensor.left)
     # Y_h = own_h^T other_h. With other_h^T = Q R, own_h^T R^T has the left singular vectors of Y_h, but fewer columns.
@@ -76,14 +77,14 @@ def _unfolded(tensor: FactoredTensor, mode: int) -> Float[Tensor, "size vectors"
 def tucker_terms(
     tensor: FactoredTensor, count: int, ranks: tuple[int, int, int], sweeps: int = 5
 ) -> tuple[Tucker, ...]:
-    """Returns the general block-term decomposition into `count` Tucker terms of these ranks (IrrAtt, Appendix A.2.3).
+    """Returns the general block-term decomposition into `count` Tucker terms with these ranks (IrrAtt, Appendix A.2.3).
 
-    Each term in turn becomes the `hosvd` of the tensor minus the other terms. A truncated HOSVD is not the best
+    Each term in turn is replaced by the `hosvd` of the tensor minus the other terms. A truncated HOSVD is not the best
     approximation, so the error can rise. The function returns the terms of the sweep with the smallest error. With
-    `count=1` it returns the Tucker decomposition.
+    `count=1` the result is the Tucker decomposition.
 
     Raises:
-        InvalidInput: There is no term, or a rank is below 1 or above the size of its mode.
+        InvalidInput: `count` is below 1, or a rank is below 1 or above the size of its mode.
     """
     if count < 1:
         raise InvalidInput(f"{count} Tucker terms: give one or more.")

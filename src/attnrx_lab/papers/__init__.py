@@ -1,4 +1,4 @@
-"""Reproduces tables and figures of papers: trains and measures models, and compares with the printed numbers."""
+"""Reproduces tables and figures of papers, and compares the results with the printed numbers."""
 
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.plan import RecipePlan

@@ -1,4 +1,4 @@
-"""The robustness experiment (SPOT, Table 5): the models of Table 1 on images with every corruption of ImageNet-C."""
+"""The robustness experiment (SPOT, Table 5), which measures the models of Table 1 on all ImageNet-C corruptions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -33,10 +33,10 @@ SEVERITY = 3  # of five (SPOT, Section 7.1)
 
 @dataclass(frozen=True)
 class CorruptedExperiment(DerivedExperiment):
-    """One model of the SPOT experiment on corrupted test images. Nothing is trained on these images.
+    """Measures one model of the SPOT experiment on corrupted test images, without training on such images.
 
-    `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. If you
-    have no such folder, the experiment corrupts the test images by the same definitions.
+    `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. If
+    `corrupted` is None, the experiment corrupts the test images by the same definitions.
     """
 
     kind: ClassVar[str] = "spot-corrupted"
@@ -50,10 +50,10 @@ class CorruptedExperiment(DerivedExperiment):
         return () if self.corrupted else (here,)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Makes the model of the SPOT run on clean images, and measures it on every corruption.
+        """Measures the SPOT run's model on every corruption. If this run does not exist, it is executed first.
 
         Raises:
-            DataError: The folder lacks a corruption. The method checks it before anything is trained.
+            DataError: The folder lacks a corruption. The method checks the folder before any training.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
         splits = self.splits()
@@ -80,7 +80,7 @@ class CorruptedExperiment(DerivedExperiment):
         return {**accuracy, "corrupted_change": {"value": whole.value, "low": whole.low, "high": whole.high}}
 
     def _read(self, comparison: Comparison, files: Mapping[str, Path], log: Log) -> dict[str, Measure]:
-        """Measures the models on ImageNet-C's files, and averages over the corruptions, which have the same images."""
+        """Measures the models on the files of ImageNet-C, and averages each image's results over the corruptions."""
         accuracies, changes = [], []
         for corruption, place in files.items():
             log(f"{self.name}: {corruption}")
@@ -99,7 +99,7 @@ class CorruptedExperiment(DerivedExperiment):
 
 
 def corruption_folders(root: Path) -> dict[str, Path]:
-    """Returns the folder of every corruption in ImageNet-C. The archives may group these folders by kind.
+    """Returns the folder of each ImageNet-C corruption. Folders may be grouped by kind, e.g. noise/gaussian_noise.
 
     Raises:
         DataError: One of the folders is missing.

@@ -1,4 +1,4 @@
-"""The datasets of a paper (SPOT, Table 6), with the numbers of training images, test images and classes."""
+"""Counts the training images, test images and classes in a paper's datasets (SPOT, Table 6)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
 
 @dataclass(frozen=True)
 class DatasetCounts(Experiment):
-    """Counts the images and classes of one dataset after `load_data` split it. Nothing is trained.
+    """Counts the images and classes in one dataset, as `load_data` splits it.
 
-    `dataset` says where to find the images if the subject's name does not. Images held out for validation count as
-    training images, because the paper has no validation images.
+    `dataset` is the location of the images, if `load_data` does not find them by the subject's name. Images held out
+    for validation count as training images, because the paper has no validation images.
     """
 
     kind: ClassVar[str] = "datasets"

@@ -1,4 +1,4 @@
-"""Experiments, which are resumable runs that measure candidates. Tables use the numbers of finished runs."""
+"""Experiments, which are resumable runs that measure models for the tables of papers."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ MeasureKey = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, its experiment, and its result.json with numbers by rule, kind and quantity."""
+    """A finished run with its folder, its experiment, and the numbers in result.json by rule, kind and quantity."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -51,10 +51,10 @@ class Run:
 
 
 class Experiment(ABC):
-    """One run of a paper's protocol, as a frozen dataclass of its settings. Subclasses implement only `measured`.
+    """One run of a paper's protocol. Subclasses are frozen dataclasses of the run's settings.
 
-    `kind` names the folder of the runs. `knobs` are the settings that a user may change. `chosen` are the knobs whose
-    values no paper states.
+    `kind` is the name of the folder that contains the runs. `knobs` are the settings that a user may change. `chosen`
+    lists the knobs whose default values are our choice, because no paper states them.
     """
 
     kind: ClassVar[str]
@@ -66,7 +66,7 @@ class Experiment(ABC):
 
     @property
     def scenario(self) -> str:
-        """The name of the run in the rows of a table and in `only`, by default its subject."""
+        """The name of the run in table rows and in the argument `only`, by default the run's subject."""
         return self.subject
 
     @property
@@ -79,19 +79,19 @@ class Experiment(ABC):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The differences from the paper that do not depend on a user's settings. Tables list them."""
+        """The differences from the paper that tables list for any user settings."""
         return ()
 
     @abstractmethod
     def as_tiny(self) -> "Experiment":
-        """Returns the same run on generated images or weights, which takes a second or two."""
+        """Returns a tiny version of the run on generated images or weights, which takes a second or two."""
 
     def trainings(self) -> tuple[Training, ...]:
-        """Returns the trainings of the run, from shapes only, without loading anything. A tiny run has none."""
+        """Returns the trainings that the run needs, derived from shapes only. For tiny runs the result is empty."""
         return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the names of the stages that measure these numbers, or of all stages.
+        """Returns the names of the stages that measure these numbers, or all names if `keys` is None.
 
         An experiment without stages is measured as a whole.
         """
@@ -99,19 +99,19 @@ class Experiment(ABC):
 
     @abstractmethod
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
+        """Measures the requested stages, and returns the contents of result.json.
 
-        `data` contains the `name` of the data, the number of test `images`, and `notes` for readers. Only the requested
-        stages are measured. Stages that are already in the folder are loaded. After model and data are loaded, the
-        method calls `claim` to write the settings to the folder.
+        The result contains the numbers under `rules`. Under `data` it contains the `name` of the data, the number of
+        test `images`, and `notes` for the table's readers. Stages that are already in the folder are loaded instead of
+        measured. After loading model and data, the method calls `claim` to write the settings to the folder.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
-        """Runs the experiment, continues an interrupted run, or loads its result. Refuses another run's folder.
+        """Runs the experiment, continues an interrupted run, or loads the stored result.
 
-        With `keys`, only the stages that contain these numbers are measured. The result contains the stages of all
-        calls, so several tables can share one run. Processes that one launcher started share the work of the run (see
-        `processes`).
+        With `keys`, the method measures only the stages that contain these numbers. The result contains the stages of
+        all calls, so several tables can share one run. Processes that one launcher started share the work of the run
+        (see `processes`). If the folder contains another run, the method raises CheckpointError.
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
@@ -136,7 +136,7 @@ class Experiment(ABC):
         """Returns the same run with some settings changed.
 
         Raises:
-            InvalidInput: The experiment has no such setting, or it gets `weights` but loads none.
+            InvalidInput: The experiment has no such setting, or `changes` has `weights` but the experiment loads none.
         """
         unknown_knobs = [name for name in changes if name not in self.knobs]
         if unknown_knobs:
@@ -155,7 +155,7 @@ class Experiment(ABC):
         return changed
 
     def deviations(self, protocol: "Experiment") -> list[str]:
-        """Returns sentences for the table's readers that describe all differences from the protocol."""
+        """Describes all differences from the protocol in sentences for the table's readers."""
         if self.tiny:
             what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
             return [f"{self.scenario}: {what}"]
@@ -197,12 +197,12 @@ class Experiment(ABC):
             )
 
     def claim(self, folder: Path) -> None:
-        """Stores the settings in the folder. Call it after model and data were loaded with these settings."""
+        """Writes the settings to the folder. Call this method after loading model and data with these settings."""
         if is_first():
             write_json(folder / "settings.json", self._header())
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings to write to files. Folders are omitted, because they differ between machines."""
+        """Returns the settings to write to files. Folder paths are omitted, because they differ between machines."""
         return {name: value for name, value in without_folders(to_dict(self)).items() if name not in HARMLESS}
 
     def _header(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def evaluation_device() -> torch.device:
 
 
 def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Comparison:
-    """Returns a comparison of the model with itself on the fastest device. Use `replace` to set other candidates."""
+    """Returns a comparison of the model with itself on the evaluation device. Use `replace` to set a candidate."""
     device = evaluation_device()
     # The caller's model stays on the CPU, where candidates are made from it.
     reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
@@ -224,12 +224,12 @@ def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Compa
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:
-    """Returns `count` images, balanced over the classes. If `count` is None or too large, returns all images."""
+    """Returns at most `count` images, balanced over the classes, or all images if `count` is None."""
     return images if count is None else images.take(min(count, len(images)))
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Loads existing evidence, or computes and saves it. All processes compute, and only the first one saves."""
+    """Loads stored evidence, or computes and saves it. All processes compute, but only the first process saves."""
     if not agreed(path.exists()):
         evidence = make()
         if is_first():
@@ -245,7 +245,7 @@ def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment
 
 
 def measures(evidence: Evidence) -> dict[str, Measure]:
-    """Returns every number that a table may use, by name. Other findings are skipped."""
+    """Returns the numbers that a table can show, by name, and skips all other findings."""
     named = ((_measure_name(finding), finding) for finding in evidence.findings)
     return {name: measure_of(finding) for name, finding in named if name is not None}
 

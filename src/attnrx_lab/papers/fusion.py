@@ -31,8 +31,8 @@ Mix = Float[Tensor, "heads rank"]
 class FusionExperiment(Experiment):
     """Decomposes a pre-trained model's scores, layer by layer, into directions that all heads share (CPD-EPC).
 
-    `shares` are the shares of a layer's directions to keep. The decomposition uses only the weights, and starts from
-    random terms drawn from `seed`. A start from the heads' own directions would assign one owner to each direction in
+    `shares` lists the shares of a layer's directions to keep. The decomposition uses only the weights, and starts from
+    random terms drawn from `seed`. Starting from the heads' own directions would assign one owner to each direction in
     advance. If the heads already share directions, the model is not decomposed.
     """
 
@@ -48,7 +48,7 @@ class FusionExperiment(Experiment):
     tiny: bool = False
 
     def as_tiny(self) -> "FusionExperiment":
-        """Returns the same run on a tiny model with the same number of heads and layers, with few sweeps."""
+        """Returns the same run with fewer sweeps on a tiny model with the same number of heads and layers."""
         return replace(self, tiny=True, sweeps=3)
 
     def original(self) -> nn.Module:
@@ -89,9 +89,9 @@ class FusionExperiment(Experiment):
         }
 
     def _fusion(self, attention: Attention, share: float, layer: int) -> tuple[Mix, tuple[int, ...], dict[str, float]]:
-        """Returns a layer's fusion matrix, the ranks that fit its weights best, and the decomposition's error.
+        """Returns a layer's fusion matrix, the block ranks that fit the weights best, and the decomposition's error.
 
-        If the heads already share directions, there is no decomposition and no error.
+        If the heads already share directions, the function returns their fusion matrix and no error.
         """
         spectrum = attention.spectrum()
         heads = len(spectrum.strength)
@@ -117,10 +117,9 @@ def _owners(mix: Mix) -> Fusion:
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     """Returns how close a fusion matrix is to block-diagonal after its columns are sorted by owner.
 
-    `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean of the columns'
-    shares, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
-    normally distributed columns, which have no blocks. `least` and `most` are the sizes of the smallest and the largest
-    block.
+    `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean of this share over
+    the columns, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
+    random columns without block structure. `least` and `most` are the sizes of the smallest and the largest block.
 
     Raises:
         InvalidInput: The fusion matrix is zero.

@@ -70,12 +70,13 @@ RULES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class IrrattMethod:
-    """One line of the table: the form of queries and keys, with ranks as shares, so that it fits models of any size.
+    """One compression method of the table. Ranks are shares, so that the method applies to models of any size.
 
-    `qk` is "full" or a form of `Compression`, and `rank` is the share of the directions to keep. `vo` is the share of
-    the value dimensions. `mlp` is the rank of both maps of the MLP, as a share of the width. None means unchanged. With
-    `by_training` the method trains a CP SlimAtt under constraints that divide its directions among the heads (IrrAtt,
-    Eq. 7). If the experiment does not train, only the costs of this method are computed.
+    `qk` is the form of queries and keys, "full" or a form of `Compression`, and `rank` is the share of the directions
+    to keep. `vo` is the share of the value dimensions. `mlp` is the rank of both linear layers in the MLP, as a share
+    of the width. None means unchanged. With `by_training` the method trains a CP SlimAtt under constraints that divide
+    its directions among the heads (IrrAtt, Eq. 7). If the experiment does not train, only the costs of this method are
+    computed.
     """
 
     name: str
@@ -100,7 +101,7 @@ class IrrattMethod:
         )
 
     def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors) -> Prescription:
-        """Returns the prescription of this method for a model. All layers of the model have the same shape."""
+        """Returns this method's prescription for a model. All layers of the model must have the same shape."""
         ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None
@@ -109,12 +110,12 @@ class IrrattMethod:
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
     def candidate(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors = "weights") -> nn.Module:
-        """Returns the smaller model, or the original itself if nothing is compressed."""
+        """Returns the compressed model, or the original model if the method changes nothing."""
         return realize(model, self.prescription(model, diagnosis, seed, factors)) if self.changes else model
 
 
 def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
-    """Returns the costs of the model that a method makes. They follow from the ranks, so only shapes are needed."""
+    """Returns the costs of the model after compression by a method, computed from shapes only."""
     family = family_of(outline)
     specs = family.specs(outline)
     compression = method.compression(specs[0])
@@ -123,7 +124,7 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Computes the paper's compression ratios from shapes only. They are percentages of the original's costs."""
+    """Computes the paper's compression ratios in percent of the original's costs, from shapes only."""
     after = method_costs(outline, method)
     norms = outer_norm_features(outline, after)  # the same for both, because they have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
@@ -142,14 +143,14 @@ def _part(share: float, whole: int) -> int:
 
 @dataclass(frozen=True)
 class IrrattExperiment(sources.DatasetExperiment):
-    """Compresses one pre-trained model by each method, fine-tunes every smaller model for `epochs`, and measures it.
+    """Compresses one pre-trained model by each method, fine-tunes each result for `epochs`, and measures it.
 
-    As in the paper, scores, values and MLP are factored by their weights. `seed` draws the start for the scores. With
-    `factors="data"`, values and MLP keep the directions that matter most on `calibration_images` training images.
-    `seed` also separates these images from the validation images. By default nothing is fine-tuned, because on data
-    with few of the model's classes every method would gain by forgetting the other classes. A constrained CP SlimAtt is
-    trained for `epochs` before its fine-tuning. `ema` is the decay of the weights' running mean. Costs are always
-    computed for the named model, even if a `tiny` model is measured.
+    As in the paper, scores, values and MLP are factored by their weights. `seed` seeds the initial terms for the
+    scores. With `factors="data"`, values and MLP keep the directions that matter most on `calibration_images` training
+    images. `seed` also separates these images from the validation images. By default the models are not fine-tuned. On
+    data with only some of the model's classes, every method would gain from fine-tuning by forgetting the other
+    classes. A constrained CP SlimAtt is trained for `epochs` before its fine-tuning. `ema` is the decay of the weights'
+    moving average. Costs are always computed for the named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -178,7 +179,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self, folder: Path, log: Log) -> nn.Module:
-        """Loads the original. If it is not pre-trained, trains it once in a folder that all runs share."""
+        """Loads the pre-trained original, or trains an original once in a folder that all runs share."""
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
@@ -190,7 +191,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return outline_for(self.model, self.subject)
 
     def splits(self, model: nn.Module) -> Splits:
-        """Loads the data with the model's image size and normalization, or generates it."""
+        """Loads the images with the model's image size and normalization, or generates images for a tiny run."""
         if self.tiny:
             splits = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
         else:
@@ -198,9 +199,9 @@ class IrrattExperiment(sources.DatasetExperiment):
         return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:
-        """Returns the settings of IrrAtt's fine-tuning (Table 3): no weight decay, and a running mean of the weights.
+        """Returns the settings of IrrAtt's fine-tuning (Table 3), without weight decay and with averaged weights.
 
-        The learning rate warms up from 1e-6, then falls to 1e-6 by a cosine.
+        The learning rate warms up from 1e-6, then decays to 1e-6 by a cosine schedule.
         """
         return TrainingConfig(
             epochs=self.epochs,
@@ -247,7 +248,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return frozenset(rule for rule, _, _ in keys)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Computes the costs of the requested methods, and measures the methods that can be made."""
+        """Computes the costs of the requested methods, and measures the methods that need no omitted training."""
         model = self.original(folder, log)
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)
@@ -257,7 +258,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         self.claim(folder)
 
         def evidence(method: IrrattMethod) -> Evidence:
-            """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
+            """Measures a method's accuracy, its fidelity to the original, and the costs of its realized model."""
             if method.by_training:
                 candidate = self._constrained(method, model, diagnosis, splits, calibration, folder)
             else:
@@ -299,7 +300,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         calibration: ImageSet,
         folder: Path,
     ) -> nn.Module:
-        """Trains a CP SlimAtt until each direction has one head (IrrAtt, Eq. 7), which then owns it (Eqs. 5 and 6)."""
+        """Trains a CP SlimAtt towards one head per direction (IrrAtt, Eq. 7), then splits it by head (Eqs. 5 and 6)."""
         # IrrAtt, Section 3.3: train on the task with non-negative fusion weights and at most one head per direction.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed, self.factors)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()))

@@ -1,4 +1,4 @@
-"""The tables and figures of the IrrAtt paper, with protocols, rows and columns."""
+"""Defines the recipes for the tables and figures of the IrrAtt paper: their protocols, rows and columns."""
 
 from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.fusion import FusionExperiment
@@ -82,7 +82,7 @@ TITLES = {"full": "original", "truncatt": "TruncAtt", "cp": "CP", "irratt": "Irr
 
 
 def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tuple[Row, ...]:
-    """Returns a row for every method of an experiment. `directions` is the number of a layer's directions."""
+    """Returns one row per method of an experiment. `directions` is the number of directions in a layer."""
     return tuple(
         Row(f"{title}, {label(method, directions)}", experiment.scenario, method.name) for method in experiment.methods
     )

@@ -21,7 +21,7 @@ from attnrx_lab.papers.spot import DerivedExperiment, SpotExperiment, outline_fo
 class KeptPatchesExperiment(DerivedExperiment):
     """Draws which patches one model of the SPOT experiment keeps in `shown` test images of different classes.
 
-    The run's folder contains the pictures as SVG and PDF, and their numbers as CSV.
+    The run's folder contains the figures as SVG and PDF, and the plotted numbers as CSV.
     """
 
     kind: ClassVar[str] = "spot-kept"
@@ -33,7 +33,7 @@ class KeptPatchesExperiment(DerivedExperiment):
         """Makes the model, and draws its patches.
 
         Raises:
-            NotSupported: Matplotlib is not installed. The method checks it before anything is trained.
+            NotSupported: Matplotlib is not installed. The method checks this before any training.
         """
         required_module("matplotlib", "figures", "a figure")
         splits = self.splits()

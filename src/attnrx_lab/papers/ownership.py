@@ -1,4 +1,4 @@
-"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and one head owns each shared direction."""
+"""IrrAtt's training constraint (Eq. 7) that strengths are nonnegative and one head owns each shared direction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from attnrx_lab.shared_attention import SharedForm
 class FusionOwnership(Loss):
     """Penalizes shared directions that several heads use, which replaces the constraint S S^T = I (IrrAtt, Eq. 7).
 
-    The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over the heads. The penalty is 0 if and only if one
-    head uses the direction, and heads - 1 if all heads use it equally. The loss is the mean over the directions of all
-    layers. Its weight grows linearly over the run, from 0 to its full value, so that heads first learn what they need.
-    Train inside `nonnegative_fusion` to enforce the second half of the constraint, S >= 0. Afterwards the rule
-    `fusion_owner` divides the model into irregular heads.
+    The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over its strengths s in all heads. The penalty is 0
+    if and only if one head uses the direction, and heads - 1 if all heads use it equally. The loss is the mean over the
+    directions of all layers. Its weight grows linearly over the training, from 0 to its full value, so that the heads
+    can first choose their directions. Train inside `nonnegative_fusion` to enforce the second half of the constraint, S
+    >= 0. After training, the rule `fusion_owner` assigns each direction to one head.
     """
 
     weight: float = 1.0
@@ -38,10 +38,10 @@ class FusionOwnership(Loss):
 
 @contextmanager
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
-    """Projects a model's fusion onto the constraint set after every optimizer step inside the context.
+    """Projects a model's fusion matrices onto the constraint set after every optimizer step inside the context.
 
-    The training then is projected gradient descent. A reparametrization (e.g. by squares) would also keep the fusion
-    nonnegative, but values at zero would have no gradient.
+    So the training becomes projected gradient descent. A reparametrization (e.g. by squares) would also keep the values
+    nonnegative, but values at zero would receive no gradient.
 
     Raises:
         NotSupported: No heads of the model share directions.
@@ -57,7 +57,7 @@ def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def project_fusion_(model: nn.Module) -> None:
-    """Projects every fusion matrix onto matrices with nonnegative columns of length one (IrrAtt, Eq. 7).
+    """Projects every fusion matrix onto the set of matrices with nonnegative unit columns (IrrAtt, Eq. 7).
 
     Raises:
         NotSupported: No heads of the model share directions.
@@ -68,7 +68,7 @@ def project_fusion_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def normalize_fusion_(model: nn.Module) -> None:
-    """Moves every fusion column's sign and length into the query, so that the projection changes the fusion less.
+    """Moves the sign and length of every fusion column into the query, so that the projection changes less.
 
     Raises:
         NotSupported: No heads of the model share directions.

@@ -1,7 +1,7 @@
-"""Plans a recipe before it runs: lists its trainings, their operations, and the time on one H100.
+"""Estimates the trainings of a recipe before it runs: their FLOPs, and their time on one H100 GPU.
 
-A plan follows from model shapes and published numbers of images, so it needs no data and no weights. Folders are read
-only to see which runs are done.
+A plan is computed from model shapes and published image counts, so it needs no data and no weights. Folders are read
+only to find the runs that are already done.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,9 @@ BACKWARD = 3  # a step costs three forward passes, because the backward pass cos
 
 @dataclass(frozen=True)
 class Training:
-    """One training of a plan. `macs` is the cost of one image in a step, with the backward pass and teachers.
+    """One training in a plan. `macs` is the training cost per image, including the backward pass and teachers.
 
-    `images` is the number of images in an epoch, or None if it is not known without the data.
+    `images` is the number of images per epoch, or None if this number is unknown before the data are loaded.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a recipe with its trainings. It is `done` if the folder contains its result."""
+    """One run of a recipe with its trainings. `done` is true if the folder contains the run's result."""
 
     name: str
     place: str
@@ -92,12 +92,12 @@ class RecipePlan:
 
     @property
     def trainings(self) -> tuple[Training, ...]:
-        """The trainings that are not done yet. A training that several runs share is listed once."""
+        """The trainings of all unfinished runs. Trainings that several runs share are listed once."""
         return tuple(dict.fromkeys(each for run in self.runs if not run.done for each in run.trainings))
 
     @property
     def hours(self) -> float:
-        """The hours of all trainings on one H100. Trainings with an unknown number of images are omitted."""
+        """The total training time on one H100 in hours, without trainings with an unknown number of images."""
         return sum(each.hours or 0.0 for each in self.trainings)
 
     def to_records(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class RecipePlan:
 
 
 def training_images(dataset: str, held_out: float) -> int | None:
-    """Returns the published number of training images minus the held-out images, or None if it is not known."""
+    """Returns the published number of training images minus the held-out images, or None if unknown."""
     if dataset == CLUTTERED:  # it has validation images, so no images are held out
         return len(canvases("train").labels)
     images = TRAINING_IMAGES.get(catalogue_name(dataset) or "")

@@ -1,6 +1,6 @@
-"""Coordinates the processes that one launcher (`torchrun`, `accelerate launch`) starts. They share each run's work.
+"""Coordinates the processes of one launcher (`torchrun`, `accelerate launch`), which share the work of each run.
 
-All processes train, because training exchanges gradients, and all processes measure. The first process holds the locks,
+All processes train together and exchange gradients, and all processes measure. The first process holds the locks,
 decides which parts of a run are missing, and writes files. The other processes follow its decisions, so that all of
 them take part in the same trainings.
 """
@@ -24,7 +24,7 @@ PATIENCE = timedelta(days=30)
 
 @contextmanager
 def shared_lock(folder: Path) -> Iterator[None]:
-    """Holds a folder's lock for all processes of this launch. Other launches wait for it."""
+    """Holds a folder's lock for all processes of this launch. Other launches wait for the lock."""
     if is_first():
         with file_lock(folder, -1):
             agreed(None)
@@ -35,7 +35,7 @@ def shared_lock(folder: Path) -> Iterator[None]:
 
 
 def agreed(decision: T) -> T:
-    """Returns the first process's decision in every process. No process continues before the first arrives here."""
+    """Returns the first process's decision in every process. All processes wait until the first process calls it."""
     if _several():
         return required_module("accelerate.utils", "train", "several processes").broadcast_object_list([decision])[0]
     return decision
@@ -47,6 +47,6 @@ def is_first() -> bool:
 
 
 def _several() -> bool:
-    """Returns whether a launcher started several processes. The first call connects them."""
+    """Returns whether a launcher started several processes. The first call connects the processes."""
     # Processes connect here and not in the trainer, because they already exchange decisions before a training.
     return int(os.environ.get("WORLD_SIZE") or 1) > 1 and connect_processes(timeout=PATIENCE).num_processes > 1

@@ -1,4 +1,4 @@
-"""Recipes: a paper's table as plain data, with its runs and the printed numbers."""
+"""Recipes, which describe the tables of papers by their runs, rows, columns and printed numbers."""
 
 import re
 from collections.abc import Mapping
@@ -30,13 +30,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: one quantity of one realization, multiplied by `factor`.
+    """A column of a table, which shows one quantity of one realization (e.g. the masked model), times `factor`.
 
     Use `factor=-1` if the paper prints a loss as a positive number. With `decimals=None`, numbers have three
     significant digits. An `exact` quantity follows from the paper's shapes, so it does not depend on training, data or
-    seeds. `null` is the value of a candidate that equals its reference. An interval that includes `null` cannot confirm
-    a different number. `against` is the `line` of another row of the scenario. The column then shows the difference
-    from this row, paired by seed and by groups of images, so the quantity needs samples for these groups.
+    seeds. `null` is the value for a candidate that equals its reference. A measured interval that includes `null`
+    cannot confirm a different printed number. If `against` is the `line` of another row in the scenario, the column
+    shows the difference from this row. The difference is paired by seed and by groups of images, so the quantity needs
+    samples for these groups.
     """
 
     key: str
@@ -53,7 +54,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Expected:
-    """A number as the paper prints it, and the range of values that round to it."""
+    """A number as printed in the paper, with the range of values that round to this number."""
 
     printed: str
     paper: float
@@ -64,7 +65,7 @@ class Expected:
     def of(cls, printed: Any) -> "Expected":
         """Parses the paper's text, e.g. `+1.37 pp`.
 
-        The range extends half a unit of the last digit to either side. `<0.01` is the range from 0 to 0.01.
+        The range extends half a unit of the last digit to either side. `<0.01` means the range from 0 to 0.01.
 
         Raises:
             InvalidInput: The text is not a printed number.
@@ -84,12 +85,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A paper's table: its rows, its columns, and the protocol of its runs.
+    """Describes a paper's table by its rows, its columns and the protocol of its runs.
 
-    A scenario (a dataset or a model) may have several runs. A row shows the runs that measured its rule. `table` is the
-    table's number in the paper, and `not_stated` lists the choices that the paper does not state. `seeds` are the
-    default seeds. If `states_seeds` is true, they are the paper's seeds. Otherwise the paper's numbers are treated as
-    one run. `load_recipe` adds the `name`, the `paper`, and the `expected` numbers by row label and column key.
+    A scenario (a dataset or a model) may have several runs. A row shows the results of the runs that measured its rule.
+    `table` is the table's number in the paper, and `not_stated` lists the choices that the paper does not state.
+    `seeds` are the default seeds. If `states_seeds` is true, they are the paper's seeds. If it is false, each printed
+    number is treated as the result of one run. `load_recipe` adds the `name`, the `paper`, and the `expected` numbers
+    by row label and column key.
     """
 
     title: str

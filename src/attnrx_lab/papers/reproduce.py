@@ -1,4 +1,4 @@
-"""Makes the table of a recipe: trains and measures the runs that it needs, and adds the paper's numbers."""
+"""Reproduces the tables of papers: trains and measures the models, and adds the papers' numbers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,22 +49,22 @@ def reproduce(
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
-    """Makes the tables of recipes and trains the models that they need. A table lists every difference from the paper.
+    """Trains and measures the models that recipes need, and writes tables that list all differences from the paper.
 
-    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share these runs, and interrupted runs continue.
-    Each recipe measures the numbers of its own table. Several calls may use one folder at the same time. If another
-    call is working on a run, a call waits for it. Processes that one launcher (`torchrun`, `accelerate launch`) starts
-    share the work of each run. A table is saved as NAME.json and NAME.md in the folder.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`. All recipes share these runs, and a later call continues
+    interrupted runs. Each recipe measures only the numbers of its own table. Several calls may use one folder at the
+    same time. If one call is working on a run, other calls wait for it. Processes that one launcher (`torchrun`,
+    `accelerate launch`) starts share the work of each run. A table is saved as NAME.json and NAME.md in the folder.
 
     Args:
         names: One or several recipes, e.g. "svda/table1".
-        only: The scenarios to run (datasets, for the tables of SVDA), in this order. At least one of the recipes must
-            have each of them. By default, all scenarios run.
+        only: The scenarios to run, in this order, e.g. datasets for the tables of SVDA. Each scenario must belong to at
+            least one of the recipes. By default, all scenarios run.
         seeds: Seeds that replace the recipes' seeds.
-        tiny: Whether to train small models for few steps, to try the code.
+        tiny: Whether to train small models for a few steps, as a quick test of the code.
         folder: The folder in which runs and tables are stored.
         log: A function that is called with progress messages.
-        **knobs: Settings of the protocols, as listed in each experiment's `knobs`. None means unchanged.
+        **knobs: Settings of the protocols, as listed in each experiment's `knobs`. None keeps the default.
 
     Returns:
         The tables in the order of `names`. Tables without any of the scenarios in `only` are omitted.
@@ -118,7 +118,7 @@ def plan_recipes(
 
 
 def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> tuple[list[Recipe], tuple[str, ...]]:
-    """Returns the recipes and the requested scenarios, by default all of them.
+    """Returns the recipes and the requested scenarios, or all scenarios if `only` is None.
 
     Raises:
         UnknownName: There is no such recipe, or no recipe has such a scenario.

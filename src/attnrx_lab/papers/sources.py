@@ -1,4 +1,4 @@
-"""The inputs of experiments, loaded from their settings: model shapes, data, and tiny replacements for both."""
+"""Loads the model shapes and the data that experiments need, or tiny replacements for both."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
@@ -21,7 +21,7 @@ SIZES = {"train": 96, "validation": 32, "test": 64}
 
 @lru_cache(maxsize=8)  # creating an outline takes longer than a tiny run, and many runs need the same one
 def outline_of(model: str) -> nn.Module:
-    """Returns a model without its weights (on the meta device). Loads the model if only its files tell the shapes."""
+    """Builds a model without weights on the meta device, or loads it if its shapes are stored only in its files."""
     library, colon, _ = model.partition(":")
     # The shapes of a saved folder or a Hugging Face checkpoint are in its files.
     if not colon or library == "hf" or Path(model).exists():
@@ -49,11 +49,11 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 class DatasetExperiment(Experiment):
     """An experiment with one original and one dataset.
 
-    `subject` is the name of the original. `model` and `weights` are arguments of `load`. If `model` is None, the
-    original is one of `spot.ORIGINALS`, which is trained first. `dataset`, `label_column` and `test_column` are
-    arguments of `load_data`. `held_out` is the share of training images to validate on, if the dataset has no
-    validation images. With `held_out=0` the model is trained on all images, as in the papers, and the accuracy during
-    training is measured on some of them. `tiny` uses a tiny model and generated images.
+    `subject` is the name of the original. `model` and `weights` are passed to `load`. If `model` is None, the original
+    is one of `spot.ORIGINALS`, which is trained first. `dataset`, `label_column` and `test_column` are passed to
+    `load_data`. If the dataset has no validation images, a share `held_out` of the training images is used for
+    validation. With `held_out=0` the model is trained on all images, as in the papers, and the accuracy during training
+    is measured on some of them. With `tiny`, the experiment uses a tiny model and generated images.
     """
 
     subject: str
@@ -84,7 +84,7 @@ class DatasetExperiment(Experiment):
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
-    """Returns generated images that are easy to learn. The class is the position of a bright square in noise."""
+    """Generates images that are easy to learn. The class is the position of a bright square in noise."""
     scale, half = Normalization.half(channels), side // 2
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
@@ -109,7 +109,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
 
 
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
-    """Returns a mask of the bright square's patches in the images of `generated_splits`, with `patches` per side."""
+    """Returns a mask of the bright square in the images of `generated_splits`, with `patches` patches per side."""
     half = patches // 2
     masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
     for number, mask in enumerate(masks):

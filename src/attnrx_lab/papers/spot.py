@@ -1,4 +1,4 @@
-"""The SPOT experiment, which fine-tunes one model with one token policy by the paper's losses, and measures it."""
+"""The SPOT experiment, which fine-tunes a model with a token policy by the paper's losses and measures the result."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -49,10 +49,11 @@ QUARTERS = (1, 2, 3)  # a pruning stage follows each of these quarters of the de
 
 @dataclass(frozen=True)
 class TokenMethod:
-    """One line of a table: a reducer's text and its keep ratio at three stages. `reducer=None` keeps all tokens.
+    """A token reduction method with one keep ratio for all three stages. `reducer=None` keeps all tokens.
 
-    As in the paper, a stage runs before the first layer after each quarter of the depth: layers 4, 7, 10 of 12, or 5,
-    9, 13 of 16. If `trained` is false, the method is measured without fine-tuning.
+    As in the paper, a stage runs after each of the first three quarters of the depth. So the stages run before layers
+    4, 7 and 10 of 12, or before layers 5, 9 and 13 of 16. If `trained` is false, the method is measured without
+    fine-tuning.
     """
 
     name: str
@@ -66,7 +67,7 @@ class TokenMethod:
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
-        """Returns the policy for a model of this depth. Random patches are drawn from the seed."""
+        """Returns the token policy for a model of this depth. Reducers that select random patches use the seed."""
         if self.reducer is None:
             return None
         # The policy is parsed from text, so that reducers and options are the same as on the command line.
@@ -76,7 +77,7 @@ class TokenMethod:
         return replace(policy, reducer=replace(reducer, seed=seed)) if isinstance(reducer, Random) else policy
 
     def attach_(self, model: nn.Module, seed: int) -> None:
-        """Attaches the policy to the model, in place. New predictors are drawn from the seed."""
+        """Attaches the token policy to the model in place, with new predictors initialized from the seed."""
         attach_policy_(model, self.policy(len(family_of(model).attention(model)), seed), seed)
 
 
@@ -92,12 +93,13 @@ def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> N
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Returns the costs of a method for one image in the paper's convention, in closed form, from shapes only.
+    """Computes a method's costs for one image in the paper's convention, from shapes only.
 
     `gmacs`, which the paper prints as GFLOPS, counts every matrix product, including the classifier's product.
     `gmacs_change` is the change of `gmacs`, computed as in the paper from numbers rounded to one decimal. `predictors`
-    is the cost of the predictors, with five MACs per feature of a LayerNorm. `percent` is the remaining share of the
-    MACs. `patches_N` is the number of patches after stage N, and `tokens` is the mean number of tokens over the layers.
+    is the cost of the token predictors in GMACs, with five MACs per feature of a LayerNorm. `percent` is the remaining
+    share of the MACs. `patches_N` is the number of patches after stage N, and `tokens` is the mean number of tokens
+    over the layers.
     """
     family = family_of(outline)
     layout, depth = family.token_layout(outline), len(family.attention(outline))
@@ -124,8 +126,8 @@ class SmallOriginal:
     """A small original model with a class token, which is not pre-trained but trained once for all rows.
 
     The model is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch
-    embedding. Its matrices start with a standard deviation of 1 / sqrt(inputs). With the usual 0.02, which is meant for
-    wide models, a narrow model learns more slowly.
+    embedding. Its weights are initialized with a standard deviation of 1 / sqrt(inputs). The usual value of 0.02 is
+    meant for wide models, and narrow models learn more slowly with it.
     """
 
     image_size: int = 32
@@ -158,7 +160,7 @@ class SmallOriginal:
         )
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
-        """Returns the trained model. If the folder does not contain it, trains it there."""
+        """Returns the trained model from the folder, or trains the model there first."""
         with shared_lock(place):  # several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
@@ -174,10 +176,10 @@ class SmallOriginal:
 
 @dataclass(frozen=True)
 class PlainOriginal(SmallOriginal):
-    """A plain timm ViT for grey images, in which every token starts with only the pixels of its own patch.
+    """A plain timm ViT for grey images, whose patch embedding uses only the pixels of one patch per token.
 
-    A model that prunes the patches of an object therefore cannot find the object in neighbouring patches. With a
-    convolutional stem it could.
+    A model that prunes an object's patches therefore cannot recover the object from the embeddings of the neighbouring
+    patches. With a convolutional stem it could.
     """
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
@@ -202,7 +204,7 @@ TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1
 
 
 def outline_for(model: str | None, subject: str) -> nn.Module:
-    """Returns the shapes of a named model, or of the subject's small original if `model` is None."""
+    """Returns a named model without weights, or the subject's small original if `model` is None."""
     if model is not None:
         return sources.outline_of(model)
     with torch.device("meta"):
@@ -210,7 +212,7 @@ def outline_for(model: str | None, subject: str) -> nn.Module:
 
 
 def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
-    """Returns the top-1 accuracy with every group's accuracy as samples, in the order of the groups' numbers."""
+    """Returns the mean top-1 accuracy over groups of images, with each group's accuracy, sorted by group number."""
     _, numbers = groups.unique(return_inverse=True)  # 0, 1, ... in the order of the groups' numbers
     totals = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
     hits = totals.scatter_add(0, numbers, correct.double())
@@ -222,12 +224,12 @@ def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "imag
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Settings for fine-tuning a model that prunes tokens. The loss is SPOT's Eq. 15, with the paper's weights.
+    """Settings for fine-tuning a model that prunes tokens, by the loss of SPOT's Eq. 15 with the paper's weights.
 
     The optimizer is AdamW with a cosine schedule. With `task`, the loss also uses the labels. `similarity` is the
     weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT. Predictors learn at `predictor_factor` times the learning
     rate. By default labels are not smoothed and gradients are not clipped, because the paper states neither. `images`
-    limits the number of training images. None uses all.
+    is the largest number of training images, or None to use all of them.
     """
 
     learning_rate: float = 1e-3
@@ -245,12 +247,13 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class SpotExperiment(sources.DatasetExperiment):
-    """Prunes the tokens of one original by one method with one seed, fine-tunes if the method is trained, and measures.
+    """Prunes the tokens of one model by one method, fine-tunes the model if the method is trained, and measures it.
 
-    A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
-    of the images and the masks in training. The images are the same for all seeds. The model is measured on
-    `test_images` test images, paired with the original. If the objects' patches are known, the experiment also measures
-    how many of them remain. Costs are always computed for the named model, even if a `tiny` model is measured.
+    A small original is trained once for all methods and seeds of the subject. The seed determines the initial
+    predictors, the order of the images and the masks in training. The set of images is the same for all seeds. The
+    model is measured on `test_images` test images, paired with the original. If the patches of the objects are known,
+    the experiment also measures how many of these patches remain. Costs are always computed for the named model, even
+    if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "spot"
@@ -270,7 +273,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
     @property
     def place(self) -> Path:
-        """The run's path below the folder of all runs. Methods have separate folders."""
+        """The run's path relative to the folder of all runs. Each method has a separate folder."""
         kind, subject, seed = super().place.parts
         return Path(kind, subject, self.method.name, seed)
 
@@ -282,13 +285,13 @@ class SpotExperiment(sources.DatasetExperiment):
 
     @property
     def made(self) -> SmallOriginal | None:
-        """The original that this experiment trains, or None if the original is pre-trained."""
+        """The original model that this experiment trains, or None if the original is pre-trained."""
         if self.tiny:
             return TINY
         return ORIGINALS[self.subject] if self.model is None else None
 
     def splits(self) -> Splits:
-        """Loads the data at the size of the model, or generates it."""
+        """Loads the images at the model's input size, or generates images for a tiny run."""
         if self.tiny:
             return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
         splits = self.data_for(outline_for(self.model, self.subject))
@@ -319,7 +322,7 @@ class SpotExperiment(sources.DatasetExperiment):
     def training(self, teacher: str) -> TrainingConfig:
         """Returns the settings of the fine-tuning, with the original as teacher.
 
-        SPOT's Eqs. 12 and 14 need sampled masks, so only learned reducers use them.
+        The losses in SPOT's Eqs. 12 and 14 need sampled masks, so only learned reducers are trained with them.
         """
         # If this experiment trained the teacher, `teacher` is a folder that contains the weights.
         tuning, weights = self.tuning, None if self.made else self.weights
@@ -368,7 +371,7 @@ class SpotExperiment(sources.DatasetExperiment):
         }
 
     def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original, and the name or folder from which losses load it as teacher.
+        """Returns the original model, and the name or folder from which the losses load it as teacher.
 
         If the original is not pre-trained, it is trained once on `splits`, or on newly loaded data if `splits` is None.
 
@@ -415,7 +418,7 @@ class SpotExperiment(sources.DatasetExperiment):
         return replace(evidence, findings=(*evidence.findings, *findings))
 
     def _notes(self) -> list[str]:
-        """Returns notes that tell the table's readers how the model was trained."""
+        """Returns notes for the table's readers about how the model was trained."""
         notes = []
         if self.method.trained and not self.tuning.task:
             notes.append("fine-tuned by the answers of the original alone, without labels")
@@ -430,7 +433,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """An experiment on the model of a SPOT run, without further training. If the run does not exist, it is made first.
+    """An experiment on the model of a SPOT run, without further training. A missing run is executed first.
 
     `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """

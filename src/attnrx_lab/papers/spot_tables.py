@@ -1,4 +1,4 @@
-"""The tables and figures of the SPOT paper, with methods, protocols, rows and columns."""
+"""Defines the recipes for the tables and figures of the SPOT paper: their methods, protocols, rows and columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def projected(features: int) -> TokenMethod:
 
 
 def projections(width: int) -> tuple[Line, ...]:
-    """Returns the lines of SPOT's Figure 5 for a model of this width, and their controls."""
+    """Returns the table lines for SPOT's Figure 5, with their controls, for a model of this width."""
     return (
         ("as many token features as the width", SPOT),
         *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
@@ -58,7 +58,7 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
 
 
 def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
-    """Returns the lines for each subject (by default ABLATED). On digits among clutter, the keep ratio is lower."""
+    """Returns the table lines of each subject (by default ABLATED), with a lower keep ratio on cluttered digits."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
@@ -170,7 +170,7 @@ COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, GFLOPS_CHANGE, *OW
 def spot_recipe(
     title: str, table: str, not_stated: str, parts: Mapping[str, Iterable[Line]], columns: Sequence[Column] = COLUMNS
 ) -> Recipe:
-    """Returns a recipe with the same lines for several subjects. A line without a method has only printed numbers."""
+    """Returns a recipe with one row per subject and line. A line without a method shows only printed numbers."""
     lines = [(subject, label, method) for subject, subject_lines in parts.items() for label, method in subject_lines]
     rows = (
         Row(f"{TITLES[subject]}, {label}", subject, method and method.name, label) for subject, label, method in lines
@@ -290,7 +290,7 @@ NOT_STATED = "what spot/table1 lists"
 
 
 def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
-    """Returns a recipe that draws which patches SPOT keeps in test images. Its table counts the remaining patches."""
+    """Returns a recipe that draws which patches SPOT keeps in test images. Its table shows the share that remains."""
     methods = lines_by_subject((("SPOT", SPOT),), subjects)
     lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
     left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))

@@ -1,4 +1,4 @@
-"""The SVDA experiment: trains one model, compresses it by each rule and realization, and measures the results."""
+"""The SVDA experiment, which trains a model, compresses it by each rule and realization, and measures the results."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -66,11 +66,12 @@ class SvdaExperiment(Experiment):
     """Trains one SVDA model on one dataset with one seed, prunes it by every rule, and measures the results.
 
     Epochs, batch size and seeds are the paper's for 32x32 images (SVDA, Table 4). Training settings that the paper does
-    not state are `TrainingConfig`'s defaults. `draws` and the numbers of images are our choices. `strength_init` is the
-    initial value of the strengths, and `strength_learning_rate` is the factor on their learning rate. `train_images`
-    limits the training images, and `test_images` limits the validation and the test images. `control_images` limits the
-    test images for the controls. None means the whole split. `dataset` is the location of the images, if `load_data`
-    does not find them by the subject's name. They are resized and normalized like the subject's images.
+    not state are `TrainingConfig`'s defaults. `draws` (the number of random controls) and the numbers of images are our
+    choices. `strength_init` is the initial value of the strengths, and `strength_learning_rate` is a factor on their
+    learning rate. `train_images` limits the training images, and `test_images` limits the validation and the test
+    images. `control_images` limits the test images for the controls. None means the whole split. `dataset` is the
+    location of the images, if `load_data` does not find them by the subject's name. These images are resized and
+    normalized like the subject's images.
     """
 
     kind: ClassVar[str] = "svda"
@@ -126,7 +127,7 @@ class SvdaExperiment(Experiment):
         return splits
 
     def images(self) -> Splits:
-        """Returns the images of this run: all images, or at most the numbers in the settings."""
+        """Returns the images of this run, limited to the numbers in the settings."""
         splits = self.splits()
         return replace(
             splits,
@@ -165,7 +166,7 @@ class SvdaExperiment(Experiment):
         return (Training(self.name, self.epochs, images, self.batch_size, macs, self.precision),)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the stages, which are named RULE/KIND or RULE/controls-KIND like their files in evidence/."""
+        """Returns the names of the stages, RULE/KIND or RULE/controls-KIND, which are also their files in evidence/."""
         if keys is None:
             parts = (*KINDS, *(f"{CONTROLS}{kind}" for kind in CONTROL_KINDS))
             return frozenset(f"{rule}/{part}" for rule in RULES for part in parts)
@@ -174,7 +175,7 @@ class SvdaExperiment(Experiment):
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Trains, diagnoses, prescribes, realizes and measures the requested pieces of evidence.
 
-        `train/` is the trainer's own folder, so an interrupted training continues from its last checkpoint.
+        Checkpoints are stored in `train/`, so an interrupted training continues from its last checkpoint.
         """
         splits = self.images()
         self.claim(folder)
@@ -210,13 +211,13 @@ def _parts(kind: str, quantity: str) -> tuple[str, ...]:
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription by `kind`. "exact" is the usual compression, and the others are as in `realize`."""
+    """Builds the pruned model. `kind` is "exact" for the usual compression, or another realization of `realize`."""
     return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 
 @dataclass(frozen=True, eq=False)
 class _Bench:
-    """A trained model and the data to measure its candidates. The comparison caches the model's predictions."""
+    """A trained model and the data for measuring its pruned candidates. The comparison caches the predictions."""
 
     experiment: SvdaExperiment
     model: nn.Module
@@ -225,7 +226,7 @@ class _Bench:
     comparison: Comparison
 
     def examined(self, rule: Rule, folder: Path, parts: Collection[str], log: Log) -> dict[str, Any]:
-        """Measures one rule, and returns its numbers by realization, or nothing if the rule removes nothing.
+        """Measures one rule, and returns its numbers by realization, or an empty dict if the rule removes nothing.
 
         `parts` are the names of the evidence files to make.
         """
@@ -257,7 +258,7 @@ class _Bench:
             yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
-        """Returns accuracy, fidelity and costs of one realization, and for the mask also the bounds of the theorems."""
+        """Measures the accuracy, fidelity and costs of one realization, and for the mask also the theorems' bounds."""
         candidate = masked() if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked(), prescription=prescription)
         bounds = [Bounds(images=16 if self.experiment.tiny else 256)] if kind == "mask" else []
