@@ -65,7 +65,7 @@ def demo(
     seed: int = 0,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small timm ViT on a dataset, makes it GAIN times as fast with `shrink`, and writes a report to `folder`.
+    """Trains a small timm ViT on a dataset, speeds it up by the factor GAIN with `shrink`, and writes a report.
 
     If the folder contains a finished training, `demo` uses the trained model. An interrupted training is resumed.
     """

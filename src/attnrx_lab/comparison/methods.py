@@ -87,7 +87,7 @@ class Template:
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed. If it applies to tokens, at least one patch must remain."""
+    """Returns the smallest share that can be prescribed. For tokens, at least one patch must remain."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -283,7 +283,7 @@ class MethodBench:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A method with the text `baseline:NAME`. If `varies` is false, the method has one fixed cost for all shares."""
+    """A method that is selected by `baseline:NAME`. If `varies` is false, the cost is the same for all shares."""
 
     name: str
     compressor: Callable[[MethodBench], ModelCompressor]

@@ -59,7 +59,7 @@ class Fusion:
 def fusion_ranks(terms: Canonical) -> Fusion:
     """Derives the owners of the terms and the ranks of the blocks from `mix` (IrrAtt, Algorithm 1, Section 3.1).
 
-    The first slice owns a column of zeros, whose energy outside its owner counts as zero.
+    A column of zeros belongs to the first slice, and its `off_block` is zero.
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
@@ -90,7 +90,8 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: int = 0) -> BlockTerms:
     """Returns a BTD-(L, L, 1), computed by CPD-EPC (`cpd_epc`) and then Algorithms 1 to 3 of IrrAtt.
 
-    CPD-EPC starts from random terms. Terms from `water_filled` already belong to one slice each, and would keep it.
+    CPD-EPC starts from random terms. Terms from `water_filled` would already belong to one slice each, and would never
+    be shared.
     """
     return deflate(tensor, initial_blocks(cpd_epc(tensor, rank, start="random", sweeps=sweeps, finish=True, seed=seed)))
 

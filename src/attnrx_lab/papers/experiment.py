@@ -79,7 +79,7 @@ class Experiment(ABC):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The differences from the paper that tables list for any user settings."""
+        """The differences from the paper that do not depend on user settings, as sentences for the table's notes."""
         return ()
 
     @abstractmethod

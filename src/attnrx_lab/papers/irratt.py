@@ -248,7 +248,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return frozenset(rule for rule, _, _ in keys)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Computes the costs of the requested methods, and measures the methods that need no omitted training."""
+        """Computes the costs of the requested methods, and measures all methods whose training is not disabled."""
         model = self.original(folder, log)
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)

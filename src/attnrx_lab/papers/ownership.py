@@ -68,7 +68,7 @@ def project_fusion_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def normalize_fusion_(model: nn.Module) -> None:
-    """Moves the sign and length of every fusion column into the query, so that the projection changes less.
+    """Moves the sign and length of every fusion column into the query, so that the projection changes the matrix less.
 
     Raises:
         NotSupported: No heads of the model share directions.

@@ -166,7 +166,7 @@ class SvdaExperiment(Experiment):
         return (Training(self.name, self.epochs, images, self.batch_size, macs, self.precision),)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the names of the stages, RULE/KIND or RULE/controls-KIND, which are also their files in evidence/."""
+        """Returns the stage names RULE/KIND and RULE/controls-KIND, which are also the names of the evidence files."""
         if keys is None:
             parts = (*KINDS, *(f"{CONTROLS}{kind}" for kind in CONTROL_KINDS))
             return frozenset(f"{rule}/{part}" for rule in RULES for part in parts)
@@ -258,7 +258,7 @@ class _Bench:
             yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
-        """Measures the accuracy, fidelity and costs of one realization, and for the mask also the theorems' bounds."""
+        """Measures accuracy, fidelity and costs of one realization, and for the masked model the theorems' bounds."""
         candidate = masked() if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked(), prescription=prescription)
         bounds = [Bounds(images=16 if self.experiment.tiny else 256)] if kind == "mask" else []
