@@ -45,8 +45,8 @@ def measure_perturbation(
 ) -> Diagnosis:
     """Adds the reading perturbation_response [heads] to a diagnosis.
 
-    The reading is the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33), where A are the attention maps of a
-    head. The function runs the model once on at most `most` images and their perturbed copies.
+    For each head, the reading is the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33), where A(x) is the
+    attention map for image x. The function runs the model once on at most `most` images and their perturbed copies.
 
     Args:
         model: The model whose attention is measured. It must keep all tokens.
@@ -92,7 +92,7 @@ def measure_perturbation(
 def response(
     clean: Float[Tensor, "batch heads queries keys"], perturbed: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Returns the Frobenius norm of the change of every attention map (SVDA, Eq. 33)."""
+    """Returns the Frobenius norm of the change in every attention map (SVDA, Eq. 33)."""
     return torch.linalg.vector_norm(perturbed - clean, dim=(-2, -1))
 
 
@@ -115,8 +115,8 @@ class TargetRank(Loss):
     """The squared difference between a head's effective rank and `rank` (SVDA, Eq. 28), averaged over all heads.
 
     Only the strengths receive gradients. Heads without directions have no effective rank, so the loss skips them.
-    `layers` restricts the loss to some layers, e.g. to layers that a diagnosis singled out. The first layer is 1. If
-    `layers` is empty, the loss applies to all layers.
+    `layers` restricts the loss to some layers, e.g. to layers that a diagnosis singled out. Layers are counted from 1.
+    If `layers` is empty, the loss applies to all layers.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
@@ -141,13 +141,13 @@ class TargetRank(Loss):
 
 @dataclass(frozen=True)
 class PerturbationRobustness(Loss):
-    """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
+    """The squared Frobenius norm of the change in attention maps if the images get Gaussian noise (SVDA, Eq. 34).
 
     The loss is averaged over images, heads and layers. `layers` restricts the loss to some layers, e.g. to layers that
-    a diagnosis singled out. The first layer is 1. `scale` is the standard deviation of the noise in normalized units.
-    The images and their noisy copies need an extra pass with eager attention, so a step takes about three times as
-    long. With a token policy, `layers` must lie before its first stage, because later an image and its noisy copy may
-    keep different patches.
+    a diagnosis singled out. Layers are counted from 1. `scale` is the standard deviation of the noise, in the units of
+    the normalized images. The loss runs an extra forward pass with eager attention on the images and their noisy
+    copies, so a training step takes about three times as long. If a token policy removes patches, `layers` must lie
+    before its first stage. From there on, an image and its noisy copy may keep different patches.
     """
 
     scale: float = 0.05
@@ -185,8 +185,8 @@ class PerturbationRobustness(Loss):
 def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
     """Returns standard normal noise for the images of a training step on this process.
 
-    Each process draws the noise of all processes and uses its part. So N processes use the same noise as one process
-    with the same global batch. A repeated step repeats its noise.
+    Each process draws the noise for all processes and uses only its own part. So N processes use the same noise as one
+    process with the same global batch size. If a step is repeated, the noise is the same again.
     """
     (process, processes), count = context.shard, len(context.images)
     # Noise is drawn on the CPU, because device generators draw other numbers for the same seed.
@@ -207,7 +207,7 @@ def first_layer(reduction: TokenReduction) -> int:
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers, by default all. Raises InvalidInput for unknown layers."""
+    """Returns the indices of the chosen layers (by default of all layers). Raises InvalidInput for unknown layers."""
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown:
         raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")

@@ -1,8 +1,8 @@
 """SVDA's indicators: similarities between heads, and numbers that describe single heads.
 
-The rule `remove_heads` uses the similarities of spectra and outputs. Two heads with similar spectra need not be
-redundant, because their projections may differ, so their outputs must also be similar (SVDA, Section 3.7). No rule uses
-sparsity, active directions, sensitivity or alignment.
+The rule `remove_heads` compares heads by their spectra and by their outputs. Two heads with similar spectra need not be
+redundant, because their projections may differ, so the rule also requires similar outputs (SVDA, Section 3.7). The
+other indicators (sparsity, active directions, sensitivity, alignment) are only reported, and no rule uses them.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ INACTIVE_BELOW = 0.1
 class Redundancy(Diagnostic):
     """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity.
 
-    Both readings are symmetric matrices [heads, heads] with ones on the diagonal. A head's row is zero, including the
-    diagonal, if the head has no energy or adds the same vector to every token of every image.
+    The two similarities are symmetric matrices [heads, heads] with ones on the diagonal. If all strengths of a head are
+    zero, its row of spectral_redundancy is zero, including the diagonal. If a head adds the same vector to every token
+    of every image, its row of output_similarity is zero.
     """
 
     reads_outputs: ClassVar[bool] = True
@@ -40,7 +41,7 @@ class Redundancy(Diagnostic):
 def spectral_redundancy(
     strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"] | None = None
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine between the |strength| of every two heads (SVDA, Eq. 43), in [0, 1]."""
+    """Returns the cosine similarity between the |strength| vectors of each pair of heads (SVDA, Eq. 43), in [0, 1]."""
     magnitude = strength.abs() if used is None else strength.abs() * used
     return _cosines(magnitude @ magnitude.T)
 
@@ -48,11 +49,12 @@ def spectral_redundancy(
 def output_similarity(
     moment: Float[Tensor, "features features"], readout: Float[Tensor, "heads head_dim width"]
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine between the contributions of every two heads to the residual stream, in [-1, 1].
+    """Returns the cosine similarity between each pair of heads' contributions to the residual stream, in [-1, 1].
 
-    Head h adds output_h @ readout_h to each token. The mean over all tokens of all images is excluded, because it acts
-    as a bias. `moment` is the centred second moment of the concatenated outputs. The cosines follow from
-    <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the function does not compute the contributions.
+    Head h adds output_h @ readout_h to each token, where readout_h is its part of the output projection. The mean over
+    all tokens of all images is subtracted, because it acts as a bias. `moment` is the centred second moment of the
+    concatenated outputs. The inner products follow from <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the
+    function does not compute the contributions.
     """
     heads, head_dim, _ = readout.shape
     # `blocks` and `readouts` are [heads, heads, dims, dims]. trace(A^T M B) is the sum of the elements of M * (A B^T).
@@ -72,7 +74,7 @@ def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads hea
 class Indicators(Diagnostic):
     """Returns sparsity, active directions, sensitivity and alignment [heads].
 
-    A head without energy has sparsity 1, no active direction and sensitivity 0.
+    A head with zero strengths has sparsity 1, 0 active directions and sensitivity 0.
     """
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
@@ -104,7 +106,7 @@ def sparsity(
 def active_directions(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns how many directions of a head reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
+    """Returns the number of a head's directions that reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
     magnitude = magnitude_of(strength, used)
     # Zero is inactive even if the head's largest strength is zero, which makes the threshold zero.
     active = (magnitude >= INACTIVE_BELOW * largest_of(magnitude)[..., None]) & (magnitude > 0)
@@ -114,7 +116,7 @@ def active_directions(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale, which bounds the change of scores per change of query and key (SVDA, Prop. 4)."""
+    """Returns max|strength| * scale, a Lipschitz constant from queries and keys to the scores (SVDA, Prop. 4)."""
     return scale * largest_of(magnitude_of(strength, used))
 
 
@@ -124,7 +126,7 @@ def alignment(
     """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
     The function ignores the strengths and divides every row by its norm, so you can compare dense and compressed heads.
-    The cosine of a zero row with any other row is zero.
+    The cosine between a zero row and any other row is defined as zero.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
     cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)

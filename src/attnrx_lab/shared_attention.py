@@ -1,4 +1,4 @@
-"""IrrAtt's two forms of attention, in which heads share directions, and the native kernel that mixes blocks."""
+"""IrrAtt's two forms of attention in which heads share directions, and the C++ kernel that mixes blocks' score maps."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from attnrx.vit.spec import AttentionSpec, FormTraits
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share directions, but each has its own strengths (the fusion matrix)."""
+    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share directions, but each head has its own strengths (fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns how many rows all heads share, rounded up to the buckets' width. Without any direction, it is 0."""
+        """Returns the number of rows that all heads share, rounded up to the buckets' width (0 without directions)."""
         return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -50,7 +50,8 @@ class SharedForm(ScoreForm):
 class MixedForm(ScoreForm):
     """IrrAtt's attention (Eq. 6): shared directions are divided into blocks, and every head mixes the score maps.
 
-    The form equals the shared form if a head has the same strength, `mix[head, block]`, for all directions of a block.
+    Mixed attention equals shared attention in which a head has the strength `mix[head, block]` for all directions of a
+    block.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -64,7 +65,7 @@ class MixedForm(ScoreForm):
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows with each head's block weights, and with strengths that repeat the block weights."""
+        """Returns the shared rows with each head's weights, both per block and repeated for every direction."""
         rows = self.rows(buckets)
         # Block weights and strengths describe the same scores. Fused kernels use the strengths per direction. Unfused
         # backends use the mixture of blocks.
@@ -104,7 +105,7 @@ def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions
 
 @dataclass
 class BlockFactors:
-    """The directions that all heads share, divided into blocks of `ranks[b]` neighbouring directions.
+    """Queries and keys in the directions that all heads share, divided into blocks of `ranks[b]` directions.
 
     All buckets use the same instance.
     """
@@ -116,7 +117,7 @@ class BlockFactors:
     _maps: Tensor | None = None
 
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the product of queries and keys for every block, which is computed only once."""
+        """Returns the score map of every block, query @ key^T, which is computed once and then stored."""
         if self._maps is None:
             # Blocks have different ranks, so there is one product per block. An empty block's product is zero.
             sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
@@ -157,7 +158,7 @@ def native_mixed_attention(
     """Computes the same outputs as `native_attention`, for heads that mix the score maps of blocks.
 
     The score map of head h is sum_b mix[h, b] query_b @ key_b^T. The directions are divided into blocks in order, and
-    block b has `ranks[b]` directions. Each block's map is computed only once for all heads.
+    block b has `ranks[b]` directions. Each block's score map is computed only once for all heads.
     """
     require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
@@ -204,7 +205,7 @@ def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -
 def _mixed_operations(
     query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    """Counts the operations for the maps of all blocks, for mixing them in every head, and for the values."""
+    """Counts the operations for computing the blocks' score maps, for mixing them in every head, and for the values."""
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
 
 

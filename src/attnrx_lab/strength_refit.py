@@ -22,7 +22,7 @@ class StrengthFit:
 
     T are the reference's scores, and a_i = softmax(T_i) is its attention for query i. To second order, the sum is twice
     the KL divergence between the reference attention and the attention with strengths s. The reason is that softmax
-    ignores a constant per query, and that errors at keys without attention have no effect. The class stores only the
+    ignores a constant per query, and that errors at keys with zero attention have no effect. The class stores only the
     normal equations, one matrix [terms, terms] per head, so memory does not grow with the number of samples.
     """
 
@@ -63,7 +63,7 @@ class StrengthFit:
     def solve(
         self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
     ) -> Float[Tensor, "heads terms"]:
-        """Returns the best strengths of the kept terms, and zero for the other terms.
+        """Returns the least-squares strengths of the kept terms, and zero for the other terms.
 
         If the data does not determine a strength, its value in `start` is kept. No head's error is larger than with
         `start`.
@@ -86,7 +86,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the summed squared error, relative to zero strengths, or 0 for a constant target."""
+        """Returns the root of the squared error, relative to zero strengths (by definition 0 for a constant target)."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)
@@ -97,9 +97,9 @@ class StrengthFit:
 
 
 def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
-    """Returns the layers with the kept strengths refitted on the calibration images.
+    """Returns the prescription's layers with the kept strengths refitted on the calibration images.
 
-    The strengths of a head that keeps all its directions stay bit-identical.
+    If a head keeps all its directions, its strengths stay bit-identical.
 
     Raises:
         NotSupported: The prescription rewrites the directions.

@@ -1,4 +1,4 @@
-"""SVDA's attention, which computes scores from rows of unit length and a learned strength for every direction."""
+"""SVDA's attention, which computes scores from unit-length query and key rows and a learned strength per direction."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from attnrx_lab.strength_refit import refit_strengths
 
 
 class SvdaForm(ScoreForm):
-    """SVDA's score form (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
+    """SVDA's attention scores (Eqs. 1-5): unit-length query and key rows, and a learned strength for every direction.
 
     With `norms="original"` each row is divided by its norm over all original directions. Only the kept directions,
     which are stored first, are then used for the scores. The scores equal the masked model's scores, but the projection
@@ -53,7 +53,7 @@ class SvdaForm(ScoreForm):
         return unit_rows(rows, bucket.width)
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
-        """Returns the strengths of every bucket. Each head is padded with zeros to the width of its bucket."""
+        """Returns the strengths of every bucket of heads, padded with zeros to the width of the bucket."""
         padded, start = {}, 0
         for bucket in buckets:
             ranks = self.spec.ranks[bucket.heads]
@@ -67,7 +67,7 @@ class SvdaForm(ScoreForm):
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (SVDA, Eq. 4). If `width` is given, pads the row with zeros to it.
+    """Divides every row by its Euclidean norm (SVDA, Eq. 4), and pads it with zeros to `width` if this is given.
 
     A zero row stays zero. Its gradient is zero, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.

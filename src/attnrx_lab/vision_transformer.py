@@ -58,7 +58,7 @@ def block_costs(
 ) -> LayerCosts:
     """Returns the costs of a pre-norm block with attention, an MLP with `hidden` features and two LayerNorms.
 
-    `mlp_ranks` are the ranks of the MLP's two maps. None is a full-rank map. A map with a rank is stored as two
+    `mlp_ranks` are the ranks of the MLP's two maps, and None stands for full rank. A map with a rank is stored as two
     factors, and the second factor has the bias.
     """
     mlp = PartCosts()
@@ -77,13 +77,13 @@ def norm_costs(width: int) -> PartCosts:
 
 @dataclass(frozen=True)
 class TransformerConfig(ABC):
-    """The shape of an attnrx model and its input format. The defaults are the SVDA paper's for CIFAR-10.
+    """The shape of an attnrx model and its input format. The defaults are the SVDA paper's settings for CIFAR-10.
 
     `attention` holds one spec per layer, so it describes compressed attention completely. `mlp_ranks` holds the ranks
-    of every MLP's two maps. None is a map that is one matrix, and an empty `mlp_ranks` means that all maps are.
-    `hidden_units` holds the number of hidden units of every MLP if some units were removed. `mean` and `std` normalize
-    the images that the model was trained on. `geometry` describes how pictures were resized and cropped for the model,
-    or is None if this is not known.
+    of every MLP's two maps, and None stands for a map that is stored as one matrix. If `mlp_ranks` is empty, no map is
+    factored. `hidden_units` holds the number of hidden units of every MLP if some units were removed. `mean` and `std`
+    normalize the images that the model was trained on. `geometry` describes how pictures were resized and cropped for
+    the model, or is None if this is not known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -152,11 +152,11 @@ class TransformerConfig(ABC):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image, which are its patches and the class token if the model has one."""
+        """The number of tokens per image: the patches, and the class token if the model has one."""
         return self.patches
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
-        """Returns the ranks of the two maps of one layer's MLP, with None for a map that is one matrix."""
+        """Returns the ranks of the two maps in one layer's MLP, with None for a map that is stored as one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
     def hidden_of(self, layer: int) -> int:
@@ -167,7 +167,7 @@ class TransformerConfig(ABC):
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
-        """Returns the costs without building the model, optionally with other specs and tokens in its layers.
+        """Returns the model's costs without building the model, optionally for other attention specs or token counts.
 
         Pass other specs to compute the costs of a prescription before it is realized.
 
@@ -221,7 +221,7 @@ def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
 
 
 class Transformer(nn.Module, Generic[Config]):
-    """The base of attnrx models: layers, a final norm, a classifier, and the configuration that describes them."""
+    """The base class of attnrx models: layers, a final norm, a classifier, and the configuration of all parts."""
 
     layers: nn.ModuleList
     norm: nn.LayerNorm
@@ -235,7 +235,7 @@ class Transformer(nn.Module, Generic[Config]):
 
     @property
     def origin(self) -> Config:
-        """The configuration. In adopted library models, the attribute `origin` holds the input format."""
+        """The configuration, which includes the input format. Working copies of library models have `origin`, too."""
         return self.config
 
     def forward(self, images: ImageBatch) -> Logits:
@@ -290,7 +290,7 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
         """Returns the configuration of the named model. `changes` override its fields."""
 
     def fresh(self, name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> Transformer[Config]:
-        """Returns an initialized model. In SVDA models, `strength` is the initial strength of every direction."""
+        """Builds and initializes the named model. In SVDA models, `strength` is every direction's initial strength."""
         return initialize_(self.model_type(self.config(name, **changes)), seed, strength)
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -390,7 +390,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, repr=False)
 class ViTConfig(Displayed, TransformerConfig):
-    """The shape and the input format of a Vision Transformer without class token."""
+    """The shape and the input format of attnrx's own Vision Transformer, which has no class token."""
 
     def __post_init__(self):
         super().__post_init__()

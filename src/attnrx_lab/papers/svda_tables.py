@@ -1,4 +1,4 @@
-"""The tables of the SVDA paper, with the protocol of each dataset, rows and columns."""
+"""Recipes for the tables of the SVDA paper: rows, columns, and the training protocol of each dataset."""
 
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.svda import SvdaExperiment

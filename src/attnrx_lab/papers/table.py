@@ -1,4 +1,4 @@
-"""Tables over several seeds: mean, standard deviation and t interval, beside the printed number."""
+"""Reproduced tables of papers: mean, standard deviation and t interval over seeds, beside the paper's number."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,12 +40,12 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: the mean of a number over the seeds, with the standard deviation and the 95 % t interval.
+    """One cell of a reproduced table: a number's mean over the seeds, its standard deviation and its 95 % t interval.
 
-    With one seed, the interval is the measurement's interval over test images. `expected` is the paper's number, and
-    `verdict` is one of VERDICTS. Both are None if the paper has no number. `predicted` is the 95 % interval in which
-    the paper's mean would lie if its runs were drawn like ours (None with one seed). `images` is the number of test
-    images, or None if the number follows only from shapes.
+    With one seed, `low` and `high` are the interval over test images. `expected` is the paper's number, and `verdict`
+    is one of VERDICTS. `expected` and `verdict` are None if the paper prints no number for the cell. `predicted` is the
+    95 % interval in which the paper's mean would lie if its runs were drawn like ours (None with one seed). `images` is
+    the number of test images, or None if the number is computed from shapes only.
     """
 
     row: str
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ReproducedTable:
-    """A reproduced table of a paper. `rows` are the labels of the rows that were run.
+    """A table of a paper, reproduced with our own runs. `rows` are the labels of the rows that were run.
 
     `deviations` lists everything that differs from the paper. `notes` describes how data were loaded and models were
     trained. `samples` contains the seeds and the number of test images of every scenario.
@@ -114,7 +114,7 @@ class ReproducedTable:
     def to_markdown(self) -> str:
         """Returns the table as Markdown: our mean with its interval, then the paper's number in parentheses.
 
-        A mark shows the verdict of every number that does not agree with the paper (`MARKS`).
+        If a number does not agree with the paper, a mark after it shows the verdict (see `MARKS`).
         """
         columns = self.recipe.columns
         rows = [[row, *(Marked(self._text(row, column)) for column in columns)] for row in self.rows]
@@ -152,11 +152,12 @@ class ReproducedTable:
 def make_table(
     recipe: Recipe, runs: Sequence[Run], deviations: Mapping[str, Sequence[str]] | None = None, same_shapes: bool = True
 ) -> ReproducedTable:
-    """Fills a recipe's table from finished runs. Rows of scenarios without runs are skipped.
+    """Fills a recipe's table with the results of finished runs, and skips the rows of scenarios without runs.
 
-    `deviations` lists, by scenario, how the runs deviate from the paper's protocol. Rows of a scenario with deviations
-    are not compared with the paper, except for exact quantities if the runs have the `same_shapes` as the paper. The
-    table lists the deviations together with the `differences` of the experiments, which are the same in every run.
+    `deviations` lists, by scenario, how the runs deviate from the paper's protocol. If a scenario has deviations, its
+    rows are not compared with the paper. Exact quantities, which are computed from shapes, are always compared if
+    `same_shapes` is true, i.e. if the models have the paper's shapes. Below the table, the deviations are listed
+    together with the `differences` of the experiments, which are the same in every run.
     """
     deviations = deviations or {}
     differences = [f"{run.experiment.scenario}: {each}" for run in runs for each in run.experiment.differences]
@@ -202,7 +203,7 @@ def _sample_text(scenario: str, sample: Mapping[str, Any]) -> str:
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
-    """Returns the value for every seed, and their t interval. With one seed, returns the measurement's interval."""
+    """Returns the value of each seed and the t interval over seeds, or with one seed the measurement's own interval."""
     measures = [measure for _, measure in _measures(runs, row, column)]
     values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:
@@ -215,7 +216,7 @@ def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float
 def _differences(
     runs: Sequence[Run], row: Row, column: Column, rows: Sequence[Row]
 ) -> tuple[list[float], Estimate | None]:
-    """Returns the differences from the row `column.against`, by seed, and their interval over seeds and images."""
+    """Returns each seed's mean difference from the row `column.against`, and the interval over seeds and images."""
     other = next((each for each in rows if (each.scenario, each.line) == (row.scenario, column.against)), None)
     if other is None or other == row:
         return [], None
@@ -234,7 +235,7 @@ def _differences(
 
 
 def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, Measure]]:
-    """Returns the seeds for which the row's rule was measured, each with its measure."""
+    """Returns (seed, measure) pairs for the runs in which the row's rule was measured."""
     runs_of_scenario = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
     measures = (
         (run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in runs_of_scenario
@@ -245,7 +246,7 @@ def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, 
 def _cell(
     values: Sequence[float], interval: Estimate | None, row: Row, column: Column, recipe: Recipe, at_protocol: bool
 ) -> Cell:
-    """Averages over the seeds, and predicts the paper's mean (95 % interval) as if its seeds were drawn like ours."""
+    """Returns the cell with the mean over seeds, and the 95 % interval that our runs predict for the paper's mean."""
     mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None
     low, high = (None, None) if interval is None else (interval.low, interval.high)
     # The mean of m further seeds has the variance s^2 (1/n + 1/m) about the mean of n seeds. So its interval is
@@ -264,12 +265,12 @@ def _cell(
 
 
 def _verdict(expected: Expected, predicted: tuple[float, float], null: float) -> str:
-    """Returns the verdict of comparing a measured number with the paper's number.
+    """Compares the predicted interval with the paper's number, and returns the verdict.
 
     The verdict is "off" if no value that rounds to the printed number lies in the predicted interval. The verdict is
-    "undecided" if the interval includes the null value but the printed number's range does not, because noise does not
-    confirm a number. With one seed there is no interval. Then the value either rounds to the printed number, or `_cell`
-    leaves it undecided.
+    "undecided" if the interval includes the null value (no effect) but the printed number's range does not. Such runs
+    do not confirm the paper's effect. With one seed the interval is only the measured value. If this value does not
+    round to the printed number, `_cell` replaces "off" by "undecided".
     """
     low, high = predicted
     # A number is off if the predicted interval does not overlap the range of values that round to the printed number.
@@ -285,12 +286,12 @@ def _number(value: float, column: Column, unit: str = "") -> str:
 
 
 def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
-    """Returns the mean over runs and groups of images with its t interval. Both are treated as random samples.
+    """Returns the mean over runs and groups of images with its t interval, treating both as random samples.
 
     The variance of the mean times the number of values is MS(runs) + max(MS(groups) - MS(residual), 0), where MS is a
     mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), who analyses several
     readers of the same cases. Our runs correspond to his readers, and our groups of images to his cases. With one run
-    the interval is only over the groups.
+    the interval covers only the variation between groups.
     """
     values = values.double()
     # A two-way analysis of variance without replication has runs, groups, and their interaction (the residual).

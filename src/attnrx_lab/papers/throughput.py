@@ -19,10 +19,10 @@ from attnrx_lab.papers.spot import TINY, TokenMethod, token_price
 
 @dataclass(frozen=True)
 class ThroughputExperiment(Experiment):
-    """Times forward passes on one batch of noise images, with the models of all methods in turns.
+    """Times forward passes of all methods' models on one batch of noise images. The models take turns.
 
-    The weights are random, because they decide which tokens are pruned but not how many. `faster` is the original's
-    time divided by a model's time.
+    The models have random weights. Weights decide which tokens are pruned but not how many, so they do not change the
+    amount of computation. `faster` is the original model's time divided by the pruned model's time.
     """
 
     kind: ClassVar[str] = "spot-throughput"

@@ -32,10 +32,11 @@ from attnrx_lab.papers.spot import BATCH, ORIGINAL, TINY, DerivedExperiment, Spo
 class TransferExperiment(DerivedExperiment):
     """Trains new heads for the original and one SPOT model on another dataset, `target` (SPOT, Section 6.2.2).
 
-    Each model gets a new head, and everything else is frozen. `transfer` is the target's folder, if `load_data` does
-    not find the target by its name. The heads are also trained on the target's validation images, because the paper has
-    no validation images. `classes` is the published number of classes. The SPOT run trains its model for `epochs`, and
-    the heads train for `head_epochs`. With `tuned`, the images of the SPOT run are not needed.
+    Each model gets a new head, and all other weights are frozen. `transfer` is the folder of the target dataset, if
+    `load_data` does not find the dataset by its name. The heads are also trained on the target's validation images,
+    because the paper has no validation images. `classes` is the published number of classes. The SPOT model is trained
+    for `epochs`, and the heads for `head_epochs`. With `tuned`, the folder of a fine-tuned SPOT model, the images for
+    training it are not needed.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -48,19 +49,19 @@ class TransferExperiment(DerivedExperiment):
 
     @property
     def scenario(self) -> str:
-        """The name of the run in the rows of a table, which is the target."""
+        """The scenario of this experiment's rows in a table, which is the name of the target dataset."""
         return self.target
 
     def as_tiny(self) -> Self:
         return replace(super().as_tiny(), head_epochs=2)
 
     def transferred(self) -> Splits:
-        """Loads the target's images at the size of the model, or generates them.
+        """Loads the target's images at the model's input size. A tiny run generates images instead.
 
         All images except the test images are for training.
 
         Raises:
-            DataError: The images are missing, or their number of classes is not the published one.
+            DataError: The images are missing, or the number of classes differs from the published number.
         """
         if self.tiny:
             splits = sources.generated_splits(self.target, 3, TINY.classes, TINY.image_size)
@@ -84,7 +85,7 @@ class TransferExperiment(DerivedExperiment):
         return (*super().trainings(), Training(name, self.head_epochs, images, BATCH_SIZE, macs, "fp32"))
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains a head on each model's features of the target's images, and measures the accuracy of both."""
+        """Trains a head on each model's features of the target's images, and measures both models' accuracy."""
         splits = self.transferred()  # loaded first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
@@ -115,7 +116,7 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns the training and validation images as one set, or the training images if there are no stored others."""
+    """Returns the training images together with the stored validation images, if there are any, as one dataset."""
     first, second = splits.train, splits.validation
     assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):

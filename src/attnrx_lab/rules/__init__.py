@@ -1,7 +1,7 @@
 """Pruning rules from papers: SVDA's rules, directions that heads share (IrrAtt), controls, and rarely needed rules.
 
-attnrx imports this package through the entry points of the group `attnrx.parts`, when a text names a rule or a loss, or
-when a model is diagnosed.
+attnrx imports this package through the entry points of the group `attnrx.parts`. The import happens when you name a
+rule or a loss as text, or when you diagnose a model.
 """
 
 from attnrx.decide.diagnostics import DIAGNOSTICS

@@ -1,4 +1,4 @@
-"""Matched controls: prescriptions that keep the same number of directions in every map, but other directions."""
+"""Matched controls, which keep the same number of directions per map as a prescription, but different directions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,20 +24,20 @@ CONTROLS = ("random", "largest", "uniform")
 def control_prescriptions(
     diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:
-    """Returns controls by kind: `draws` random controls, and one control of each other kind.
+    """Returns matched controls by kind: `draws` random controls, and one control of every other kind.
 
     A control selects new directions for every map that has a rule in the prescription. The control keeps the same
     number of directions in each head and map ("uniform": in each layer and map). So every layer has exactly the same
-    MACs and parameters. The token policy stays the same. If a map other than the heads has a rule, the control removes
-    the same heads. Otherwise it removes the same number of other heads.
+    MACs and parameters. The token policy stays the same. If a map other than "heads" has a rule, the control removes
+    the same heads as the prescription. If only "heads" has a rule, the control removes the same number of heads, but
+    selects them anew.
+    If the prescription has no rule but a token policy, the control keeps the same number of random patches at every
+    stage. If the policy adds a fused token, the control also adds one. Every layer then costs the same. Only the
+    policy's predictors are missing, because random selection does not need them.
 
-    If the prescription has no rule, the control prunes tokens. At every stage it keeps the same number of random
-    patches. If the policy adds a fused token, the control also adds one. Every layer then costs the same, except for
-    the policy's predictors, which random selection does not need.
-
-    "largest" and "uniform" do not exist for tokens, for directions that all heads share, and for strengths without a
-    ranking (dense attention in its own directions). By default, "uniform" is also omitted if it equals the
-    prescription, e.g. if only fc1 and fc2 have rules.
+    The kinds "largest" and "uniform" do not exist for tokens, for directions that all heads share, and for strengths
+    that do not rank directions (dense attention in its own directions). By default, "uniform" is also omitted if it
+    equals the prescription, e.g. if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.

@@ -1,4 +1,4 @@
-"""Measures how attention diverges at every rank of every head, and allocates ranks that minimize the divergence."""
+"""Measures the KL divergence of attention for every rank of every head, and allocates the ranks that minimize it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DivergenceRank(TotalRank):
-    """Keeps the same number of directions as `total_rank`, but allocates the ranks that minimize the divergence.
+    """Keeps the same number of directions as `total_rank`, with ranks that minimize the KL divergence of attention.
 
-    A dynamic program divides the total among the heads. The divergences are the readings of `measure_divergence` in
-    the rule's metric.
+    A dynamic program divides the total number among the heads. Before you use the rule, call `measure_divergence` with
+    the rule's metric, which adds the divergences to the diagnosis.
     """
 
     def allocated(
@@ -52,10 +52,10 @@ class DivergenceRank(TotalRank):
 def measure_divergence(
     model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
 ) -> Diagnosis:
-    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
+    """Adds the reading divergence_METRIC [heads, directions + 1] to a diagnosis, in one more pass over the images.
 
     Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats.
-    The last column is zero up to rounding. `DivergenceRank` allocates ranks by this reading.
+    The last column is zero up to rounding. The rule `DivergenceRank` minimizes the sum of these divergences.
 
     Args:
         model: The model whose attention is measured.
@@ -104,7 +104,7 @@ def measure_divergence(
 
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Returns the divergence at every rank for one batch, adding one direction after another to the scores."""
+    """Returns the KL divergence at every rank for one batch, by adding one direction after another to the scores."""
     # The step from rank r to r + 1 adds one outer product to a head's scores. So the loop computes directions + 1
     # softmaxes, but no matrix products.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
@@ -129,10 +129,10 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
     """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
 
-    The task is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units solves it
-    exactly. The losses need not be monotone, but must be additive, such as KL divergence in nats. `loss` has one column
-    per rank, from 0 to the number of directions. If several allocations are optimal, the function prefers larger ranks
-    in the first units.
+    This allocation is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units
+    solves the problem exactly. The losses need not be monotone, but must be additive, such as KL divergence in nats.
+    `loss` has one column per rank, from 0 to the number of directions. If several allocations are optimal, the function
+    prefers larger ranks in the first units.
 
     `multiple`, `minimum` and the errors are as in `water_fill`.
 
@@ -149,7 +149,7 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
-    """Returns each unit's number of steps, `budget` in total, that minimizes the sum of `loss` [units, steps + 1]."""
+    """Returns each unit's number of steps, which sum to `budget` and minimize the sum of `loss` [units, steps + 1]."""
     # best[b] is the smallest loss of the units so far with b steps in total. Each unit replaces it by the minimum of
     # best[b - t] + loss[t] over its steps t. The choices are stored, and then followed backwards from best[budget].
     widest = loss.shape[1] - 1

@@ -1,4 +1,4 @@
-"""Controls for a rule, which keep the same number of directions in every head or layer by another criterion."""
+"""Controls for a rule, which keep as many directions per head or layer as the rule, chosen by another criterion."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from attnrx.vit.spec import Spectrum
 class RandomMatched(Rule):
     """Keeps the same number of directions of each head as `rule` does, but draws them at random.
 
-    A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
-    if `rule` changes them.
+    A random draw depends only on the seed, the layer and the head's index in the original model. The control does not
+    change strengths, even if `rule` changes them.
 
     If all heads already share their directions, the control permutes the directions that `rule` keeps. So the total
     number of directions and the number in every head stay the same. If `rule` creates shared directions, the control
@@ -43,7 +43,7 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws the same number of directions as in `matched` from all heads. Only its own head uses a direction."""
+        """Draws as many directions of all heads as `matched` shares. Each direction is used only by its own head."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
@@ -73,8 +73,8 @@ class RandomMatched(Rule):
 class LargestMatched(Rule):
     """Removes the same number of directions of each head as `rule` does, but the strongest first.
 
-    If the spectrum ranks directions correctly, this control degrades the model more than `rule`. Strengths do not
-    change. The control needs learned strengths.
+    If the strengths rank directions correctly, this control degrades the model more than `rule`. The control needs
+    learned strengths and does not change them.
 
     Raises:
         NotSupported: `decide` raises it if heads share directions.
@@ -94,8 +94,9 @@ class UniformMatched(Rule):
     """Keeps the same number of directions per layer as `rule` does, but the same rank in all heads.
 
     Comparing `rule` with this control shows the benefit of choosing a rank per head. Each head keeps its strongest
-    directions. If the number is not divisible, the heads whose next direction is strongest keep one more. If a head has
-    too few directions, the other heads keep more. Strengths do not change. The control needs learned strengths.
+    directions. If the total is not divisible by the number of heads, the heads whose next direction is strongest keep
+    one more. If a head has too few directions, the other heads keep more. The control needs learned strengths and does
+    not change them.
 
     Raises:
         NotSupported: `decide` raises it if heads share directions.
@@ -119,7 +120,7 @@ class UniformMatched(Rule):
 
 
 def _own_directions(control: Rule, rule: Rule, diagnosis: Diagnosis, layer: int) -> tuple[Spectrum, ScoreDecision]:
-    """Returns the spectrum and the decision to match. Raises NotSupported for directions that all heads share."""
+    """Returns the layer's spectrum and the decision of `rule`. Raises NotSupported if all heads share directions."""
     spectrum, matched = learned_spectrum(control, diagnosis, layer), rule.decide(diagnosis, layer)
     if spectrum.shared or matched.is_shared:
         raise NotSupported(f"{control} ranks the directions of every head, and these are shared; use random_matched.")

@@ -1,4 +1,4 @@
-"""Rules for directions that all heads share: CP SlimAtt, and IrrAtt's irregular attention from the fusion matrix."""
+"""Rules for directions that all heads share: CP SlimAtt and irregular attention, both from the IrrAtt paper."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ NOISE = 1e-12
 
 
 def rank_among(value: int | float, total: int) -> int:
-    """Returns `value` if it is an integer. A float is a share of `total`, which gives a rank of at least one."""
+    """Returns `value` if it is an integer, or the share `value` of `total` (rounded, at least 1) if it is a float."""
     return value if isinstance(value, int) else max(1, round(value * total))
 
 
@@ -32,8 +32,8 @@ def rank_among(value: int | float, total: int) -> int:
 class JointMoments(Diagnostic):
     """Returns query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
 
-    The readings are query_gram and key_covariance for all heads together. Rules for shared directions need these
-    readings in the metric "centered".
+    These moments are computed like query_gram and key_covariance, but for the concatenated rows of all heads. Rules for
+    shared directions need them for the metric "centered".
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class JointMoments(Diagnostic):
 def _joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
-    """Returns every image's second moment of the concatenated rows of all heads, averaged over tokens."""
+    """Returns the second moment of all heads' concatenated rows for every image, averaged over the tokens."""
     # Treats all heads as one head of `heads * directions` features, then splits the rows of its moment by head.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
@@ -55,10 +55,10 @@ def _joint_grams(
 class JointForm:
     """A layer's query-key tensor Y[:, :, h] = query_h^T key_h in a metric. `basis` turns its factors into directions.
 
-    In the metrics "weights" and "augmented" the first two modes are the features of a token. "augmented" adds a 1 to
-    the queries' mode for the query bias. In "centered" the modes come from the roots of two second moments: the moment
-    of all heads' queries, and the moment of all heads' centred keys. If queries and keys are independent, the squared
-    norm of the tensor is then the mean square of the centred scores.
+    With the metrics "weights" and "augmented", the first two modes of the tensor are the features of a token. The
+    metric "augmented" appends a 1 to the query features to represent the query bias. The metric "centered" uses the
+    square roots of two second moments instead: one of all heads' queries, and one of all heads' centred keys. If
+    queries and keys are independent, the squared norm of this tensor equals the mean square of the centred scores.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
@@ -87,7 +87,7 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Returns the linear combinations of all heads' rows, concatenated by head, that equal these factors."""
+        """Returns the coefficients that express these factors as linear combinations of all heads' stacked rows."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
@@ -108,13 +108,14 @@ def _combination(rows: Float[Tensor, "heads directions features"], factor: Tenso
 class SharedRank(Rule):
     """Rewrites a layer's scores in `rank` directions that all heads share (IrrAtt, Eqs. 3 and 4).
 
-    `rank` is an integer, or a share of all directions of the layer. `form` is the decomposition of the query-key
-    tensor. "cp" uses alternating least squares. "epc" adds the correction that bounds the size of the terms (CPD-EPC).
-    "cp" and "epc" start once from water-filling and once from random terms, drawn from `seed`, and keep the result with
-    the smaller error. This result is realized in the shared form (CP SlimAtt). "literal" computes block terms as IrrAtt
-    prints its Algorithms 1 to 3. In a BTD-(L, L, 1) the directions form blocks, and each block has one strength per
-    head. Block terms are realized in the mixed form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered"
-    needs the diagnostic `JointMoments`. The rule keeps all `rank` directions.
+    `rank` is an integer, or a share of all directions of the layer. `form` selects how the query-key tensor is
+    decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size of
+    the terms (CPD-EPC). "cp" and "epc" start once from water-filling and once from random terms, which are drawn with
+    `seed`. The result with the smaller error is kept and realized in the shared form (CP SlimAtt). "literal" computes a
+    block-term decomposition, BTD-(L, L, 1), exactly as IrrAtt prints its Algorithms 1 to 3. The directions then form
+    blocks, and each block has one strength per head. Block terms are realized in the mixed form (IrrAtt). `joint` is
+    the metric (one of JOINT_METRICS). "centered" needs the diagnostic `JointMoments`. The rule keeps all `rank`
+    directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -139,7 +140,7 @@ class SharedRank(Rule):
         return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True, blocks=blocks))
 
     def _decompose(self, tensor: FactoredTensor, rank: int) -> tuple[Canonical, tuple[int, ...] | None]:
-        """Returns the terms. For block terms, also returns the number of neighbouring terms in every block."""
+        """Returns the terms of the decomposition. For block terms, also returns the number of terms in every block."""
         if self.form == "cp":
             return als(tensor, rank, sweeps=self.sweeps, seed=self.seed), None
         if self.form == "epc":
@@ -151,12 +152,13 @@ class SharedRank(Rule):
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Keeps in every head the number of directions that the fusion matrix of a CP SlimAtt assigns to it.
+    """Keeps the number of directions in each head that the fusion matrix of a CP decomposition assigns to this head.
 
     CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
     (IrrAtt, Algorithm 1). If a head gets r terms, it keeps its own r strongest directions, or all if it has fewer. The
-    result equals block terms with the identity as fusion matrix, so the model needs no fusion layer. `sweeps` and
-    `seed` are settings of the decomposition (see `shared_rank`). The metric is "augmented" (the default) or "weights".
+    result equals a block-term decomposition with the identity as fusion matrix, so the model needs no fusion layer.
+    `sweeps` and `seed` control the decomposition, as in `shared_rank`. The metric is "augmented" (the default) or
+    "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}
@@ -184,14 +186,14 @@ class FusionRank(Rule):
 
 @dataclass(frozen=True)
 class FusionOwner(Rule):
-    """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
+    """Converts a CP SlimAtt layer, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
-    Every shared direction goes to the head with the largest strength in it, and all other heads lose it. The conversion
-    is exact if every column of the fusion matrix has one nonzero value. Training under the paper's constraint (Eq. 7)
-    leads to such columns. The query and key rows of the directions do not change.
+    Every shared direction is assigned to the head with the largest strength, and removed from all other heads. The
+    conversion is exact if every column of the fusion matrix has one nonzero value. Training under the paper's
+    constraint (Eq. 7) leads to such columns. The query and key rows of the directions do not change.
 
     Raises:
-        NotSupported: `decide` raises it for a layer whose heads do not share directions.
+        NotSupported: The heads of the layer do not share directions (raised by `decide`).
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

@@ -1,4 +1,4 @@
-"""Rarely needed rules for single layers: the median, soft thresholds, caps, contributions, and uniform attention."""
+"""Rarely needed rules for single layers: median and soft thresholds, caps, contribution energy, and uniform heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class MedianThreshold(Rule):
     """Keeps the directions whose |strength| is above `factor` times the head's median (Gavish and Donoho, 2014).
 
     For a square low-rank matrix plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold with the least asymptotic mean squared error. So the default needs no tuning. If a head's spectrum decays
-    slowly, the head keeps no direction. The rule needs learned strengths, or a `metric`.
+    threshold with the least asymptotic mean squared error. So the default needs no tuning. A head with a slowly
+    decaying spectrum may keep no direction. The rule needs learned strengths, or a `metric` for rewriting the scores.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
@@ -38,9 +38,9 @@ class MedianThreshold(Rule):
 class Shrinkage(Rule):
     """Subtracts `amount` from every |strength| (soft threshold), and removes directions that reach zero.
 
-    A head may keep no direction. No masked score changes by more than amount * scale (SVDA, Theorem 1). The rule
-    `Threshold` has the same bound, but with `Shrinkage` the strengths are a continuous function of `amount`. The rule
-    needs learned strengths.
+    A head may keep no direction. In the masked model, no score changes by more than amount * scale (SVDA, Theorem 1).
+    `Threshold` has the same error bound, but with `Shrinkage` the strengths are a continuous function of `amount`. The
+    rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -61,7 +61,7 @@ class NormClip(Rule):
     """Caps |strength| at `limit` and keeps every direction (spectral smoothing).
 
     The limit is absolute, not relative to the head's largest strength. So the Lipschitz constant from queries and keys
-    to the scores (SVDA, Proposition 4) becomes at most limit * scale. The rule needs learned strengths.
+    to the scores (SVDA, Proposition 4) is at most limit * scale. The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -82,8 +82,8 @@ class ContributionEnergy(Rule):
 
     The contribution of a direction is strength^2 * query_moment * key_moment, which is the mean square of its term in
     the scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. The
-    rule resolves ties by index and keeps at least one direction, like `EnergyRetention`. It works for every form of
-    attention, including dense. The error has no bound, because terms of different directions may cancel.
+    rule resolves ties by index and keeps at least one direction, like `EnergyRetention`. The rule works for every form
+    of attention, including dense attention. The error has no bound, because terms of different directions may cancel.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -102,7 +102,7 @@ class ContributionEnergy(Rule):
 
 @dataclass(frozen=True)
 class UniformHeads(Rule):
-    """Removes all directions from heads with at most this `selectivity`. The heads stay, and output the mean value.
+    """Removes all score directions from heads with at most this `selectivity`. Such heads then average their values.
 
     Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. It is 0 for uniform attention.
     By Pinsker's inequality, a head's attention rows differ from uniform rows on average by at most

@@ -1,4 +1,4 @@
-"""Rules of the SVDA paper: thresholds, ranks per head, the effective rank, and the removal of repeated heads."""
+"""Rules of the SVDA paper: thresholds, ranks per head, the effective rank, and the removal of redundant heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, but its ceiling m
 class Threshold(Rule):
     """Keeps the directions with |strength| >= tau (SVDA, Eqs. 8-10). A head may keep no direction.
 
-    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). The rule needs learned strengths.
+    In the masked model, no score changes by more than tau * scale (Theorem 1, Eq. 13). The rule needs learned
+    strengths.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"tau": POSITIVE}
@@ -35,10 +36,10 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class TopRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or all if a head has fewer. The index resolves ties.
+    """Keeps the `rank` strongest directions of each head, or all if a head has fewer. Ties are resolved by index.
 
-    No other choice of `rank` directions has a smaller bound on the masked scores by SVDA's Theorem 1. The rule needs
-    learned strengths.
+    By SVDA's Theorem 1, no other choice of `rank` directions has a smaller bound on the error of the masked scores. The
+    rule needs learned strengths.
     """
 
     rank: int
@@ -68,12 +69,13 @@ class EffectiveRank(Rule):
 class RemoveHeads(Rule):
     """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output.
 
-    Use the rule for the map "heads". Similar spectra are not sufficient, because Proposition 5 also requires equal
-    projections. So both similarities must reach their thresholds. The rule processes pairs in order of descending
-    similarity, and removes the head with less strength from each pair. If this head already replaces a removed head,
-    the stronger head of the pair is removed instead. A head that replaces another is never removed, so a layer never
-    loses its last head. A removed head outputs nothing, unlike a head of rank 0. So the sum of the pair's outputs is
-    about halved until fine-tuning. With `metric=centered` the output projection is refitted to compensate.
+    Use this rule for the map "heads". Similar spectra are not sufficient, because Proposition 5 also requires equal
+    projections. So the similarity of the spectra and the similarity of the outputs must both reach their thresholds.
+    The rule processes pairs in order of descending output similarity, and removes the head with less strength from each
+    pair. If this head already replaces a removed head, the stronger head of the pair is removed instead. A head that
+    replaces another head is never removed, so a layer never loses its last head. A removed head outputs nothing, unlike
+    a head of rank 0. So without fine-tuning, the sum of the pair's outputs is about halved. With `metric=centered` the
+    output projection is refitted to compensate.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)

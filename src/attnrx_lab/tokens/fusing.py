@@ -31,7 +31,7 @@ from attnrx_lab.tokens.scores import HeadSelector
 class Soft(Reducer):
     """A reducer that ranks patches by the scores of another reducer, `scores`, and fuses the pruned patches.
 
-    `scores` is any selecting reducer. Its statistics and its predictor are used, too.
+    `scores` is any selecting reducer. The soft reducer also uses the statistics and the predictor of `scores`.
     """
 
     scores: Selecting
@@ -66,7 +66,7 @@ class Soft(Reducer):
 
     @abstractmethod
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Returns the tokens of a training step, in which `keep` was sampled from the scores."""
+        """Returns the tokens of a training step for the mask `keep`, which was sampled from the scores."""
 
     def add_layer(self, before: Any, observed: Float[Tensor, "batch *sizes"]) -> LayerStatistic:
         return self.scores.add_layer(before, observed)
@@ -122,7 +122,7 @@ class SPViT(EViT):
     """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
     `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
-    searches for the layers of the stages by latency. In attnrx, you choose these layers in the policy.
+    searches for the layers at which to prune, by latency. In attnrx, you choose these layers in the policy.
     """
 
     name: ClassVar[str] = "spvit"
@@ -133,16 +133,16 @@ class SPViT(EViT):
 class DTPS(Soft):
     """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
-    Similarity is the cosine c of two tokens. A kept patch becomes a mean of itself, with the weight exp(1), and the
-    patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` is DynamicViT's
-    predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or any
-    selecting reducer.
+    Similarity is the cosine c of two tokens. A kept patch becomes a weighted mean of itself, with the weight exp(1),
+    and the patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` is
+    DynamicViT's predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or
+    any selecting reducer.
     """
 
     scores: Selecting = field(default=DynamicViT())
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of the predictor, plus the MACs of the similarities between all and the kept patches."""
+        """Returns the MACs of the predictor, plus the MACs of comparing all patches with the kept patches."""
         return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -156,7 +156,7 @@ class DTPS(Soft):
         return Reduction(kept, tokens, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Fuses every pruned patch into the most similar kept patch. Every patch keeps its index."""
+        """Fuses every pruned patch into the most similar kept patch. Pruned patches stay in place, but are masked."""
         unit = nn.functional.normalize(state.patches, dim=-1)
         # All patches are hosts, and pruned hosts are masked, so that shapes do not depend on the sample.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))

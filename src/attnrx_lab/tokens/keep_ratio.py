@@ -12,7 +12,7 @@ from attnrx.vit.models import reduction_of
 
 @dataclass(frozen=True)
 class KeepRatio(Loss):
-    """The squared difference between the shares of kept patches and the policy's shares, over images and stages.
+    """The mean squared difference between the sampled and the policy's share of patches, over images and stages.
 
     The loss is SPOT's Eq. 12.
     """

@@ -19,7 +19,7 @@ class Predicting(Selecting):
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep, which sort patches like log-probabilities but do not round to zero."""
+        """Returns the log-odds of keep, which order patches like log-probabilities but do not round to zero."""
         # The log-probabilities of several almost certain patches round to 0. Then the index would decide their order.
         return odds(self.keep_scores(state, predictor))
 
@@ -51,8 +51,8 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
     Patches that an earlier stage pruned stay pruned. If the sample would prune all patches of an image, the patch with
-    the highest score is kept, because a mean over no patches would be NaN. With `prunes_one`, at least one patch is
-    pruned: if the sample would keep all patches, the patch with the lowest score is pruned. Reducers that overwrite a
+    the highest score is kept, because a mean over no patches would be NaN. With `prunes_one`, the sample prunes at
+    least one patch. If it would keep all patches, the patch with the lowest score is pruned. Reducers that overwrite a
     pruned patch with a new token need this option.
     """
     # In half precision the Gumbel noise can be infinite.
@@ -90,7 +90,7 @@ class TokenFeatures(nn.Module):
 
 
 class KeepScores(nn.Sequential):
-    """Maps features to the log-probabilities of keep and drop by three linear maps."""
+    """An MLP with three linear maps that maps features to the log-probabilities of keep and drop."""
 
     def __init__(self, features: int):
         super().__init__(
@@ -123,7 +123,7 @@ class DynamicViTPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class DynamicViT(Predicting):
-    """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021).
+    """Keeps the patches that a learned predictor selects by local and global token features (Rao et al., 2021).
 
     In training, the gradient of a dropped patch's mask differs from the paper's gradient. The masked softmax
     (`sized_softmax`) clamps the score of a dropped key to the largest score of the kept keys. The clamp bounds the

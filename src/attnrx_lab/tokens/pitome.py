@@ -23,7 +23,7 @@ class PiToMe(Merging):
 
     The paper merges a share of the tokens in every layer, between attention and MLP. In attnrx, tokens are merged
     before a layer, in several rounds if more than half must be merged. Energies count every token once, regardless of
-    its size.
+    how many patches were merged into the token.
     """
 
     name: ClassVar[str] = "pitome"
@@ -59,6 +59,6 @@ class PiToMe(Merging):
 def energy_scores(
     cosines: Float[Tensor, "batch patches others"], margin: float, alpha: float
 ) -> Float[Tensor, "batch patches"]:
-    """Returns the energy of every patch. A patch's cosine with itself adds the same constant for all patches."""
+    """Returns the energy of every patch. A patch's cosine with itself is included, which does not change the order."""
     below = alpha * ((cosines - margin).exp() - 1)
     return torch.where(cosines >= margin, cosines, below).mean(-1)

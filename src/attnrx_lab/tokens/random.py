@@ -46,7 +46,7 @@ class Random(Selecting):
 
 
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
-    """Returns a 32-bit hash of every image, made from sums over columns, rows and channels with hashed weights.
+    """Returns a 32-bit hash of every image, computed as sums over columns, rows and channels with hashed weights.
 
     Pixels are converted to float32 and then to integers. So the hash does not depend on the order of summation.
     """
@@ -63,8 +63,8 @@ def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tens
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """Hashes the lower 32 bits with the finalizer of MurmurHash3, and returns the hash in the lower 32 bits.
 
-    The higher bits of the result are undefined, because products wrap around. So a runtime without 64-bit integers
-    computes the same hash.
+    Products may overflow, so the higher bits of the result are undefined. A runtime without 64-bit integers computes
+    the same lower 32 bits.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))

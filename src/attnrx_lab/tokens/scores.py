@@ -38,8 +38,8 @@ def scores_of(state: TokenState) -> PerPatch:
 class AttentionAverage(Selecting):
     """Keeps the patches with the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
-    The reducer computes only one row of every attention map, and stores one number per patch. The number is the sum
-    over the layers, which ranks patches like the mean.
+    The reducer computes only one row of every attention map. For each patch, it stores only the sum over the layers,
+    which ranks patches like the mean.
     """
 
     needs, every_layer = ("class_attention",), "class_attention"
@@ -126,8 +126,8 @@ class HaltingScores(Selecting):
     After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. The model must
     be trained with A-ViT's ponder loss and prior. Otherwise x has no meaning, and the results are not A-ViT's. In
     A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens differs between
-    images. In attnrx, the policy sets the numbers, and only the order of pruning follows A-ViT. A-ViT averages the
-    class token over the layers with halting probabilities, but in attnrx the class token does not halt.
+    images. In attnrx, the policy sets the number of kept tokens, and only the order of pruning follows A-ViT. A-ViT
+    averages the class token over the layers with halting probabilities, but in attnrx the class token does not halt.
     """
 
     # The paper's values.

@@ -1,4 +1,4 @@
-"""SPOT, a token reducer that predicts from token features, attention, and the change of attention over layers."""
+"""SPOT, a token reducer with a predictor that reads token features, attention, and its change over the layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ SCALARS = 6  # attention features per patch, head and map (SPOT, Eqs. 3 to 9)
 
 @dataclass
 class MapMoments(LayerStatistic):
-    """The elementwise mean of the attention maps over the layers so far, and their variance if it is collected.
+    """The elementwise mean of the attention maps over the layers so far, and optionally their variance.
 
     The class stores only the sum of the maps and, for the variance, the sum of their squares. So memory does not grow
     with the number of layers. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In
-    float32, a deviation of a hundredth of a map's values is accurate to three digits.
+    float32, a standard deviation of 1 % of the attention is accurate to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -51,7 +51,7 @@ class MapMoments(LayerStatistic):
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
-        """Returns the moments with the sums of these tokens set to zero. Use it after new tokens overwrote them."""
+        """Returns the moments with the sums of these tokens set to zero, for use after new tokens replaced them."""
         # The sums are copied, because they may be in an autograd graph or share memory with the first layer's map.
         mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
         pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
@@ -93,10 +93,11 @@ class Spot(Predicting):
     The class implements SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to
     9). They come from the attention of the previous layer, from the `mean` over all previous layers, and from the
     `variance` over these layers. `projected` is the number of additional token features, half local and half global.
-    None means the width, and 0 means no token features. With `head_averaged` the scalars come from the mean over the
-    heads. With `shared` all stages share one predictor. The paper's Table 2, Figure 5 and Table 8 vary these settings
-    one at a time. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance 1 over
-    the patches of an image. Otherwise attention features are 10 to 10^5 times smaller than token features.
+    With None this number equals the model width, and with 0 there are no token features. With `head_averaged` the
+    scalars come from the mean over the heads. With `shared` all stages share one predictor. The paper's Table 2, Figure
+    5 and Table 8 vary these settings one at a time. `standardized` is not in the paper. It scales every attention
+    feature to mean 0 and variance 1 over the patches of an image. Without this scaling, attention features are 10 to
+    10^5 times smaller than token features.
 
     In training, the gradient of a dropped patch's mask is bounded as in `DynamicViT`.
     """
@@ -121,7 +122,7 @@ class Spot(Predicting):
         return MapMoments.of(observed, self.variance) if before is None else before.add_layer(observed)
 
     def features(self, shape: Shape) -> tuple[int, int]:
-        """Returns the number of token features and of attention features of a patch."""
+        """Returns the number of token features and the number of attention features per patch."""
         maps = 1 + self.mean + self.variance
         heads = 1 if self.head_averaged else shape.heads
         return shape.width if self.projected is None else self.projected, SCALARS * maps * heads
@@ -173,10 +174,10 @@ def attention_features(
     present_mask: PerPatch | None = None,
     standardized: bool = False,
 ) -> Float[Tensor, "batch patches features"]:
-    """Returns the six scalars of every patch and head, over the remaining patches: SPOT, Eqs. 3 and 4, then 5 to 8.
+    """Returns six scalars for every patch and head, computed over the remaining patches (SPOT, Eqs. 3 to 8).
 
     The scalars are the attention from and to the class token, the mean and variance of the attention to the patches,
-    and the mean and variance of the attention from the patches. Heads are concatenated.
+    and the mean and variance of the attention from the patches. The scalars of all heads are concatenated.
     """
     inner = attention[:, :, prefix:, prefix:]  # between patches, so the rows no longer sum to 1
     rows = columns = inner
@@ -210,8 +211,8 @@ def standardized_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns features with mean 0 and variance 1 over the remaining patches of every image.
 
-    `sizes` are the magnitudes of the numbers that a feature was computed from. If a feature's deviation is only a
-    rounding error of such numbers, the feature becomes 0. No gradient flows through the deviation.
+    `sizes` are the magnitudes of the numbers that a feature was computed from. If a feature's standard deviation is no
+    larger than the rounding error of these numbers, the feature becomes 0. The deviation gets no gradient.
     """
     precision = 100 * torch.finfo(features.dtype).eps
     exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20

@@ -12,12 +12,12 @@ from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, Token
 
 @dataclass(frozen=True)
 class ZeroTPrune(Reducer):
-    """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
+    """Prunes patches that resemble more important ones, then the least important, untrained (Wang et al., 2024).
 
     Importance is computed from the attention of the previous layer, which is treated as a graph. PageRank runs
     `iterations` steps from uniform scores, and computes a score for every token in every head. A head is excluded if
     its scores vary too little or too much: scaled to a mean of 1, their variance over the patches must lie between
-    `least` and `most`. If no head meets these limits, all heads count. The importance is the quadratic mean over the
+    `least` and `most`. If no head meets these limits, all heads are used. The importance is the quadratic mean over the
     remaining heads, which emphasizes patches that some heads find informative.
 
     A stage first ranks the patches, and divides them into a less important half and a more important half. From the
@@ -26,9 +26,9 @@ class ZeroTPrune(Reducer):
     similarity, but at most the whole less important half. Then the stage ranks the remaining patches again, and prunes
     the least important.
 
-    The steps follow the paper's I'-S-I. Three choices are ours: the scale of the variance, the share `similar`, and the
-    same number of iterations in all stages (the paper uses fewer in deeper layers). The class token is treated like
-    other tokens.
+    The steps follow the order that the paper calls I'-S-I. Three choices are ours: the scale of the variance, the share
+    `similar`, and the same number of iterations in all stages (the paper uses fewer in deeper layers). The class token
+    is treated like other tokens.
     """
 
     iterations: int = 30
