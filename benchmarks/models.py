@@ -112,7 +112,7 @@ If you replaced the head (`model.head = nn.Linear(192, 10)`), attnrx reads, save
 You can also pass a module that contains a supported model: a backbone with a decoder, several outputs, an averaged
 model. `attnrx.load(module)` returns a copy of the whole module. If the module has several towers, attnrx makes the
 largest Vision Transformer smaller. The module may call this transformer several times in a forward pass (crops, tiles,
-frames). Costs then include every call.
+frames). The costs then include every call.
 
 If outputs are tensors, tuples or dictionaries, attnrx compares them by the squared error relative to their variance.
 You can also pass your own `divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). When you load a
@@ -129,13 +129,12 @@ code interpolates the position embeddings. `shrink` and `elastic` use the size o
 folders and smaller models at another size too. A token policy then keeps the same shares of the patches. If you call a
 transformers model yourself, pass `interpolate_pos_encoding=True`.
 
-attnrx refuses another size for DPT, YOLOS, `CLIPForImageClassification` and open_clip. It also refuses another size for
-timm models with a bias for every pair of tokens. Create these models with `img_size=...`. The patches must tile the new
-size.
+attnrx cannot change the image size of DPT, YOLOS, `CLIPForImageClassification` and open_clip models, and of timm models
+with a bias for every pair of tokens. Create these models with `img_size=...`. The patches must tile the new size.
 
 timm models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, accept a new size in every call if
-patches tile it. They still do after shrinking. One loader may mix sizes. attnrx plans and compares on the most frequent
-size. The evidence also has divergence and agreement at the other sizes.
+patches tile it. They still accept new sizes after shrinking. One loader may mix sizes. attnrx plans and compares on the
+most frequent size. The evidence also contains divergence and agreement at the other sizes.
 
 ## Other inputs
 
