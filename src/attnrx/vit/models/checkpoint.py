@@ -1,8 +1,8 @@
-"""Saves a model as a folder: config.json (its description), model.safetensors (its weights), and other files.
+"""Saves models to folders and loads them. A folder contains config.json, model.safetensors and other files.
 
-All files of a saved model (PARTS) are replaced together, so no file of an earlier model remains beside a new one. Other
+Saving replaces all files of an earlier model (PARTS) together, so a folder never mixes files of two models. Other
 files in the folder, such as notes and training checkpoints, are kept. A portable model (`boundary/stock.py`) is saved
-as its library's checkpoint, with attnrx.json beside it.
+in its library's checkpoint format, with an additional file attnrx.json.
 """
 
 import re
@@ -109,13 +109,14 @@ def save_weights(
     write_beside: Callable[[Path], object] | None = None,
     parts: ReplacedFiles | None = None,
 ) -> Path:
-    """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
+    """Saves a model to a folder, and replaces an earlier model there in one atomic step.
 
-    `parts` are the files to replace, by default all files of a model (PARTS).
+    `write_beside` writes more files into the folder. `parts` are the files to replace, by default all files of a model
+    (PARTS).
 
     Raises:
-        NotSupported: The model has quantized modules, or weights that are shared.
-        InvalidInput: Weights are missing, are not finite, or have several types.
+        NotSupported: The model has quantized modules, or blocks with shared weights.
+        InvalidInput: Weights are on the meta device, are not finite, or have several floating-point types.
     """
     folder = Path(folder)
     require_ordinary_tensors(model, family.block_names(model))
@@ -143,14 +144,14 @@ def save_weights(
 
 
 def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
-    """Writes the configuration of transformers' image processor for a saved model, if its family has one."""
+    """Writes preprocessor_config.json for transformers' image processor, if the model's family provides one."""
     if processor := family.processor_config(model):
         name = "preprocessor_config.json"
         write_json(folder / name, {"kind": PARTS[name], **processor})
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether attnrx wrote this file for a saved model. Its name and the marker inside must match."""
+    """Returns whether a file belongs to a saved model, by its name and the marker that attnrx wrote into it."""
     # A user's own file may have one of these names. Only files with the marker are replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:
@@ -170,8 +171,8 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
     """Checks that a model can be saved in a folder.
 
     Raises:
-        InvalidInput: The folder is a file.
-        CheckpointError: The folder has files with these names that do not belong to a saved model.
+        InvalidInput: The path is a file.
+        CheckpointError: The folder contains files with these names that do not belong to a saved model.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -183,7 +184,7 @@ Build = Callable[[Family, Mapping[str, Any]], nn.Module]
 
 
 def load_weights(folder: Path | str, families: Mapping[str, Family], build: Build) -> nn.Module:
-    """Loads the model in a folder: builds it on the meta device, and loads its weights strictly.
+    """Builds a saved model on the meta device, and then loads its weights. All names and shapes must match.
 
     Args:
         folder: The folder of a saved model.
@@ -235,7 +236,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
 def _opened(
     path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Reads a model's record and weights. Returns the record, its family and the weights.
+    """Reads and checks a saved model's record (its JSON description) and weights. Also returns the model's family.
 
     The record must be valid for `kind`.
 
@@ -258,7 +259,7 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Loads a portable model from a folder. The model's library creates it, and the weights have the library's names.
+    """Loads a portable model from a folder. Its library creates the model, and weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
@@ -279,10 +280,10 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:
-    """Reads another library's weight file: safetensors, or a torch checkpoint. Code inside the file is never run.
+    """Reads another library's safetensors file or torch checkpoint, without running any code in the file.
 
-    If a checkpoint contains more than weights, the state dict under the first of STATE_KEYS is used. Prefixes that
-    wrappers add to names (DistributedDataParallel, torch.compile) are removed.
+    If a checkpoint contains more than weights, the state dict is read from the first of STATE_KEYS that it contains.
+    Prefixes that DistributedDataParallel or torch.compile added to weight names are removed.
 
     Raises:
         CheckpointError: The file is missing or damaged, or contains values that are not tensors.
@@ -301,7 +302,7 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises CheckpointError if config.json and the tensors describe different depths. It runs before building."""
+    """Raises CheckpointError if config.json and the weights have different numbers of layers."""
     # Without this check, an inconsistent file could make attnrx build any number of layers before its weights fail.
     layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers

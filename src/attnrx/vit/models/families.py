@@ -1,4 +1,4 @@
-"""All model families by name, and the search for the family of a model."""
+"""Lists all model families, each of which reads one kind of model, and finds the family of a model."""
 
 from torch import nn
 
@@ -28,7 +28,7 @@ FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(),
 
 
 def known_family(model: nn.Module) -> Family | None:
-    """Returns the family of a model, or None if the model belongs to no family or has not been adopted yet."""
+    """Returns a loaded model's family, or None if attnrx has not loaded the model or does not support it."""
     # A family that has not been imported cannot have created the model, so it is not searched.
     return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
@@ -38,7 +38,7 @@ def family_of(model: nn.Module) -> Family:
     """Returns the family of a model.
 
     Raises:
-        NotSupported: The model belongs to no family, or has not been adopted yet.
+        NotSupported: The model belongs to no family, or has not been loaded with `attnrx.load`.
     """
     if (family := known_family(model)) is not None:
         return family
@@ -62,10 +62,10 @@ def family_of(model: nn.Module) -> Family:
 
 
 def require_ordinary_weights(model: nn.Module) -> None:
-    """Raises an error if a model has weights that attnrx cannot read, compare and store one by one.
+    """Raises an error if attnrx cannot read, compare and save each weight of a model.
 
     Raises:
-        NotSupported: The weights are unsuitable for one of the reasons in `require_ordinary_tensors`.
+        NotSupported: Weights are shared, quantized or of another unsupported kind (`require_ordinary_tensors`).
         InvalidInput: Weights are on the meta device, or have several floating-point types.
     """
     family = known_family(model)
@@ -73,7 +73,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
-    """Returns the path and family of every library's Vision Transformer in a module, the largest first."""
+    """Returns the path and family of every library's Vision Transformer in a module, largest model first."""
 
     def library_of(part: nn.Module) -> AdoptedFamily | None:
         families = (family for family in LIBRARIES.values() if family.has_class_of(part))
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported if a module contains an adopted model, and names the path of the adopted model."""
+    """Raises NotSupported if a part of a module is a model that attnrx supports. The message names the part's path."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(

@@ -1,4 +1,4 @@
-"""The boundary of attnrx's public functions on models (verbs): what they require of models, and what they restore."""
+"""Checks and converts the models that enter attnrx's public functions ("verbs"), and restores the caller's state."""
 
 import sysconfig
 import traceback
@@ -35,14 +35,15 @@ Result = TypeVar("Result")
 
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Turns a function on models into a verb, i.e. a public function with the guarantees below.
+    """Decorates a public function on models (a "verb"), which then checks models and restores the caller's state.
 
-    A verb passes working copies to the function, and refuses models whose added code changes the outputs. The function
-    runs with gradients enabled and without autocast, whatever the caller's modes are. New tensors are created on the
-    CPU by default. Models and random generators have their earlier state again at the end.
+    The decorated function gets attnrx's working copies of the models. Models are refused if hooks or other added code
+    change their outputs. The function runs with gradients enabled and without autocast, whatever modes the caller set.
+    New tensors are created on the CPU by default. At the end, the models' modes and gradients and the states of the
+    random generators are restored.
 
     Raises:
-        NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
+        NotSupported: A hook, a replaced `forward` or a reparametrized weight changes a model's outputs.
     """
 
     @wraps(function)
@@ -71,10 +72,10 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 @contextmanager
 def users_code_named(verb: str) -> Iterator[None]:
-    """Turns an error in the user's code inside a verb into UserCodeError, which names the code.
+    """Converts an exception in the user's code into UserCodeError, which names the function, file and line.
 
-    The user's code is any code that attnrx called, for example a part's `forward`, if it belongs to no installed
-    package. If a library raises an error for attnrx's tensors, that is a defect of attnrx.
+    User code is code outside of installed packages that attnrx called, for example a module's `forward`. An exception
+    from library code that attnrx called directly is raised unchanged, because it indicates a bug in attnrx.
 
     Raises:
         UserCodeError: User code inside the context raised an exception. The exception is the `__cause__`.
@@ -103,7 +104,7 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 @contextmanager
 def default_cpu() -> Iterator[None]:
-    """Creates new tensors on the CPU, where random generators are, even if the caller set another default device."""
+    """Creates new tensors inside the context on the CPU, even if the caller set another default device."""
     # The mode costs time in every operation, so it is set only if the default device differs.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
@@ -123,9 +124,9 @@ def inside_verb() -> Iterator[None]:
 
 
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
-    """Returns the result of a verb with models of the user's classes in place of working copies.
+    """Returns a verb's result, with working copies converted back to models of the user's classes.
 
-    If a model would share memory with one of the models in `given`, e.g. because it is unchanged, it is copied.
+    A converted model that shares weights with a model in `given`, e.g. because nothing changed, is copied.
     """
     if hasattr(result, "in_library_form"):
         result = result.in_library_form()
@@ -147,7 +148,7 @@ def _with_own_memory(model: nn.Module, given: Sequence[nn.Module]) -> nn.Module:
 
 @contextmanager
 def ordinary_modes() -> Iterator[None]:
-    """Turns off inference mode and autocast inside the context, which also enables gradients."""
+    """Turns off inference mode and autocast inside the context, and enables gradients."""
     # Weights that are created in inference mode cannot be trained. Autocast would change measured values.
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
@@ -157,7 +158,7 @@ def ordinary_modes() -> Iterator[None]:
 
 @contextmanager
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the models' training modes and gradients at the end, and the random states of torch, numpy and `random`.
+    """Restores training modes, gradients, and the random states of torch, numpy and `random` when the context ends.
 
     The gradients include `requires_grad` and `grad` of every weight.
     """

@@ -1,4 +1,4 @@
-"""Creates users' modules again when a saved model is loaded, and prunes the parts around their Vision Transformer."""
+"""Recreates users' modules when a saved model is loaded, and prunes the parts around their Vision Transformer."""
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from attnrx.vit.models.working.adopted import Adopted
 
 
 def library_creation(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns how a library creates a module, or None if the module is not described by a library's arguments."""
+    """Returns the arguments with which a library recreates a module, or None if no library can recreate it."""
     library = next((each for each in LIBRARIES.values() if each.adopts(model)), None)
     with suppress(NotSupported):  # its arguments cannot be saved
         stated = None if library is None else library.creation(model)
@@ -41,7 +41,7 @@ def created_by_library(creation: Mapping[str, Any]) -> nn.Module:
 
 
 def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
-    """Creates a user's module again, by its factory, its library or its class. The weights may have any values.
+    """Recreates a user's module by calling its factory, its library or its class. Weights are not restored.
 
     Raises:
         NotSupported: The class has not been imported or needs arguments, and there is no factory.
@@ -58,9 +58,9 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """Updates a working copy's surroundings if neither its library nor its class would still create the module.
+    """Updates a working copy's description if its library or class would create a module with other weight shapes.
 
-    A library or class no longer creates the module if the user changed it after loading.
+    Weight shapes differ if the user changed the module after loading it. The saved model then needs a factory.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:
@@ -81,7 +81,7 @@ def restate_creation_(adopted: Adopted) -> None:
 
 
 def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
-    """Yields the paths of all parts in which a prescription may have changed sizes."""
+    """Yields the paths of all parts that pruning may have changed in size."""
     path, family = around.path, family_of(adopted)
     for block in family.block_names(adopted):
         inside = block.removeprefix("source").lstrip(".")
@@ -94,10 +94,10 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns pairs of maps around the Vision Transformer that have separate units between them.
+    """Returns pairs of layers outside the Vision Transformer between which single hidden units can be pruned.
 
-    Units, such as the channels of a decoder, are separate if no unit is computed from another one. Paths are relative
-    to the working copy's `source`.
+    A hidden unit, such as a decoder channel, can be pruned if no other hidden unit is computed from it. Paths are
+    relative to the working copy's `source`.
     """
     if not adopted.path or adopted.around is None or adopted.around.call != "forward":
         return ()
@@ -105,7 +105,7 @@ def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
 
 
 def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units outside `keep` from a pair of `pairs_around`, in place. Nothing compensates for them."""
+    """Prunes the hidden units outside `keep` from a pair of `pairs_around`, in place and without compensation."""
     around, family = adopted.around, family_of(adopted)
     assert around is not None
     cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
@@ -116,7 +116,7 @@ def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]
 
 
 def needed_to_load(model: nn.Module) -> str:
-    """Returns what a user must do before `load` can create a saved model again, or "" if nothing is needed."""
+    """Returns what a user must do before `load` can recreate a saved model, or "" if nothing is needed."""
     record = record_of(model)
     around = model.around if isinstance(model, Adopted) else None if record is None else record.around
     return "" if around is None else around.needed

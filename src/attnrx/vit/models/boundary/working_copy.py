@@ -1,11 +1,11 @@
-"""Makes working copies of models, and turns them back into models of the user's own class.
+"""Converts models to working copies, with which attnrx computes, and back to the user's own classes.
 
-Users hold models of a library's own classes, each with a record. attnrx's public functions on models (the verbs)
-compute with working copies (`Adopted`). In a working copy, every attention is attnrx's, linear maps and blocks may run
-in kernels, and a library's model returns one tensor.
+A loaded model keeps the class of its library or user, and stores a record of facts for attnrx. attnrx's public
+functions on models (verbs) compute with a working copy of it (`Adopted`). In a working copy, the attention modules are
+attnrx's own, linear maps and blocks may use attnrx's kernels, and a library's model returns one tensor.
 
-A verb's result is then written into a copy of the user's module. A library's attention or map stays in place if it can
-store the new weights. Otherwise attnrx replaces it.
+A verb's result is then written into a copy of the user's module. If a library's attention module or linear map cannot
+store the new weights, attnrx replaces it.
 """
 
 import copy
@@ -80,7 +80,7 @@ def working_copy(model: nn.Module) -> nn.Module:
 
 @checked()
 def model_fingerprint(model: nn.Module) -> str:
-    """Returns a hash of a model's weights. It is computed from the model's working copy."""
+    """Returns a hash of a model's weights, computed from the model's working copy."""
     model = working_copy(model)
     require_ordinary_weights(model)
     is_inside = isinstance(model, Adopted) and model.around is not None
@@ -88,10 +88,10 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def answer(model: nn.Module, images: ImageBatch) -> Any:
-    """Calls a model's own code with images and returns its answer: one row per image, or a whole module's output.
+    """Runs a model on images. Returns one row per image, or the whole output if a user's module contains the model.
 
-    transformers' models take images under several names, and return more than one tensor. `answer` hides these
-    differences.
+    transformers models name their image argument differently, and return several tensors. This function calls all
+    models in the same way.
     """
     return _caller(model)(model, images)
 
@@ -102,11 +102,10 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 
 
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
-    """Raises NotSupported, with the remedy, if a model and another form of it give different answers.
+    """Raises NotSupported if a model and another form of it return different outputs for random images.
 
-    The models run on the random images of the adoption's proof. Copies run in their place, because transformers
-    leaves hooks in models that it runs. Models that prune tokens are not compared, because rounding errors may change
-    which tokens they prune.
+    The error message contains `remedy`. Copies of the models run, because transformers leaves hooks in models that it
+    runs. Models that prune tokens are not compared, because rounding errors may change which tokens they prune.
     """
     if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
@@ -124,7 +123,7 @@ def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
 
 
 def own_model(model: nn.Module) -> nn.Module:
-    """Returns the user's model, with its own code, from which a working copy was made.
+    """Returns the user's model from which a working copy was made, wrapped in `Answering`.
 
     If the working copy's weights have changed since then, the working copy itself is returned. A model that is not a
     working copy is returned unchanged.
@@ -139,12 +138,12 @@ def own_model(model: nn.Module) -> nn.Module:
 
 
 def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
-    """Returns a model in the form that the user will run: with attnrx's kernels if `in_kernels`, else its own code."""
+    """Returns the model to time, which uses attnrx's kernels if `in_kernels` is true, and else the user's code."""
     return model if in_kernels or not is_working(model) else Answering(library_form(model))
 
 
 class Answering(nn.Module):
-    """Wraps a model for exporters, so that calling it with images returns the model's answer (`answer`)."""
+    """Wraps a model for exporters. `forward` takes only images and returns the output of `answer`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -155,9 +154,9 @@ class Answering(nn.Module):
 
 
 def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
-    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
+    """Runs a model on images in evaluation mode, and returns which tokens were pruned or merged.
 
-    If `tracked` is true, the statistics also tell which token represents each patch after every stage
+    If `tracked` is true, the `TokenRun` also contains the token that represents each patch after every pruning stage
     (`TokenRun.representatives`).
     """
     with evaluating((model,)), recording_tokens(model, tracked) as runs:
@@ -166,11 +165,11 @@ def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> To
 
 
 class _NeedsBlocks(Exception):
-    """Raised if a result needs the blocks that attnrx rewrote, which take [batch, tokens, width]."""
+    """Raised if the user's blocks cannot call attnrx attention, so the result must contain rewritten blocks."""
 
 
 def library_form(model: nn.Module) -> nn.Module:
-    """Turns a working copy into a module of the user's class that shares its memory and weights."""
+    """Converts a working copy to a module of the user's class. Both share the memory of their weights."""
     if not isinstance(model, Adopted):
         return model
     try:
@@ -181,12 +180,12 @@ def library_form(model: nn.Module) -> nn.Module:
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Returns an accelerated model in its plain form, in the same memory.
+    """Converts a model accelerated by attnrx's kernels back to its plain form, which shares its memory.
 
     Hooks and attributes that the user added to the accelerated model are copied to the plain form.
 
     Raises:
-        NotSupported: The user put a hook on a part of attnrx's kernels that the plain model does not have.
+        NotSupported: The user put a hook on a kernel module that the plain model does not contain.
     """
     working = vars(accelerated)[WORKING]
     result = library_form(working)
@@ -197,13 +196,13 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
 
 
 def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
-    """Returns the keys of the hooks on every part that has hooks, by the part's path."""
+    """Maps the path of each part that has hooks to the keys of these hooks."""
     keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
     return {path: each for path, each in keys.items() if each}
 
 
 def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-    """Copies hooks that an accelerated model gained after `before` to the plain model, and removes lost ones."""
+    """Copies hooks added after `before` from an accelerated model to the plain model, and removes deleted hooks."""
     named = dict(result.named_modules())
     for path, part in accelerated.named_modules():
         own, known = named.get(path), before.get(path, frozenset())
@@ -228,7 +227,7 @@ def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, 
 
 
 def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
-    """Copies numbers, texts and settings from the parts of an accelerated model to its plain form."""
+    """Copies numbers, strings and settings from the parts of an accelerated model to its plain form."""
     named, skipped = dict(result.named_modules()), {*vars(nn.Module()), RECORD, WORKING}
     for path, part in accelerated.named_modules():
         own = named.get(path)
@@ -244,9 +243,9 @@ def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
 
 
 def _put_settings_(own: Any, value: Any) -> None:
-    """Copies settings (a dictionary, or an object such as a configuration) into other settings, in place.
+    """Copies settings (a dictionary, or an object such as a configuration) into existing settings, in place.
 
-    The other settings must stay the same object, because several parts of a model may share them.
+    The existing object is updated and not replaced, because several parts of a model may share it.
     """
     is_other = callable(value) or isinstance(value, nn.Module | Tensor) or type(value).__module__.startswith("attnrx")
     if type(own) is not type(value) or is_other or value is own:
@@ -263,7 +262,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Implements `library_form`. With `in_blocks`, a found structure gets attnrx's blocks instead of the user's."""
+    """Implements `library_form`. With `in_blocks`, the user's blocks are rewritten to take [batch, tokens, width]."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -282,7 +281,7 @@ def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
 
 
 def _attach_tokens_of_(model: nn.Module, other: nn.Module) -> None:
-    """Attaches the token policy of another form of the model, including its predictors, if there is a policy."""
+    """Attaches the token policy and predictors of `other`, another form of the same model, if it has a policy."""
     reduction = reduction_of(other)
     if reduction is None:
         return
@@ -296,9 +295,10 @@ def _joined(*paths: str) -> str:
 
 
 def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, places: dict[str, str]) -> Iterator[str]:
-    """Writes every layer's attention into the library's module of the result, or replaces that module.
+    """Writes every layer's attention into the result's attention module, or replaces a module that cannot store it.
 
-    Yields the paths of the adapters in the working copy. If a norm moves along with an attention, `places` is updated.
+    Yields the path of every attention module in the working copy. If a norm moves together with its attention module,
+    the new path of the norm is stored in `places`.
     """
     if not family.reads_attention(model):
         return
@@ -328,7 +328,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
 
 
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
-    """Writes attention into the library's own module, and returns whether reading it back gives the same attention.
+    """Writes attention into a library's module. Returns whether reading the module returns the same attention.
 
     If the result differs, the module's earlier contents are restored.
     """
@@ -354,7 +354,7 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
 
 
 def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -> bool:
-    """Returns whether an attention module that lost heads and its adapter agree on random tokens."""
+    """Returns whether a pruned attention module and attnrx's adapter return the same output for random tokens."""
     weight = adapter.attention.output.weight
     if weight.is_meta:
         return False
@@ -367,7 +367,7 @@ def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -
 
 
 def _is_idle(attention: Attention) -> bool:
-    """Returns whether nothing observes the inside of an attention: no capturing backend and no hook."""
+    """Returns whether an attention module has neither a backend that captures values nor a hook."""
     return type(attention.backend) in BACKENDS.loaded and not attention._forward_hooks
 
 
@@ -388,7 +388,7 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _released(adapter: Adapter, module: nn.Module) -> Adapter:
-    """Returns an adapter for the place of a module, without parts that a token policy or an observer had added."""
+    """Returns a copy of an adapter to replace `module`, without state that token policies or observers added."""
     released: Any = aliased(adapter)
     if "config" in vars(module):  # the result's own configuration, which users of transformers may change
         released.config = vars(module)["config"]
@@ -401,7 +401,7 @@ def _released(adapter: Adapter, module: nn.Module) -> Adapter:
 
 
 def _put_maps_(model: Adopted, result: nn.Module, places: Mapping[str, str]) -> Iterator[str]:
-    """Writes the maps of every MLP into the result, and yields the paths of these maps in the working copy."""
+    """Writes the linear maps of every MLP into the result, and yields their paths in the working copy."""
     trunk, path = model.trunk, model.path
     for pair, plain in zip(model.pairs, vars(model).get("plain_pairs", model.pairs), strict=True):
         sides = zip((pair.first, pair.second, *pair.between), (plain.first, plain.second, *plain.between), strict=True)
@@ -433,7 +433,7 @@ def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
 
 
 def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
-    """Writes a linear map into the library's map. If the map was factored, it replaces the library's map."""
+    """Writes a linear map into the library's linear map, or replaces the library's map if the new map is factored."""
     own = result.get_submodule(target)
     if isinstance(part, Convolution):
         if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
@@ -455,7 +455,7 @@ def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
 
 
 def _plain_maps(module: nn.Module) -> nn.Module:
-    """Replaces all linear maps in a module by instances of nn.Linear itself, in place."""
+    """Replaces instances of nn.Linear subclasses in a module by plain nn.Linear modules, in place."""
     for path, part in list(module.named_modules()):
         if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
             with torch.device("meta"):
@@ -466,7 +466,7 @@ def _plain_maps(module: nn.Module) -> nn.Module:
 
 
 def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: Mapping[str, str]) -> None:
-    """Writes weights, buffers and sizes of all other parts into the result."""
+    """Writes the weights, buffers and sizes of all parts outside of `handled` into the result."""
     named, biases = dict(result.named_modules()), dict[str, str]()
     for path, part in root.named_modules():
         if isinstance(part, PairBias):
@@ -480,7 +480,7 @@ def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: 
 
 
 def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
-    """Copies training and evaluation modes into the result. Parts that the working copy lacks follow their owners."""
+    """Copies training modes into the result. A part that the working copy lacks gets its parent's new mode."""
     working = {places.get(path, path): part.training for path, part in root.named_modules()}
     before = {path: part.training for path, part in result.named_modules()}
     for path, part in result.named_modules():
@@ -509,14 +509,14 @@ def _set_tensors_(own: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
+    """Returns the model if it takes inputs of this shape (channels, height, width), or else a copy that takes them.
 
-    The model's library interpolates the position embeddings. If tokens are pruned, each stage keeps the same share of
-    the patches as before.
+    The model's library interpolates the position embeddings. If tokens are pruned, each pruning stage keeps the same
+    share of the patches as before.
 
     Raises:
-        NotSupported: The library does not interpolate the position embeddings of this model.
-        InvalidInput: Patches do not tile such images, or a token policy would keep no patch.
+        NotSupported: The library cannot interpolate this model's position embeddings.
+        InvalidInput: Patches do not tile images of this size, or a token policy would keep no patch.
     """
     family = family_of(model)
     own = family.input_shape(model)
@@ -533,11 +533,11 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Returns the model, or a copy that takes images as large as another model's. The channels must be the same.
+    """Returns the model, or a copy that takes images of another model's size. Both need the same number of channels.
 
     Raises:
-        NotSupported: The library does not interpolate the position embeddings of this model.
-        InvalidInput: Patches do not tile such images.
+        NotSupported: The library cannot interpolate this model's position embeddings.
+        InvalidInput: Patches do not tile images of this size.
     """
     # A model without a family is a runtime's file, or any other module.
     family = known_family(other)
