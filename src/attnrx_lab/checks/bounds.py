@@ -272,8 +272,8 @@ def proposition_4(
 ) -> Float[Tensor, "batch heads"]:
     """Returns the change of the scores under a perturbed input, divided by its bound (SVDA, Eq. 36, Frobenius norm).
 
-    `clean` and `perturbed` are the query and key rows before and after the perturbation, [batch, tokens, heads,
-    directions]. The bound follows from the change of these rows.
+    `clean` and `perturbed` are the query and key rows before and after the perturbation. Each has the shape
+    [batch, tokens, heads, directions]. The bound follows from the change of these rows.
     """
     change = head_scores(*perturbed, strength, scale) - head_scores(*clean, strength, scale)
     moved = [

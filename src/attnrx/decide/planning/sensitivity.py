@@ -138,7 +138,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, shaped like the original's."""
+        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, in the original's shape."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
