@@ -57,13 +57,13 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Balanced:
-    """Bases of two feature spaces with strengths, so that left^T diag(strength) right = identity for every head.
+    """Bases of two feature spaces, and strengths for which left^T diag(strength) right = identity in every head.
 
     For two matrices old_left and old_right [d, width], the bilinear form old_left^T old_right is the sum over r of
     strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together reproduce the form for any
-    input. The first r directions are its best approximation of rank r in the metric, which is defined by the two Gram
-    matrices. Its squared error is the sum of the discarded squared strengths. The bases are nested, so one `Balanced`
-    serves every rank.
+    input. In the metric that the two Gram matrices define, the first r directions are the form's best approximation of
+    rank r. The squared error of this approximation is the sum of the discarded squared strengths. The bases are nested,
+    so one `Balanced` serves every rank.
 
     `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy: left[r]
     G_left left[r]^T = 1 for the left Gram matrix G_left, and likewise on the right. The remaining directions are null:
@@ -88,8 +88,8 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
     the discarded s^2 (Eckart and Young). No Gram matrix is inverted, so both may be singular or zero, and may have any
     scale.
 
-    Rounding errors of the Gram matrices dominate strengths below about 1e-8 of the form's scale. If you have the
-    vectors' samples, use `svd_directions` instead. Raises InvalidInput if a Gram matrix is not finite or not symmetric.
+    Rounding errors of the Gram matrices dominate strengths below about 1e-8 of the form's scale. If you have samples of
+    the vectors, use `svd_directions` instead. Raises InvalidInput if a Gram matrix is not finite or not symmetric.
     """
     return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
@@ -268,7 +268,7 @@ def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> 
 
 
 def pays(rank: int, outputs: int, inputs: int) -> bool:
-    """Whether two factors of this rank have fewer entries and MACs than the matrix they replace."""
+    """Returns whether two factors of this rank have fewer entries and MACs than the matrix they replace."""
     return rank < break_even_rank(outputs, inputs)
 
 
@@ -348,10 +348,10 @@ def unit_losses(
 def _eliminated(
     precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
-    """Chooses the next BLOCK units to remove. Returns the units, their errors, and low-rank updates of both tables.
+    """Chooses the next BLOCK units to remove. Returns the units, their errors, and low-rank updates of two tables.
 
-    The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The caller applies
-    these updates as matrix products, which takes less time than `count` separate updates would.
+    After the updates, the tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The
+    caller applies these updates as matrix products, which takes less time than `count` separate updates would.
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
@@ -393,7 +393,7 @@ def compensated(
     """Returns the weight of the kept units that best approximates the output of all units.
 
     The weight minimizes a mean squared error plus a penalty. The error compares outputs with their means subtracted.
-    The penalty is the squared change of the kept weights, times `ridge`, times the mean variance.
+    The penalty is the squared change of the kept weights, times `ridge`, times the mean variance of the units.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -427,12 +427,12 @@ def elimination_losses(
 ) -> Float[Tensor, "units"]:
     """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    `gram` holds W^T W of each unit's weights W in the next linear map. Let P be the inverse of `covariance`, which
-    covers the concatenated features of all units. If the removed features S are estimated from the other features by
-    the best affine map, the covariance of the estimation error is (P_SS)^-1 (the block form of Optimal Brain Surgeon).
-    So removing units costs the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit
-    whose removal costs least. The returned increases grow strictly in that order, so the k largest increases belong to
-    the k units that are removed last.
+    `gram` holds W^T W for each unit, where W holds the unit's columns of the next linear map. Let P be the inverse
+    of `covariance`, which covers the concatenated features of all units. If the removed features S are estimated from
+    the other features by the best affine map, the covariance of the estimation error is (P_SS)^-1 (the block form of
+    Optimal Brain Surgeon). So removing units costs the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every
+    step removes the unit whose removal costs least. The returned increases grow strictly in that order, so the k
+    largest increases belong to the k units that are removed last.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -508,7 +508,7 @@ def require_total(total: int, multiple: int, least: int, largest: int) -> None:
 
 
 def require_directions(directions: int, multiple: int, minimum: int) -> None:
-    """Raises InvalidInput unless `multiple` divides the number of directions and `minimum` is at most that number."""
+    """Raises InvalidInput if `multiple` does not divide the number of directions, or `minimum` exceeds this number."""
     if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
         raise InvalidInput(
             f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "

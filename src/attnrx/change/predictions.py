@@ -1,4 +1,4 @@
-"""Runs models on images and compares their outputs, for checks, plans, fits and comparisons of methods."""
+"""Runs models on images and compares their outputs. Checks, plans, fits and comparisons of methods use this module."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ def predict(
 ) -> Predictions:
     """Runs all models on the same batches and returns their outputs, paired by image.
 
-    The images are read only once. So outputs stay paired even if the data comes in another order each time it is read.
+    The images are read only once, so outputs stay paired even if the data is in another order each time it is read.
 
     Args:
         models: The models by role. The first model defines how outputs are compared.

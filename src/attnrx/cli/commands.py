@@ -90,12 +90,12 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:
-    """Whether a finding checks the user's own target, and not another prediction of the plan."""
+    """Returns whether a finding checks the user's own target, rather than another prediction of the plan."""
     return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a line about a failed finding: a missed target of the user, or only a wrong prediction of the plan."""
+    """Returns a line about a failed finding. If it is not a `target`, only a prediction of the plan was wrong."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -607,7 +607,10 @@ def _public(path: str) -> str:
 def _part(
     load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
 ) -> Part | None:
-    """Loads the file `given`, or else the file `name` in the candidate's folder. Returns None if neither exists."""
+    """Loads the file `given`, or an optional file of the candidate if `given` is None.
+
+    The optional file is `name` in the candidate's `folder`. Returns None if it does not exist.
+    """
     # A file that the user names must exist. The files in the candidate's folder are optional.
     if given is None and folder is not None and (folder / name).exists():
         return load(folder / name)
@@ -628,7 +631,7 @@ def _costs_options(parser: Parser) -> None:
     _costs_options,
 )
 def costs(arguments: Namespace, log: Log) -> Outcome:
-    """Computes a model's costs in closed form. For the name of an architecture, no weights are loaded."""
+    """Computes a model's costs in closed form. If you name an architecture, no weights are loaded."""
     # The policy is parsed first, so that an error in it is reported before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     if options.is_fresh(arguments.model) and not arguments.trust:
@@ -665,14 +668,14 @@ def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts
 
 
 def _parts_table(costs: "rx.costs.ModelCosts") -> str:
-    """Returns a table of all parts of a model with nonzero costs, and their sum."""
+    """Returns a table with the costs of a model's parts, and their sum. Parts without costs are left out."""
     parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
     return aligned_table(("part", "parameters", "MACs"), tuple(rows))
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
-    """Returns a line with the number of tokens in every layer, or no line if all layers have equally many."""
+    """Returns a line with the number of tokens in every layer, or no line if the number is the same in all layers."""
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)

@@ -269,7 +269,7 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
 
 
 def _is_first_process() -> bool:
-    """Whether this process has rank 0. Launchers set the rank in the variable RANK."""
+    """Returns whether this process has rank 0. Launchers set the rank in the variable RANK."""
     # torch would also return the rank, but importing torch takes seconds.
     return os.environ.get("RANK", "0") == "0"
 

@@ -1,13 +1,13 @@
 """Building blocks of commands: the parser, the outcome, the options, and the models and data that options name.
 
-`option` adds one option, `add_arguments` adds a public function's arguments as options, and functions `add_*` add
-options that several commands have. An option's type is a function that converts the option's text to its value. For an
-invalid text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the name of the
-option to this message.
+`option` adds one option, and `add_arguments` adds a public function's arguments as options. Other functions named
+`add_*` add options that several commands share. An option's type is a function that converts the option's text to its
+value. For an invalid text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the
+name of the option to this message.
 
 The names, defaults and help texts of a function's parameters are parsed from its source code. Importing the function
-would import torch, which takes seconds, and --help does not need it. Only the allowed range of a number comes from the
-imported function (`support.arguments.Kind`), when the user passes a value.
+would import torch, which takes seconds, and --help does not need it. The function is imported only when the user passes
+a number, to look up its allowed range (`support.arguments.Kind`).
 """
 
 import argparse
@@ -208,7 +208,7 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _described(docstring: str) -> dict[str, str]:
-    """Returns help texts from a docstring's `Args` and `Attributes`, without initial capital, backticks and period."""
+    """Returns help texts from a docstring's `Args` and `Attributes`, without initial capitals, backticks or periods."""
     texts = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE):
         for name, text in re.findall(r"^    (\w+): (.*\n?(?:^ {5,}.*\n?)*)", section, re.MULTILINE):
@@ -250,7 +250,7 @@ POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POI
 
 
 def device(text: str) -> str:
-    """Returns the text of the option --device if it names an available device. The option has this function as type.
+    """Returns the text of the option --device if it names an available device. argparse calls this function as `type`.
 
     Raises:
         ArgumentTypeError: torch finds no such device on this machine.
@@ -307,7 +307,7 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns the values of a function's options (see `add_arguments`): all flags, and others that the user passed."""
+    """Returns the values of a function's flags, and of its other options that the user passed (see `add_arguments`)."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -351,7 +351,7 @@ def default_device() -> str:
 
 
 def is_fresh(source: str) -> bool:
-    """Whether a model's source is the name of an architecture, e.g. timm:NAME, and not a folder, a file or the hub."""
+    """Returns whether a model's source names an architecture, e.g. timm:NAME, and not a folder, a file or a hub id."""
     # A path may also contain a colon, so a source that exists as a path is not a name.
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 

@@ -140,7 +140,7 @@ def read_once(
     limit: int = MAX_IMAGES,
     distinct: bool = False,
 ) -> FixedImages:
-    """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
+    """Reads batches once into a store. Above MEMORY bytes, the store uses a file, which is deleted with the store.
 
     If images have several sizes, the returned set contains the images of the most frequent size, and its `others`
     contains the rest.

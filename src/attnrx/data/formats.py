@@ -160,7 +160,7 @@ def class_folders(folder: Path) -> Listing:
 
 
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
-    """Raises DataError if the classes seem to be folders further inside.
+    """Raises DataError if the class folders seem to be nested deeper.
 
     Deeper class folders are assumed in three cases:
 
@@ -183,7 +183,7 @@ def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
 
 
 def is_image(path: Path) -> bool:
-    """Returns whether a file has the name of an image: a known suffix, and no dot in front.
+    """Returns whether a file is named like an image: with a known suffix, and without a leading dot.
 
     Raises:
         DataError: The file name is not UTF-8.
@@ -208,11 +208,11 @@ def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
 class Columns:
     """The names of the columns that contain the image and its label.
 
-    If you name no columns, the image is in the first of IMAGE_KEYS (`data.images`) that a table has, and the label in
-    the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema declares as
-    classes, or whose name says label, class, category or target. A single such column is used. Without such a column,
-    the images have no labels. If there are several, you must name one. `test_column` may name a boolean column, and
-    only rows of the test split where it is true are then used.
+    If you name no columns, attnrx reads the image from the first of IMAGE_KEYS (`data.images`) that a table has, and
+    the label from the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema
+    declares as classes, or whose name says label, class, category or target. A single such column is used. Without such
+    a column, the images have no labels. If there are several, you must name one. `test_column` may name a boolean
+    column. The test split then contains only the rows in which this column is true.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -374,7 +374,7 @@ def _unwritten(error: BaseException | None) -> OSError | None:
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
-    """Groups files by the split in their name or in their folder below `root`, or under "" if neither names a split."""
+    """Groups files by the split in their name or in their folder below `root`. Files without a split are under ""."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
@@ -452,7 +452,12 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
 
 
 def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of every split in a table: the split `name`, or else the splits in the column `split`."""
+    """Returns the rows of a table, grouped by split.
+
+    If `name` is not empty, all rows belong to this split. Otherwise, rows are grouped by the column `split`. Without
+    such a column, all rows belong to train. If `columns` names a test column, the test split has only the rows in which
+    this column is true.
+    """
     has_column = not name and "split" in table.column_names
     split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
     values = np.asarray(split_of_row, dtype=object)
@@ -473,7 +478,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
 def _stored_rows(
     images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
 ) -> StoredImages:
-    """Returns the given rows of an image column. A cell holds bytes, or {bytes, path} with one or both of them."""
+    """Returns the given rows of an image column. A cell holds bytes, or a mapping with "bytes", "path" or both."""
 
     def image(position: int) -> dict:
         cell = images[int(rows[position])].as_py()

@@ -100,8 +100,8 @@ class Draws(NamedTuple):
 class Augmentation:
     """Random crops with `padding` black pixels around the image, and mirroring of half the images.
 
-    If `area` is (low, high), the crop is instead a random window, resized to the model's input. It covers a share
-    between low and high of the picture. Such crops need the whole pictures, so every pass decodes the split again.
+    If `area` is (low, high), the crop is instead a random window, resized to the model's input. The window covers a
+    share of the picture between low and high. Such crops need whole pictures, so every pass decodes the split again.
     """
 
     example = "attnrx.data.Augmentation()"
@@ -256,7 +256,7 @@ class ImageSet(ABC):
         """Returns the labels if they are known before the images are read, else None."""
 
     def take(self: Images, count: int) -> Images:
-        """Returns `count` images, balanced over the classes if labels are known before reading, else evenly spread.
+        """Returns `count` images, balanced over the classes if labels are known before reading, else evenly spaced.
 
         Raises:
             DataError: The set has fewer images, or `count` is below 1.
@@ -268,7 +268,7 @@ class ImageSet(ABC):
         return self.at(self._spread(count))
 
     def _spread(self, count: int) -> Int[Tensor, "chosen"]:
-        """Returns the positions of `count` images from all classes, because a dataset may be sorted by class."""
+        """Returns positions of `count` images, balanced or evenly spaced, because a dataset may be sorted by class."""
         # Balanced and evenly spread positions are deterministic, so a run can be repeated. Spread rows stay in order.
         labels = self._labels()
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
@@ -375,7 +375,7 @@ def require_labels(images: ImageSet) -> None:
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-    """Returns for each image how many images of its class precede it in this order."""
+    """Returns how many images of the same class precede each image in this order."""
     # Sorting groups the images by class. An image's rank is its position minus the position where its class begins.
     by_class = order[labels[order].argsort(stable=True)]  # grouped by class, each class in the given order
     sizes = labels.bincount()
@@ -397,7 +397,7 @@ def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
 def hold_out(
     labels: Int[Tensor, "images"], keys: Iterable[str | int], share: float, seed: int
 ) -> Bool[Tensor, "images"]:
-    """Returns a mask that selects `share` of every class, with the same images on every machine.
+    """Returns a mask that selects this share of every class. It selects the same images on every machine.
 
     The selected images have the lowest hashes of seed and key. Every class with at least two images has at least one
     image in the mask, and at least one outside.
@@ -454,7 +454,7 @@ class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
     `photos` says whether training crops parts of the pictures. If so, decoded pictures are not kept in memory.
-    `numbers` holds the class number in the model's head for every class of the dataset, or -1 for no label. Without
+    `numbers` maps every class of the dataset to a class number of the model's head, or to -1 (no label). Without
     `numbers`, the dataset's labels are used. `problem` says why the labels do not fit a head.
     """
 
@@ -472,7 +472,7 @@ class LoadedImages(Displayed, RowImages):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every label and of the bytes of up to 64 images, with name and count."""
+        """The name, the number of images, and a hash of every label and of the bytes of up to 64 images."""
         sampled = self.rows[evenly_spaced(len(self))].tolist()
         return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
 
@@ -544,7 +544,7 @@ class LoadedImages(Displayed, RowImages):
     def _picture(
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
-        """Returns the pixels of a picture: cropped to `window`, or else resized and cropped as in evaluation."""
+        """Returns the pixels of a picture, cropped to `window` if it is given. If not, crops as in evaluation."""
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         if windows is None or window is None:
             try:

@@ -31,9 +31,9 @@ class DatasetCard:
     """The properties of a named dataset.
 
     `normalization` is the published mean and standard deviation of the training images, at their own size and without
-    borders, or else ImageNet's. `flip` says whether training mirrors images, and `shift` whether it pads them and crops
-    them at random. `open` returns a dataset that needs no file. `publisher` says where you can download a dataset that
-    is not on a hub.
+    borders. Datasets without published values use ImageNet's. `flip` says whether training mirrors images, and `shift`
+    whether it pads them and crops them at random. `open` returns a dataset that needs no file. `publisher` says where
+    you can download a dataset that is not on a hub.
     """
 
     geometry: ImageGeometry
@@ -208,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns a dataset's catalogue name for any of its spellings, or for a path with such a name, or None."""
+    """Returns the catalogue name of a dataset, or None. Accepts all spellings, and paths with such a name."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
@@ -433,5 +433,5 @@ def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple
 
 
 def _are_photos(geometry: ImageGeometry) -> bool:
-    """Whether a geometry, from the catalogue or guessed, is meant for photographs (`ImageGeometry.of_size`)."""
+    """Returns whether a catalogued or guessed geometry is meant for photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size

@@ -97,10 +97,10 @@ def normalization_of(model: nn.Module) -> Normalization:
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
-    """Returns the preprocessing of pictures that the model's own library defines.
+    """Returns the preprocessing that the model's own library defines for pictures.
 
-    If the library defines none, the input size decides. For small inputs, pictures are resized to fill the input. For
-    larger inputs, pictures are resized to 256/224 of the input and cropped at the center.
+    If the library defines no preprocessing, the input size decides. For small inputs, pictures are resized to fill the
+    input. For larger inputs, pictures are resized to 256/224 of the input and cropped at the center.
 
     Raises:
         NotSupported: No model family matches.
@@ -242,7 +242,8 @@ def stated_image_size(data: Any) -> tuple[int, int] | None:
 def dataset_classes(*data: Any) -> tuple[str, ...]:
     """Returns the class names of a dataset, or () if it has none. The dataset may be inside a Subset or a DataLoader.
 
-    The names are the dataset's attribute `classes`, as in torchvision, or the names of a Hugging Face dataset's label.
+    The names come from the dataset's attribute `classes`, as in torchvision, or from the label feature of a Hugging
+    Face dataset.
     """
     for each in data:
         # A DataLoader and a Subset have the dataset that they read from as an attribute.

@@ -72,7 +72,7 @@ def open_published(root: Path) -> Opened:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Returns the subfolders of a folder, and the folder "raw" in each of them, where torchvision puts files."""
+    """Returns the subfolders of a folder, and any folder "raw" in them, in which torchvision puts files."""
     inner = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")][:100]
     return [each for entry in inner for each in (entry, entry / "raw") if each.is_dir()]
 
@@ -142,7 +142,7 @@ def _cifar_names(meta: Path, classes: int) -> tuple[str, ...]:
 
 
 def _idx(folder: Path) -> Reader | None:
-    """Finds idx files, the format of MNIST and FashionMNIST, compressed or not, with a dash or a dot in the name."""
+    """Finds idx files (MNIST and FashionMNIST). They may be compressed, and have a dash or a dot in their names."""
     files = {}
     for split, name in (("train", "train"), ("test", "t10k")):
         pairs = [sorted(folder.glob(f"{name}-{kind}?idx*-ubyte*")) for kind in ("images", "labels")]
@@ -196,7 +196,7 @@ def _stored(batches: Sequence[Arrays], files: Sequence[Path]) -> StoredImages:
 
 
 def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split from the lines `<class>/<file>` of the authors' lists, or {} without lists."""
+    """Returns the images of every split from the authors' lists of `<class>/<file>`, or {} if there are no lists."""
     for layout in LISTED_SPLITS:
         if not all((root / file).is_file() for file in layout.values()):
             continue
@@ -259,7 +259,7 @@ def _flat(folder: Path) -> list[Path]:
 
 
 def _solution(table: Path) -> Iterator[tuple[str, str]]:
-    """Yields image and class from Kaggle's rows `ILSVRC2012_val_00000001,n01751748 x y x y ...`."""
+    """Yields the image and the class of each row in Kaggle's table: `ILSVRC2012_val_00000001,n01751748 x y x y ...`."""
     with _required(table).open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.reader(lines):
             if len(row) > 1 and row[1].strip() and row[0].startswith("ILSVRC"):

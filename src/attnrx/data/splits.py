@@ -63,7 +63,7 @@ class Splits(Displayed):
     geometry: ImageGeometry | None = None
 
     def changed(self, change: Callable[[LoadedImages], ImageSet], **others: Any) -> "Splits":
-        """Returns the splits with `change` applied to images that attnrx decodes, and with `others` as new fields."""
+        """Returns the splits with `change` applied to images that attnrx decodes, and other fields replaced."""
         decoded = {name: images for name in NAMES if isinstance(images := getattr(self, name), LoadedImages)}
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
@@ -271,9 +271,10 @@ def three_parts(
 def distinct_splits(splits: Splits) -> Splits:
     """Returns the splits without repeated stored images, and adds notes that count them.
 
-    An image that occurs several times is used once, in the test rather than in train. Images are compared by the bytes
-    of their files, or by their pixels if they are already decoded. Sets that cannot be read by row stay unchanged. If
-    there are more than MOST_COMPARED images in total, all splits stay unchanged.
+    An image that occurs several times is used once. If two splits share an image, it stays in the later one, e.g. in
+    test rather than in train. Images are compared by the bytes of their files, or by their pixels if they are already
+    decoded. Sets that cannot be read by row stay unchanged. If there are more than MOST_COMPARED images in total, all
+    splits stay unchanged.
 
     Raises:
         DataError: The splits have no images.
@@ -294,7 +295,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images that are not among `others`, compared by content. If none is among `others`, returns the set.
+    """Returns the images whose content does not occur in `others`. If they share no image, returns the set itself.
 
     Raises:
         DataError: All images are among `others`.
@@ -326,7 +327,7 @@ def read_images(images: ImageSet, normalization: Normalization | None = None, ma
 
 
 def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
-    """Returns the splits that have images. If the validation images are also the test, they are returned once."""
+    """Returns the splits that have images. If validation and test are the same set, it is returned once."""
     sets: dict[str, ImageSet] = {}
     for name in NAMES:
         images = getattr(splits, name)
@@ -338,7 +339,10 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
 
 
 def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
-    """Returns each set's positions of images that occur neither earlier in it nor in a later set. Adds notes."""
+    """Returns the positions to keep in each set. Drops images that occur earlier in the set or in a later set.
+
+    Adds a note for every set with dropped images.
+    """
     seen = set[Hashable]()
     new: dict[str, list[int]] = {}
     # The last set is processed first, so an image of the test is not used for planning.
@@ -352,7 +356,7 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
 
 
 def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
-    """Returns consecutive parts with these `counts` of images, ordered so that each part has all classes."""
+    """Divides images into parts of these sizes, after reordering them so that each part contains all classes."""
     labels = images.store.labels
     # A dataset may be sorted by class. Without labels, images are ordered by their hashes, which is as good as random.
     order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])

@@ -2,7 +2,7 @@
 
 `image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Data with a length and an index are
 read row by row: `torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset. If the
-DataLoader has a sampler, the rows that it draws are read, each of them once. Other iterables are iterated once. For
+DataLoader has a sampler, every row that the sampler draws is read once. Other iterables are iterated once. For
 training, rows are read again in every epoch, in any order, so a run can be resumed exactly (`training_set`).
 
 An item, or a batch, has one of three forms: only an image, a pair (image, label), or a mapping with an image under one
@@ -341,7 +341,7 @@ class _ItemReader:
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
-        """Returns a tensor with `dimensions` axes. Raises InvalidInput unless it contains one image or several."""
+        """Returns dense float images with `dimensions` axes. Raises InvalidInput for anything else."""
         found = f"of type {type(images).__name__}"
         if isinstance(images, Tensor):
             if images.layout == torch.strided and not (images.is_meta or images.is_nested):
@@ -362,7 +362,7 @@ class _ItemReader:
 class IndexedImages(ImageSet):
     """Rows of a dataset that can be indexed. Every pass reads the rows again, with the dataset's transforms.
 
-    `loader` is the DataLoader that wraps the dataset. `is_whole` is True if the rows are all rows of the dataset, each
+    `loader` is the DataLoader that wraps the dataset. `is_whole` is True if the rows contain every row of the dataset
     once, and False if a sampler selected them. If `num_classes` is set, every image must have a label below it.
     """
 
@@ -390,7 +390,7 @@ class IndexedImages(ImageSet):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of up to 64 images and their labels, spread over the rows, with name and count."""
+        """The name, the number of images, and a hash of all row numbers and of up to 64 images with their labels."""
         with seeded_draws(0):  # random transforms give the same images in every call
             batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
@@ -433,7 +433,7 @@ class IndexedImages(ImageSet):
         return replace(images, notes=(*notes, *images.notes))
 
     def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
-        """Reads some rows in this process, as one batch with a loader, or else as one batch per image size."""
+        """Reads some rows in this process. With a loader, returns one batch, else one batch per image size."""
         argument, items = self.reading.argument, []
         for row in rows:
             with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):
@@ -448,7 +448,7 @@ class IndexedImages(ImageSet):
         return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
 
     def _read_batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """Reads batches of rows in this order. The worker processes of the DataLoader are used if it has any."""
+        """Reads batches of rows in this order, with the worker processes of the DataLoader if it has any."""
         loader = self.loader
         if loader is None or not loader.num_workers:
             yield from chain.from_iterable(map(self._read_rows, rows))

@@ -139,7 +139,7 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
 
 
 class _MlpWatch:
-    """Collects second moments of the MLPs' maps and hidden units if `observed`, and creates their diagnoses.
+    """Creates diagnoses of the MLPs' maps and hidden units, and collects their second moments if `observed` is set.
 
     For each map, either its inputs or its outputs are measured, whichever have fewer features. So only the smaller
     square matrix of each map is in memory.
@@ -222,7 +222,7 @@ def _measured_directions(
 
 
 def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether a map has fewer outputs than inputs. The moment of its outputs is then the smaller one."""
+    """Returns whether a map has fewer outputs than inputs. If so, the moment of its outputs is the smaller matrix."""
     return weight.shape[0] < weight.shape[1]
 
 

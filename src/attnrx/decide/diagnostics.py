@@ -89,7 +89,7 @@ class Diagnostic:
 
 
 class Panel:
-    """Collects the readings of all diagnostics, for layers with these spectra. Memory does not grow with the images."""
+    """Collects the readings of all diagnostics for all layers. Memory does not grow with the number of images."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -180,7 +180,7 @@ class Geometry(Diagnostic):
 
 
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
-    """Returns the selectivity of heads: one minus the mean entropy of their attention rows, relative to log(keys).
+    """Returns each head's selectivity: 1 - H / log(keys), where H is the mean entropy of the head's attention rows.
 
     Uniform attention has selectivity 0, and so has attention to a single key. One-hot attention has selectivity 1.
     """
@@ -279,7 +279,7 @@ class SpectralShape(Diagnostic):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros without any energy."""
+    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22), or zeros if all are zero."""
     magnitude = magnitude_of(strength, used)
     largest = largest_of(magnitude)[..., None]
     # Magnitudes are first divided by the largest one, because their squares might overflow or vanish.
@@ -303,7 +303,10 @@ def entropy(
 def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25), at most the number of directions, 0 without energy."""
+    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25), which is 0 if all strengths are zero.
+
+    The effective rank never exceeds the number of nonzero strengths, even after rounding.
+    """
     active = (magnitude_of(strength, used) != 0).sum(-1)
     # By rounding, exp(log(n)) may exceed n. The smallest integer above it would then be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))

@@ -1,13 +1,13 @@
 """Makes the decoder of a dense-prediction model smaller, and fits it to the original's output maps.
 
-A decoder here is all code around the Vision Transformer. Such decoders are sequences of convolutions, and cost a fifth
-or more of the whole model. Their channels are removed like the hidden units of an MLP. Greedy elimination chooses the
-channels, based on second moments of the activations. A least-squares fit of the next map then compensates for the
-removed channels.
+Here, the decoder is everything in the model except the Vision Transformer. Such decoders are sequences of convolutions,
+and account for a fifth or more of the model's cost. Their channels are removed like the hidden units of an MLP.
+Greedy elimination chooses the channels, based on second moments of the activations. A least-squares fit of the next map
+then compensates for the removed channels.
 
 After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
 Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
-corrects some errors of merged tokens and smaller layers.
+corrects some of the errors that merged tokens and smaller layers cause.
 """
 
 from collections.abc import Callable, Iterator

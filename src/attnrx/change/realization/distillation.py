@@ -44,9 +44,9 @@ class Fitted:
 
     `distill` stores one number: the divergence of the outputs on held-out images (`OutputKind.softened`). For logits,
     the divergence is half the variance of their difference. For multi-label logits, it is an eighth of the squared
-    differences. For a regression, it is the squared error relative to the variance. For embeddings, it is half the
-    squared distance relative to the squared norm. `learning_rate` is the rate that `distill` chose, or None if no rate
-    lowered the divergence.
+    differences. For regression outputs, it is the squared error relative to the variance. For embeddings, it is half
+    the squared distance relative to the squared norm. `learning_rate` is the rate that `distill` chose, or None if no
+    rate lowered the divergence.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ def descend_(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Minimizes an error with Adam, over all parameters of a module. `error` draws its images or tokens in each step.
+    """Minimizes an error with Adam, over all parameters of a module. `error` chooses the images or tokens of each step.
 
     `learning_rate` is relative to the root mean square of each tensor, and decays to zero along a cosine. Frozen
     parameters are fitted, too, and are frozen again afterwards.
@@ -102,7 +102,7 @@ def descend_(
 class Distill:
     """The settings of a distillation.
 
-    `distill` passes `epochs` times over the images, with `batch` images per step. It tries all `learning_rates` of
+    `distill` makes `epochs` passes over the images, with `batch` images per step. It tries all `learning_rates` of
     Adam. The rates are relative to the root mean square of each tensor, and decay to zero along a cosine.
 
     With `directions`, the loss is the cosine distance of the embeddings. Use `directions` if a search index holds
@@ -215,7 +215,7 @@ class _OutputFit:
         self._next = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """Rounds later passes of the model to `bits` bits, like an exported file. The first images set the ranges."""
+        """Makes later passes of the model use `bits` bits, as in an exported file. The first images set the ranges."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 
@@ -225,7 +225,7 @@ class _OutputFit:
         return self.distance(*self._outputs((number, False), pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
-        """Returns the mean divergence on the held-out images. With `validation`, also checks all images."""
+        """Returns the mean divergence on the held-out images. If `validation` is given, also checks all images."""
         with torch.no_grad():
             numbered = enumerate(self._batches(validation))
             held_out = (((number, True), pixels[_held_out(pixels)]) for number, pixels in numbered)

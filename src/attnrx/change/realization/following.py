@@ -1,8 +1,9 @@
 """Narrows MLPs outside the Transformer blocks, for example in SigLIP's pooling head.
 
 A library's model class often has one setting for the width of all MLPs. If pruning narrows the blocks' MLPs, the other
-MLPs must become equally narrow, or the class could not load the model. As in the blocks (`decide_hidden`), units that
-contribute least to the output are removed, and the second map is refitted to the remaining units.
+MLPs must become equally narrow, because the class could not load the model otherwise. As in the blocks
+(`decide_hidden`), the units that contribute least to the output are removed. The second map is then refitted to the
+remaining units.
 """
 
 from collections.abc import Sequence

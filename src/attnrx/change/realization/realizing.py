@@ -78,19 +78,20 @@ def realize(
     zero, but query and key norms still use their rows. Removed heads get a zero output projection. Removed blocks get
     zero weights.
 
-    With `by="compress"`, the zeros are deleted, and the outputs equal the mask's. If blocks are removed, the model's
-    own library creates it again with a smaller depth. The new model keeps the training or evaluation mode of the
-    original, but not its hooks. If a layer divides query and key rows by their norms, removed rows that the norms need
-    are kept. In such a layer, only the attention scores become cheaper.
+    With `by="compress"`, the zeros are deleted, and the outputs equal the masked model's outputs. If blocks are
+    removed, the model's own library creates it again with a smaller depth. The new model keeps the training or
+    evaluation mode of the original, but not its hooks. If a layer divides query and key rows by their norms, removed
+    rows that the norms need are kept. In such a layer, only the attention scores become cheaper.
 
     Some forms of attention have further compressions, which you request by name. Such compressions also delete the rows
-    that only the norms need, so the layer is smaller and only approximates the mask. Some compressions also fit the
-    kept strengths to the `calibration` images. If the model's KL divergence is larger with fitted strengths, the
-    strengths stay as prescribed. docs/exact.md compares these compressions.
+    that only the norms need, so the layer is smaller, but it only approximates the masked layer. Some compressions also
+    fit the kept strengths to the `calibration` images. If fitted strengths increase the divergence from the original
+    model, the strengths stay as prescribed. docs/exact.md compares these compressions.
 
-    A prescription that keeps everything gives identical logits. Token pruning and merging are added last. A token
-    reducer that uses attention statistics gets the same statistics in the mask and in the compressed model. A reducer
-    that uses keys (`tome`) does not, because the mask still has keys that the compressed model has lost.
+    If a prescription keeps everything, the logits are identical to the original's logits. Token pruning and merging are
+    added last. A token reducer that uses attention statistics gets the same statistics in the masked model and in the
+    compressed model. A reducer that uses keys (`tome`) gets different keys, because only the masked model still has the
+    removed keys.
 
     Args:
         model: The model for which the prescription was made.
@@ -252,7 +253,7 @@ def _required_bias(linear: nn.Module) -> Tensor:
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     """Returns the token policy of a model as a prescription, with copies of its predictors if they are learned.
 
-    Use this function to train token predictors in one model, and to reuse them in a model with other ranks.
+    Use this function to reuse trained token predictors in a model with other ranks.
 
     Raises:
         InvalidInput: The model does not prune or merge tokens.
@@ -337,10 +338,10 @@ def realize_and_fit(
         model: The original model. It is not changed.
         prescription: The prescription for the original.
         images: Images to fit to. A compression that fits strengths uses them, too.
-        fits: The settings of the fits. Without fits, the function only realizes.
+        fits: The settings of the fits. Without fits, the prescription is only realized.
         by: A compression, as in `realize`. Masks cannot be fitted.
-        log: A function that is called with the result of the distillation, and with a line if the budget reduces a
-            repair.
+        log: A function that is called with notes on the repair, e.g. that the budget reduces it, and with the result of
+            the distillation.
 
     Raises:
         InvalidInput: Fits are requested for a mask, or without images.
@@ -456,7 +457,7 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_n
 
 
 def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
-    """Freezes the weights of a smaller part if the matching original weights are frozen, and returns the part."""
+    """Freezes the weights of a smaller module if the matching original weights are frozen, and returns the module."""
     own = dict(original.named_parameters())
     for name, parameter in small.named_parameters():
         owner = name.rpartition(".")[0]
@@ -467,7 +468,7 @@ def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
 
 
 def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
-    """Zeroes everything that a layer loses, in place. All shapes stay the same.
+    """Zeroes all weights that a layer's prescription removes, in place. All shapes stay the same.
 
     Raises:
         NotSupported: All heads share the decision's directions, and the original layer has no rows for such directions.
@@ -549,7 +550,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
 
 
 def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> bool:
-    """Whether the norms still need removed rows. Raises NotSupported if an earlier compression deleted such rows."""
+    """Returns whether norms need removed rows. Raises NotSupported if an earlier compression deleted such rows."""
     # If every head keeps all or none of its directions, the norms do not change, so no extra row is stored.
     loses = any(0 < scores.ranks[head] < spec.ranks[head] for head in order)
     if not spec.has_norms or spec.keeps_original_norms or not loses:
@@ -621,7 +622,7 @@ def _combine_directions_(
 ) -> None:
     """Writes the kept directions of a basis into a smaller layer.
 
-    If heads do not share directions, query and key rows are each multiplied by the square root of the strength.
+    If heads do not share directions, each query and key row is multiplied by the square root of its strength.
     """
     kept = scores.keep[order].any(0)
     for name, table in (("query", basis.left), ("key", basis.right)):
@@ -635,8 +636,8 @@ def _combine_directions_(
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
     """Adapts relative position tables to changed query rows, in place.
 
-    If the old query rows are linear combinations of the new rows, the products of query and table stay the same. If
-    not, least squares approximates the products.
+    If the old query rows are linear combinations of the new rows, the products of queries and tables stay the same. If
+    not, the new tables approximate these products by least squares.
     """
     if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
         return
@@ -655,7 +656,7 @@ def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
 
 
 def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basis: Basis) -> None:
-    """Writes the kept directions of a basis into each head's rows, and zeros into the other rows. Every shape stays."""
+    """Writes the kept directions of a basis into each head's rows, and zeros into the others. Shapes stay the same."""
     spec = attention.spec
     if basis.shared:
         raise NotSupported(
@@ -696,7 +697,7 @@ def _combined(
 
 
 def _scaled(rows: Tensor, scores: ScoreDecision, order: Sequence[int]) -> Float[Tensor, "rows augmented"]:
-    """Returns the kept rows of the heads in `order`, times the roots of their strengths."""
+    """Returns the kept rows of the heads in `order`, multiplied by the square roots of their strengths."""
     roots = [scores.strength[head, scores.keep[head]].sqrt()[:, None] for head in order]
     parts = [root * rows[head, scores.keep[head]] for root, head in zip(roots, order, strict=True)]
     return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])  # also works without any head
@@ -718,7 +719,7 @@ def _write_rows_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -
 
 
 def _mask_values_(attention: Attention, values: OutputDecision) -> None:
-    """Writes the reduced values into each head's first features, and zeros into the rest. Every shape stays."""
+    """Writes the reduced values into each head's first features, and zeros into the rest. All shapes stay the same."""
     value, output, bias = _reduced_values(attention, values)
     spec = attention.spec
     _required_bias(attention.output)

@@ -70,7 +70,7 @@ class Repair:
     square of each tensor, and decays to zero along a cosine.
 
     `macs` limits the multiply-accumulates of the whole repair, which are estimated beforehand. To stay within this
-    limit, a large model is repaired on fewer images, but at least on MIN_REPAIR_IMAGES. If the repair still exceeds the
+    limit, a large model is repaired on fewer images, but on at least MIN_REPAIR_IMAGES. If the repair still exceeds the
     limit, the number of steps is reduced, but at most by half. None sets no limit.
 
     With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
@@ -120,7 +120,7 @@ def repair(
 
     A token's squared error is weighted by the token's importance. The importance is the root mean square gradient of
     the reference's outputs with respect to the block's output. One image in eight is held out. A stage is kept only if
-    it reduces the error of the block's output on these images. A block with unchanged weights is not fitted.
+    it reduces the error of the block's output on the held-out images. A block with unchanged weights is not fitted.
 
     The repair needs memory for about seven copies of all tokens of the images. Prune or merge tokens after the repair.
 
@@ -212,7 +212,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, remo
 
 
 def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
-    """Returns the repair's settings and number of images, with fewer steps and images if the MAC budget requires it."""
+    """Returns the repair's settings and number of images, reduced if the MAC budget requires it."""
     if knobs.macs is None:
         return knobs, images
     original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
@@ -393,7 +393,7 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 
 def _are_chained(model: nn.Module, images: ImageSet) -> bool:
-    """Whether every block receives exactly the previous block's output. Some models add e.g. positions in between."""
+    """Returns whether every block receives the previous block's exact output. Some models add positions in between."""
     blocks, weight = blocks_of(model, family_of(model)), _weight(model)
 
     # The tokens are copied, because a module may overwrite the outputs of its blocks.
@@ -431,11 +431,11 @@ def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 class _Reached(Exception):
-    """Raised to end a forward pass when it reaches the module that the input was requested for."""
+    """Raised to end a forward pass when it reaches the module whose input was requested."""
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
-    """Returns for every block the importance of its output tokens, by their effect on the model's outputs.
+    """Returns the importance of every block's output tokens, measured by their effect on the model's outputs.
 
     The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of
     the total importance is then distributed equally over all tokens.
@@ -580,7 +580,7 @@ class _BlockFit:
 def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
-    """Fits the MLP's second map, or its second factor, by least squares with a penalty on the weight change."""
+    """Fits the MLP's second map, or the second factor of a factored map, by penalized least squares."""
     # The normal equations are summed in float64 over chunks, so memory does not grow with the number of tokens.
     units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second

@@ -39,8 +39,8 @@ class EightBits(TorchFunctionMode):
 
     Every input channel is divided by a factor (SmoothQuant), and all channels are rounded within one range. This range
     covers the inputs of all passes under `calibrating`. Every row of weights has its own range. The mean error of every
-    output is subtracted, like bias correction after quantization. Gradients pass through the rounding unchanged (Bengio
-    et al., 2013).
+    output is subtracted, as in bias correction after quantization. Gradients pass through the rounding unchanged
+    (Bengio et al., 2013).
 
     Maps are identified by the order of the calls, so every `pass_` must be one pass of the same module. Gradients are
     enabled during the pass. Without gradients, a module may compute several maps in one fused kernel, which would not
