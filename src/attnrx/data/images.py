@@ -544,7 +544,7 @@ class LoadedImages(Displayed, RowImages):
     def _picture(
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
-        """Returns the pixels of a picture, cropped to `window` if it is given. If not, crops as in evaluation."""
+        """Returns a picture's pixels, cropped to `window`. Without a window, resizes and crops as in evaluation."""
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         if windows is None or window is None:
             try:

@@ -208,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the catalogue name of a dataset, or None. Accepts all spellings, and paths with such a name."""
+    """Returns the catalogue name of a dataset, or None. Accepts all spellings, and paths that end with one."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
