@@ -98,7 +98,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns the baseline for plans of a changed copy of the original, with the files that attnrx writes of it."""
+        """Returns the baseline for plans of a changed copy of the original, with attnrx's files of this copy."""
         assert self.form is not None  # plans for a copy are timed as files
         drafts = _own_drafts(model, self.form, few_images(images))
         unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))
@@ -139,7 +139,7 @@ class Draft:
         """Writes the file.
 
         Raises:
-            NotSupported: The model cannot be written, or the outputs of the file differ.
+            NotSupported: The model cannot be written, or the outputs of the file differ from the model's.
         """
         if self.by_vendor:
             return vendor_file(self.subject, path, self.form)
@@ -209,7 +209,7 @@ def with_8_bits(form: Format) -> Format | None:
 def without_8_bits(form: Format) -> Format:
     """Returns the float format for the same runtime.
 
-    An 8-bit OpenVINO file becomes bfloat16, because its operations that are not quantized already run in bfloat16.
+    For 8-bit OpenVINO, this format is bfloat16, because operations that are not quantized already run in bfloat16.
     """
     if isinstance(form, Int8):
         return Onnx(form.opset)

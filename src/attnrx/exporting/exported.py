@@ -132,7 +132,7 @@ class Exported(nn.Module):
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
-        """How many numbers each output has per image, by the output's name. Empty if there is only one output."""
+        """The number of values per image in each output, by the output's name. Empty if there is only one output."""
         return self.facts.get("outputs", {})
 
     @property
@@ -148,7 +148,7 @@ class Exported(nn.Module):
         have the shape of the file's input.
 
         Raises:
-            InvalidInput: The images have another shape or precision than the file takes.
+            InvalidInput: The file does not accept images of this shape or precision.
             NotSupported: The file was exported for a device that this machine does not have.
         """
         fits = images.shape[1:] in (self.images.shape, self.images.sizes)
@@ -223,7 +223,7 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts that match the files: earlier facts if a replacement was interrupted, else the new facts."""
+    """Returns the facts that match the files. After an interrupted replacement, these are the earlier facts."""
     # The new facts are valid once their files are in place. Until then, the old files and the earlier facts are valid.
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
@@ -346,7 +346,7 @@ def copy_export(exported: Exported, path: Path) -> None:
 
 
 def remove_export(path: Path) -> None:
-    """Deletes an export, even an interrupted one: its facts, and its files and script if they were not changed."""
+    """Deletes an export, even an interrupted one. Files and scripts that were changed after the export are kept."""
     # The main file is deleted first, because without it there is no export. The facts are deleted last, because they
     # list the files that still have to be deleted after an interruption.
     for each in sorted(stated_files(path), key=lambda file: file != path):

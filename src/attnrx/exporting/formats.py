@@ -144,7 +144,7 @@ class Format(ABC):
 
     @property
     def wanted(self) -> int:
-        """The number of images to compare the file with the model and to calibrate it, if there are enough images."""
+        """How many images are used to calibrate the file and to compare it with the model, if there are enough."""
         return 32
 
     def require(self, path: Path, dtype: torch.dtype) -> None:

@@ -151,7 +151,10 @@ class Onnx(Format):
 
 
 def _is_plain(node: Any) -> bool:
-    """Returns False for attention that `attend` cannot replace: causal, grouped, boolean mask, or not four axes."""
+    """Returns whether a node is not attention, or is attention that `attend` can replace.
+
+    `attend` cannot replace attention that is causal or grouped, has a boolean mask, or does not have four axes.
+    """
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
@@ -416,7 +419,7 @@ def converted_by_openvino(source: Any, **options: Any) -> Any:
 def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
     """Returns whether a program takes any number of images.
 
-    OpenVINO's graph does not show this, because its conversion makes fixed sizes dynamic.
+    OpenVINO's graph does not show whether the batch size is fixed, because the conversion makes fixed sizes dynamic.
     """
     (name,) = program.graph_signature.user_inputs
     (given,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
@@ -426,8 +429,8 @@ def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
 def fold_norms_(model: Any) -> None:
     """Folds the scale g and the offset b of every layer norm into the linear maps W that follow it.
 
-    W (g x + b) = (W g) x + W b, where W g scales the columns of W. A norm is folded only if nothing but linear maps
-    follow it. Without folding, OpenVINO computes g x + b for all tokens in a separate operation.
+    W (g x + b) = (W g) x + W b, where W g scales the columns of W. A norm is folded only if its output goes to linear
+    maps and nowhere else. Without folding, OpenVINO computes g x + b for all tokens in a separate operation.
     """
     op = library("openvino.opset13", "openvino")
     for norm in [node for node in model.get_ordered_ops() if node.get_type_name() == "MVN"]:
@@ -461,8 +464,8 @@ def fold_norms_(model: Any) -> None:
 def divide_attention_(model: Any) -> None:
     """Replaces scaled dot-product attention by its two products and its softmax.
 
-    OpenVINO runs both forms as one kernel. But for the single operation, OpenVINO also transposes the keys in memory
-    (docs/results/speed.md).
+    OpenVINO runs the single operation and the separate ones as the same kernel. But for the single operation, OpenVINO
+    also transposes the keys in memory (docs/results/speed.md).
     """
     op = library("openvino.opset13", "openvino")
     for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
@@ -509,7 +512,7 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 def comparisons(model: Any) -> list[str]:
     """Returns the names of matrix products of two activations.
 
-    If attention is one operation, all of these products are token comparisons.
+    If attention is one operation, all products of two activations are token comparisons.
     """
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():
@@ -599,7 +602,7 @@ class OpenVINO(Format):
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file anew for every input shape, which runs up to a third faster than a dynamic batch size."""
+        """Compiles the file for each input shape. It runs up to a third faster than with a dynamic batch size."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,

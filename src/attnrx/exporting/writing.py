@@ -159,10 +159,12 @@ class ExportSubject:
         return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
 
     def batches(self, count: int) -> list[Tensor]:
-        """Returns batches to calibrate and compare a file: about `count` calibration images, or else noise.
+        """Returns batches for calibrating a file and for comparing it with the model.
+
+        The batches hold about `count` calibration images. If there are no calibration images, they hold noise.
 
         Raises:
-            InvalidInput: There are fewer calibration images than one batch of the file.
+            InvalidInput: The number of calibration images is smaller than the file's batch size.
         """
         size = self.images.batch or AT_ONCE
         if self.calibration is not None:
@@ -217,7 +219,7 @@ def export(
             e.g. openvino(precision=bf16).
         batch: The number of images that the file takes at once, or dynamic for any number (dynamic).
         precision: The precision of weights and images (the model's own).
-        calibration: Images, normalized for the model, to compare the file with the model on. By default, noise is used.
+        calibration: Images, normalized for the model, for comparing the file with the model. By default, noise is used.
             int8 requires images, because it is also calibrated on them.
         class_names: The name of every class. By default, the model's own names. If it has none, the names of the
             calibration dataset are used (e.g. an ImageFolder), provided that it has the same number of classes.
@@ -271,7 +273,8 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
 def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
     """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision that `precision_for` returns.
 
-    If the model has no class names, the file gets `class_names`, or else the names of the calibration images.
+    If the model has no class names, the file gets `class_names`. If these are empty, it gets the names of the
+    calibration dataset.
     """
     subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
     names = fitting_names(model, class_names or dataset_classes(calibration))
@@ -290,7 +293,7 @@ def compare_with_original(
 ) -> tuple[LatencyComparison, ...]:
     """Times a file against the original model in the same format, and adds the speeds to PATH.json.
 
-    The original is exported with the attention of its own library. Both files run alternately in the same runtime, with
+    The original is exported with its own library's attention. Both files run alternately in the same runtime, with
     `threads` CPU threads. Both are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
@@ -394,7 +397,7 @@ class Runtime:
     """The runtime in which parts of a model are timed.
 
     Without a `form`, parts run in PyTorch under the `conditions`. With a `form`, parts run in the format's runtime, on
-    the device and with the threads of the conditions.
+    the device and with the number of threads in the conditions.
     """
 
     conditions: Conditions
@@ -638,7 +641,10 @@ class _OfItems(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Wraps a model to return the first tensor of its outputs, e.g. a transformers model's logits, or all tensors."""
+    """Wraps a model to return the first tensor of its outputs, e.g. the logits of a transformers model.
+
+    With `has_several`, all tensors are returned.
+    """
 
     def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()
@@ -650,6 +656,6 @@ class _Answer(nn.Module):
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
-    """Returns an `ExportSubject` with the input of `like` for a model of unknown family, e.g. a reference."""
+    """Returns an `ExportSubject` for a model of unknown family, e.g. a reference, with the same input as `like`."""
     converted = _Answer(copy_module(model), has_several=isinstance(like.outputs, Several)).eval()
     return replace(like, model=converted.to(like.images.device, like.images.dtype), facts={})

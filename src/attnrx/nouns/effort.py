@@ -117,7 +117,7 @@ class PlanSettings:
     measures `trials` whole plans on `trial_images` images. For each of them, it draws `variations` candidates and takes
     the one with the lowest predicted divergence. A plan that is far worse than the best one on the first batch is
     measured only on that batch. The best `finalists` plans are measured on all images (`shrink` passes `num_images`).
-    With `bfloat16`, plans use bfloat16 matrix products if the device computes them faster. Sensitivities and
+    With `bfloat16`, plans are compared in bfloat16 if this is faster and accurate enough. Sensitivities and
     predictions use the model's own precision.
 
     Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
@@ -262,12 +262,12 @@ def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of images and steps to plan and fit a model with dense outputs and `macs` MACs per image."""
+    """Returns the share of the usual images and steps for a model with dense outputs and `macs` MACs per image."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 
 class RepairBudget(NamedTuple):
-    """The steps of a repair, the images per step, and the multiply-accumulates of the whole repair."""
+    """The steps of a repair, the images per step, and a limit on the multiply-accumulates of the whole repair."""
 
     steps: int
     images: int
@@ -294,11 +294,11 @@ class Effort:
         most_distilled: The MACs per image above which a model is not distilled.
         diagnosed_images: The number of images for the diagnosis.
         predicted_images: The number of images for measuring the predictions of a plan.
-        verified_images: The most images for verifying a result. An accuracy on 10,000 images has a standard error of at
-            most 0.5 points.
-        image_share: The share of its images on which a quick call plans, fits and predicts dense outputs. None means
-            all images.
-        decoder_fits: The fits of a smaller decoder, before the plan and after it.
+        verified_images: The maximum number of images for verifying a result. An accuracy on 10,000 images has a
+            standard error of at most 0.5 points.
+        image_share: The share of the images that a quick call uses to plan, fit and predict, for dense outputs. None
+            means all images.
+        decoder_fits: The images and steps for fitting a smaller decoder, first before the plan and then after it.
         keep_index: Whether the smaller model will search an index of the original's embeddings.
     """
 
@@ -384,7 +384,7 @@ class Effort:
         )
 
     def _for_index(self) -> "Effort":
-        """Returns the effort, with distillation, for a model whose embeddings must find the same neighbours."""
+        """Returns the effort, with distillation, for a model that must find the same neighbours as the original."""
         return replace(
             self,
             keep_index=True,

@@ -65,7 +65,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Elastic:
-    """A folder with several sizes of one model and the original, each an ordinary saved model with its evidence.
+    """A folder with several sizes of one model and the original. Each is an ordinary saved model with its evidence.
 
     Of all sizes within a budget, `load` returns the size that diverges least from the original (`best`).
     """
@@ -94,10 +94,10 @@ class Elastic:
 
     @kinds.checked(quantity=kinds.one_of("macs", "params", "latency"), limit=kinds.POSITIVE)
     def best(self, quantity: str, limit: float) -> Size:
-        """Returns the size with the least divergence, among sizes that cost at most a share of the original.
+        """Returns the size with the least divergence, among the sizes within a cost limit.
 
-        `quantity` is the cost (macs, params or latency), and `limit` is the share. If divergences were not measured,
-        the size with the most MACs is returned.
+        `quantity` is the cost (macs, params or latency), and `limit` is its largest share of the original's cost. If
+        divergences were not measured, the size with the most MACs is returned.
 
         Raises:
             NotSupported: No size is small enough, or the latency was not measured.

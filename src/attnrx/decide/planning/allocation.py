@@ -162,7 +162,7 @@ class Frontier:
 
     @cached_property
     def nothing(self) -> float:
-        """The cost share of the unchanged model. For latency, a share of 1 is the model in its own library."""
+        """The cost share of the unchanged model. For latency, 1 is the latency of the model in its own library."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
@@ -175,7 +175,11 @@ class Frontier:
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """The number of pruned patches in every search state: 0, then the other numbers once per stage count."""
+        """The number of pruned patches in every search state.
+
+        Without a limit on stages, every possible number occurs once. Otherwise, all numbers above 0 occur once per
+        number of stages.
+        """
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
     def _after_stage(self, before: int, largest: int) -> slice:
@@ -277,7 +281,7 @@ class Frontier:
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields plans that save at least a share `saved` of the unchanged model's cost, by increasing sensitivity.
+        """Yields plans that save at least the share `saved` of the unchanged model's cost, lowest sensitivity first.
 
         Because savings are rounded, some of these plans save less, by up to ROUNDING_SLACK units of 1 / GRID.
         """
@@ -311,7 +315,7 @@ def require_reachable(space: Space, cost_table: CostTable, limit: float) -> floa
     """Returns a lower bound on the cost share of any plan. Raises NotSupported if the bound is above `limit`.
 
     The bound assumes the cheapest ranks in every layer. It also assumes that before every layer, a stage prunes as many
-    patches as possible at no cost. Sensitivities are not needed.
+    patches as possible at no cost. The check needs no sensitivities, so it can run before they are measured.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches

@@ -189,13 +189,13 @@ def corrected(
 
     - The unchanged model. Its latency sets the overall scale.
     - For every axis, a model with a middle level in all layers. Its latency sets a factor for the axis's savings.
-    - A model with a middle level of both qk and vo. Its latency sets a factor for what they save together beyond the
-      sum.
+    - A model with a middle level of both qk and vo. Its latency sets a factor for the difference between their joint
+      savings and the sum of their separate savings.
     - Models with token reduction, one for each number of stages in `stages`. Three numbers are fitted to their
       latencies by least squares. Two of them are the cost of a stage: a constant, and a part proportional to its number
-      of input tokens. The third is the share of the predicted token savings that a whole model does not reach. A block
-      that is timed in isolation finds its weights in the cache, so it may save more than in a model. If the whole model
-      saves more, this share is negative.
+      of input tokens. The third is the share of the predicted token savings that a whole model does not achieve. In
+      isolation, a block may save more than in a whole model, because its weights stay in the cache. If the whole model
+      saves more than predicted, this share is negative.
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
     # correct for them, one after the other: first the scale, then the axes, then the tokens.

@@ -34,7 +34,7 @@ def least_needed_blocks(
         batch_size: The number of images per forward pass.
 
     Returns:
-        The blocks to remove, with a reason for each block that contains the divergence after its removal.
+        The blocks to remove. The reason for each block states the divergence after its removal.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

@@ -106,7 +106,7 @@ def measured_code() -> str:
 
 
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
-    """Returns a stored cost table for a model of this shape under these conditions, or else measures one.
+    """Returns the cost table for a model of this shape under these conditions. Measures it if no table is stored.
 
     Tables stay in the cache folder for OLDEST days. A stored table is used only on the same hardware with the same CPU
     governor. The versions of torch and the runtime, attnrx's code (`measured_code`) and its kernels must also be the
@@ -231,7 +231,7 @@ def file_cost_table(
 ) -> CostTable:
     """Times unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
-    Lower ranks are not timed one by one. A rank is assumed to save the same share of a block's time as of its
+    Lower ranks are not timed one by one. A rank is assumed to save the same share of a block's time as of the block's
     multiply-accumulates, times a factor. Each axis has its own factor, which is measured at one rank.
 
     Raises:
@@ -254,7 +254,7 @@ def file_cost_table(
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
-    """Interpolates times along dimension `dim` between an axis's `known` levels, linearly in the share of the rank.
+    """Interpolates times along `dim` between an axis's `known` levels, linearly in the kept share of the rank.
 
     Below the last known level, the line through the last two known levels is extrapolated.
     """
@@ -269,10 +269,10 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Runs successive blocks with recorded additional arguments from their model, e.g. rotary positions.
+    """Runs successive blocks with recorded arguments that their model passes besides the tokens, e.g. rotary positions.
 
     With a `reduction`, the blocks run as they do after a token stage, where every token has a size and a patch index.
-    With `last`, the model's shortcut for its last block, the block computes only the class token.
+    `last` is the model's shortcut for its last block. If it is set, the block computes only the class token.
     """
 
     def __init__(
@@ -546,7 +546,7 @@ class PlanTimer:
 
     @cached_property
     def baseline(self) -> Baseline:
-        """The reference for latencies, which is your model without attnrx, in PyTorch or as a file of the format."""
+        """The reference for latencies, which is your model without attnrx, in PyTorch or as an exported file."""
         form = format_of(self.settings)
         if self._baseline is not None or form is None:
             return self._baseline or Baseline.eager(self.space.model)
@@ -574,7 +574,7 @@ class PlanTimer:
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         """Times models or their files in turns with the baseline.
 
-        Returns one record per model, with its speed relative to the baseline, the interval of this speed, and the
+        Returns one record per model, with its speed relative to the baseline, the confidence interval, and the
         timing conditions.
         """
         settings, noise = self.settings, self.settings.noise(self.space.model)
@@ -621,7 +621,7 @@ class PlanTimer:
         return self._files({"": model})[""].bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Times models, or their files, in turns with the baseline. Returns latencies as shares of the baseline's."""
+        """Times models or their files in turns with the baseline. Returns each latency divided by the baseline's."""
         protocol = replace(self.settings.protocol, rounds=rounds)
         speeds = self._compared(models, self.settings.noise(self.space.model), protocol)
         return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}

@@ -88,7 +88,7 @@ def plan(
     """Chooses the ranks and tokens to prune, so that the model meets a budget and its outputs diverge least.
 
     A cost table holds the costs of all choices. For MACs and parameters, costs are computed. For latency, they are
-    measured. The sensitivity of each choice, i.e. how far it changes the outputs, is measured separately, on the first
+    measured. The sensitivity of each choice, i.e. how much it changes the outputs, is measured separately, on the first
     of `images`. If sensitivities added up exactly, the optimum would be known (`Frontier`). They add up only
     approximately, so a search varies the best plan and measures the divergence of whole plans. All plans are measured
     on a part of `images`, and the best plans on all of them. The images are held in memory.
@@ -201,9 +201,9 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 class Planner:
     """Makes plans for one kind of cost, such as latency. All targets for this cost share the planner.
 
-    The planner measures everything only once: costs and sensitivities of single choices, deviations and latencies of
-    whole plans. Deviations are relative to the `reference`, by default the model. The model may also be a copy of the
-    reference with a smaller decoder. Sensitivities are relative to the model itself, because choices change this model.
+    The planner measures costs, sensitivities and deviations only once, and keeps the last timing of every plan.
+    Deviations are relative to the `reference`, by default the model. The model may also be a copy of the reference with
+    a smaller decoder. Sensitivities are relative to the model itself, because choices change this model.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Planner:
 
     @cached_property
     def sensitivities(self) -> Sensitivities:
-        """The sensitivity of every single choice: half the variance of the change in the logits."""
+        """The sensitivity of every single choice. For classes, it is half the variance of the change in the logits."""
         # This variance ranks plans better than a KL divergence on few images (docs/results/plan.md).
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
@@ -280,7 +280,7 @@ class Planner:
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns a plan's last timing, which sets the promised speed. With a format, the exported file is timed."""
+        """Returns a plan's last timing, which becomes the promised speed. If a format is set, the file is timed."""
         if choices not in self._latencies:
             (self._latencies[choices],) = self.timer.timings([self.realized(choices)])
         return self._latencies[choices]
@@ -434,11 +434,11 @@ class Planner:
 
     @property
     def _times_pairs(self) -> bool:
-        """Whether each attempt times two plans. Another process writes the second file, so it takes no extra time."""
+        """Whether each attempt times two plans. Another process writes the second plan's file at the same time."""
         return self.settings.adjusts and self.settings.to is not None and self.settings.in_subprocess
 
     def _timed(self, steps: Sequence[Step]) -> list[float]:
-        """Times plans, or their files, in turns with the baseline. Returns latencies as shares of the baseline's."""
+        """Times plans or their files in turns with the baseline. Returns each latency divided by the baseline's."""
         models, ratios = [self.realized(step.choices) for step in steps], list[float]()
         for _ in range(2):  # every call times anew, because the machine may have been busy
             found = self.timer.timings(models)
@@ -542,7 +542,7 @@ class Planner:
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
-        """Makes several plans for a share of the parameters. Each file size is measured to correct the next share.
+        """Makes several plans with a limit on the parameters. Each measured file size corrects the next limit.
 
         Returns the plan with the lowest divergence whose file is small enough. If the unchanged model's file is small
         enough, returns `TargetMet` instead.
@@ -577,7 +577,7 @@ class Planner:
         return min(fitting, key=lambda trial: trial.divergence)
 
     def _cheapest(self, target: Target) -> Trial:
-        """Returns the cheapest plan whose loss on the images is within the target, by bisection over the cost.
+        """Finds the cheapest plan whose loss on the images is within the target, by bisection over the cost.
 
         Raises:
             NotSupported: No plan keeps the loss within the limit.
@@ -609,7 +609,7 @@ class Planner:
         return found
 
     def _loss(self, step: Step, target: Target) -> float:
-        """Returns a plan's loss on the images: the lost percentage points of accuracy, or the mean divergence."""
+        """Returns a plan's loss on the images, in the unit of the target (points of accuracy or mean divergence)."""
         deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
         if target.quantity != DROP:
             self.details(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
@@ -621,7 +621,7 @@ class Planner:
 
 
 class UniformPlanner(Planner):
-    """Makes plans for portable models. The search tries every number of heads, with the widest MLPs that fit."""
+    """Makes plans for portable models. For every number of heads, it tries the widest MLPs within the budget."""
 
     space: UniformSpace
 
@@ -686,7 +686,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Describes each choice in one line: what it saves if all other choices stay, and its own sensitivity."""
+    """Describes in one line per choice what it saves if all other choices stay, and its own sensitivity."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):

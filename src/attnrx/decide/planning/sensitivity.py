@@ -138,7 +138,10 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of a candidate's outputs. Pass one tensor per batch, in the original's shape."""
+        """Returns the deviation of a candidate's outputs.
+
+        `answered` holds one tensor per batch, with the same shape as the original's outputs.
+        """
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -204,8 +207,8 @@ class Sensitivities:
 
     `ranks` maps each rank axis (qk, vo or MLP) to a table [layer, level]. For tokens, the divergence is measured at a
     few numbers of pruned patches. `log_counts` [point] holds the logarithms of these numbers. `tokens` [layer, point]
-    holds the logarithms of the divergences. Between and beyond the points, the divergence is assumed to be a power of
-    the number.
+    holds the logarithms of the divergences. Between and beyond the points, the divergence is assumed to be a power
+    function of the number of pruned patches.
 
     After earlier stages, the remaining patches are less redundant. The sensitivity of a stage is therefore a
     difference. It is the divergence at the total number of pruned patches after the stage, minus the divergence at the
@@ -303,7 +306,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Replaces one block at a time with the other model's. Returns the divergence, summed over images, [layer]."""
+        """Replaces single blocks with the blocks of `other`. Returns the divergence [layer], summed over images."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
@@ -312,7 +315,7 @@ class _BatchProbe:
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Prunes `count` patches before one layer at a time. Returns the divergence, summed over images, [layer]."""
+        """Prunes `count` patches before one layer at a time. Returns the divergence [layer], summed over images."""
         sums, reducer = np.zeros(len(self.calls)), self.space.reducer
         assert reducer is not None
         # No stage can precede the first layer, so a stage before the second layer is measured in its place.

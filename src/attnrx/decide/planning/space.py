@@ -49,8 +49,8 @@ def format_of(settings: PlanSettings) -> Format | None:
 def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
     """Returns the properties of the runtime in which a plan's result will run (a row of `nouns.runtime`).
 
-    If the settings name a file format, its runtime is used. Otherwise, the device of the model or of the timings
-    decides.
+    If the settings name a file format, its runtime is used. Otherwise, the runtime is CUDA if the model or the timings
+    are on a CUDA device. If not, it is eager or compiled PyTorch.
     """
     conditions, form = settings.conditions, format_of(settings)
     on_cuda = conditions.on_cuda or next(model.parameters()).device.type == "cuda"
@@ -96,9 +96,9 @@ class Space(Displayed):
     """The search space: all plans for one model.
 
     `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads, by their
-    strengths. "uniform_rank" gives all heads the same rank. Equal ranks have the same MACs and a higher divergence, but
-    are faster if kernels pad all heads to the largest rank. Ranks are multiples of `multiple`. Hidden widths are
-    multiples of `width_multiple`.
+    strengths. "uniform_rank" gives all heads the same rank. For the same MACs, "uniform_rank" changes the outputs more
+    than "total_rank", but is faster if kernels pad all heads to the largest rank. Ranks are multiples of `multiple`.
+    Hidden widths are multiples of `width_multiple`.
 
     The total number of pruned patches is `offset` plus a multiple of `step`. For latency, `offset` is chosen so that
     the number of remaining tokens is a multiple of `step`, which suits kernels. A plan has at most `most_stages`
@@ -126,7 +126,7 @@ class Space(Displayed):
         get equal ranks if a norm runs over the outputs of all heads, because such heads cannot be reordered.
 
         Raises:
-            NotSupported: The settings name an axis that the model lacks, or nothing of the model can be pruned.
+            NotSupported: The settings name an axis that the model lacks, or no part of the model can be pruned.
         """
         is_latency, runtime = target.minimized == "latency", runtime_of(model, settings)
         family = family_of(model)
@@ -215,7 +215,7 @@ class Space(Displayed):
 
     @property
     def metric(self) -> str | None:
-        """The metric for qk: "mix", or None if a layer must keep its own directions in their own order.
+        """The metric for qk, which is "mix", or None if a layer must keep its own directions in their own order.
 
         Layers with norms, or with heads that share directions, must keep their own directions.
         """
@@ -224,7 +224,11 @@ class Space(Displayed):
 
     @cached_property
     def mlp_maps(self) -> tuple[str, ...]:
-        """The maps that the axis "mlp" prunes: the hidden units if they were measured, else the ranks of both maps."""
+        """The names of the maps that the axis "mlp" prunes.
+
+        If the moments of the hidden units were measured, the axis prunes hidden units. Otherwise, it lowers the ranks
+        of both linear maps.
+        """
         measured = all(
             layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
         )
@@ -304,7 +308,8 @@ class Space(Displayed):
     def even_schedules(self) -> tuple[Choices, ...]:
         """Returns plans that only prune tokens, in equal numbers before every layer but the first.
 
-        The plans that prune most come first. If the number of stages is limited, the stages are spread over the layers.
+        The plans that prune the most patches come first. If the number of stages is limited, the stages are spread over
+        the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
@@ -315,7 +320,7 @@ class Space(Displayed):
         return tuple(self.even_schedule(layers, count) for count in range(largest, 0, -self.step))
 
     def even_schedule(self, layers: Collection[int], count: int) -> Choices:
-        """Returns the plan that prunes `count` patches, or the most possible, before each of these layers."""
+        """Returns the plan that prunes `count` patches, or as many as possible, before each of these layers."""
         num_pruned = tuple(count * (layer in layers) for layer in range(self.depth))
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
@@ -375,5 +380,5 @@ class Space(Displayed):
         return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: Count) -> Count:
-        """Returns the most patches that one stage may prune: half of its input, rounded down to whole steps."""
+        """Returns how many patches one stage may prune at most, i.e. half of its input, rounded down to whole steps."""
         return present // 2 // self.step * self.step

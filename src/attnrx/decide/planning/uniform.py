@@ -1,4 +1,4 @@
-"""Plans for portable models, in which all layers share the MLP width and number of heads of a library's class.
+"""Plans for portable models, in which a library's class requires one MLP width and number of heads for all layers.
 
 MACs and parameters are computed in closed form. Latency is assumed to be a linear function of the MACs, fitted to two
 timed models. For every number of heads, the best plan has the largest width within the budget. A search therefore
@@ -83,7 +83,7 @@ class UniformSpace(Space):
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns the rules that keep the plan's number of the strongest hidden units and heads in every layer."""
+        """Returns rules that keep the strongest hidden units and heads of every layer. `sizes` sets their numbers."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -112,7 +112,7 @@ def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
 
 
 def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
-    """Returns the number by which the MLP widths of a portable plan are divisible, by default the runtime's number."""
+    """Returns the number that must divide the MLP widths of a portable plan, by default the runtime's number."""
     return settings.multiple or runtime_of(model, settings).width_multiple
 
 

@@ -3,10 +3,10 @@
 In rotary attention, pairs of query and key rows are rotated by an angle that depends on the token's position. Only maps
 that commute with this rotation preserve the scores, so a pair is kept or removed as a whole.
 
-Many frequencies hardly rotate over the positions of an image. The pairs with such frequencies ("slow pairs") can be
-stored without rotation. They are then multiplied by the mean cosine of the rotation between two positions. Their rows
-can then be combined by a singular value decomposition, as in other attention. For every rank, the number of slow pairs
-with the smallest error in the metric is used.
+Pairs with a low frequency hardly rotate over the positions of an image. These "slow pairs" can be stored without
+rotation. They are then multiplied by the mean cosine of the rotation between two positions. Their rows can then be
+combined by a singular value decomposition, as in other attention. For every rank, the number of slow pairs is chosen so
+that the error in the metric is smallest.
 """
 
 from collections.abc import Mapping
@@ -67,8 +67,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
 
     Raises:
         UnknownName: The metric is not one of METRICS.
-        NotSupported: Directions cannot be combined. Either rows are divided by norms, or heads share their directions,
-            or a norm runs over all features of query and key.
+        NotSupported: Directions cannot be combined, because rows are divided by norms, heads share their directions, or
+            a norm runs over all features of query and key.
         InvalidInput: The diagnosis lacks the moments that the metric needs.
     """
     spectrum = layer.spectrum
@@ -218,7 +218,7 @@ class _Head:
         return best
 
     def _path(self, slow: int) -> list[_Choice]:
-        """Returns forms with `slow` unrotated pairs, by increasing rank. Each adds the next best direction or pair."""
+        """Returns forms with `slow` unrotated pairs, by rank. Each form adds the next best direction or pair."""
         # The squared error is the sum of three parts, which are assumed to be independent. `lost` is what slow pairs
         # lose without rotation. `tails` is for removed ordinary directions, and `rests` for removed fast pairs.
         static, fast = self.slowest[:slow], self._fast(slow)
@@ -319,7 +319,7 @@ class RotaryDirections:
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
         """Returns the decision that keeps, for each head, the best form of the chosen rank.
 
-        A head may keep one direction less than its rank, because one row cannot form a pair.
+        A head may keep one direction fewer than its rank, because one row cannot form a pair.
         """
         shape = self.used.shape
         left = torch.zeros(*shape, shape[1], dtype=torch.float64)
@@ -358,7 +358,7 @@ def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
 
 
 def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
-    """Extends a decision about a layer's own directions to whole pairs. If one row of a pair is kept, both are."""
+    """Extends a decision about a layer's own directions to whole pairs. A pair is kept if one of its rows is kept."""
     if spectrum.pairs is None or decision.basis is not None:
         return decision
     same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]

@@ -165,7 +165,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         NoOpPrescription: The prescription changes nothing.
         InvalidInput: The diagnosis has no layers, or lacks a reading that a rule needs.
         InvalidRule: A rule does not apply to its map.
-        NotSupported: A norm over all features fixes a map, or `hidden` is combined with ranks of the MLP.
+        NotSupported: A layer does not allow changes to a map, or `hidden` is combined with ranks of the MLP.
     """
     rules_by_map, tokens, depth = parse_rules(rules)
     if not diagnosis.layers:
@@ -299,7 +299,7 @@ def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
 
 
 def output_metric(rule: Rule, name: str) -> str:
-    """Returns the metric of a rule for vo, fc1, fc2, heads or hidden: the metric in the rule, or else its default.
+    """Returns the metric of a rule for vo, fc1, fc2, heads or hidden. If the rule sets none, returns its default.
 
     Raises:
         UnknownName: The metric does not exist for this map.
@@ -359,8 +359,8 @@ def decide_values(
     Without a rule, kept heads keep all their value dimensions, and the output projection is refitted to these heads.
 
     In the metric "centered", a head's directions balance the covariance of its output with its part of the output
-    projection (as in balanced truncation). A squared strength is the error of removing the direction only from that
-    head. The output projection is then refitted to the kept directions of all heads together.
+    projection (as in balanced truncation). A squared strength is the error of removing the direction while all other
+    heads stay unchanged. The output projection is then refitted to the kept directions of all heads together.
 
     In the metric "weights", the directions are the singular vectors of each head's W_O W_V. Nothing is refitted, and
     the value bias is kept.
@@ -428,7 +428,7 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns every MLP's decision about one map, or None where two factors would not have fewer parameters.
+    """Returns every MLP's decision about one map, or None if two factors would not have fewer parameters than the map.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps.
@@ -467,7 +467,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
     of the time. Without `refit`, the decisions have no weights for the second map and cannot be realized.
 
     Raises:
-        InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
+        InvalidRule: A layer's MLP is not two linear maps (one matrix each) with only an activation between them.
     """
     metric = output_metric(rule, HIDDEN)
     units = [layer.hidden for layer in diagnosis.layers]

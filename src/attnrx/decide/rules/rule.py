@@ -133,7 +133,7 @@ def largest(
 def fewest_holding(
     share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the fewest directions in each head that hold this share of the head's amount.
+    """Returns a mask of the fewest directions in each head that hold this share of the head's total amount.
 
     If the amount is the energy, this is Eq. 45 of SVDA. Ties are broken by the lower index. At least one direction is
     kept. A share of 1 keeps all directions with a nonzero amount.
@@ -356,7 +356,7 @@ class Combination(Rule):
 
 @dataclass(frozen=True)
 class And(Combination):
-    """Keeps the directions that all inner rules keep, each with the smallest of their strengths."""
+    """Keeps the directions that all inner rules keep. Each gets the smallest strength that a rule assigns to it."""
 
     how: ClassVar[str] = "All of"
     sign: ClassVar[str] = " & "
@@ -364,7 +364,7 @@ class And(Combination):
 
 @dataclass(frozen=True)
 class Or(Combination):
-    """Keeps the directions that any inner rule keeps, each with the largest of their strengths."""
+    """Keeps the directions that any inner rule keeps. Each gets the largest strength that a rule assigns to it."""
 
     how: ClassVar[str] = "Any of"
     sign: ClassVar[str] = " | "
