@@ -89,7 +89,7 @@ class Finding(Displayed):
 
     @property
     def outcome_text(self) -> str:
-        """The outcome as text. For an undecided claim, the text also has the reason and the deciding sample size."""
+        """The outcome as text. If it is undecided, the text also contains the reason and the deciding sample size."""
         if self.outcome != UNDECIDED:
             return self.outcome
         limit = f"{self.limit:.4g} {self.unit}".strip() if self.limit is not None else "its limit"
@@ -288,7 +288,8 @@ class Evidence(Displayed):
         """Reads a file written by `save`.
 
         Raises:
-            CheckpointError: The file is missing, damaged, edited or of another kind, or its numbers disagree.
+            CheckpointError: The file is missing, damaged or edited, does not contain evidence, or contains numbers that
+                contradict each other.
         """
         record = read_record(path, KIND, SCHEMA, RECORD)
         written = deepcopy(record)

@@ -32,10 +32,10 @@ RECORD = kinds.record(
 
 @dataclass(frozen=True)
 class PredictedQuantity:
-    """The prediction of one quantity: mean and standard deviation over images, and the number of images.
+    """The predicted mean and standard deviation of one quantity over images, and the number of images.
 
-    The images of the prediction were not used to choose the plan. `limits` holds the smallest and the largest possible
-    value of the quantity (see `limits_of`).
+    The prediction was made on images that were not used to choose the plan. `limits` holds the smallest and the largest
+    possible value of the quantity (see `limits_of`).
     """
 
     value: float
@@ -86,7 +86,7 @@ class Plan(Displayed):
     share of the original model's cost. `measured` records the timing of the plan, or is None if the cost is not
     latency. `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as
     shares. `explained` contains one line for each choice of the planner. `about` records the settings, the kind of the
-    model's outputs ("outputs") and the number of images that the plan was chosen on ("images").
+    model's outputs ("outputs") and the number of images that were used to choose the plan ("images").
     """
 
     prescription: Prescription
@@ -157,7 +157,7 @@ class Plan(Displayed):
         """Reads plan.json, and prescription.json in the same folder.
 
         Raises:
-            CheckpointError: One of the files is missing, damaged or of another kind.
+            CheckpointError: One of the files is missing or damaged, or is not a plan or a prescription.
         """
         path = Path(path)
         record = read_record(path, KIND, SCHEMA, RECORD)

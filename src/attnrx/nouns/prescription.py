@@ -39,7 +39,7 @@ def _require(part: Displayed, fits: bool, rule: str) -> None:
 
 
 def _lay_out(part: Any, *names: str) -> None:
-    """Converts the named tensors to contiguous float64, so products round as with tensors loaded from a file."""
+    """Converts the named tensors to contiguous float64, so rounding is the same as for tensors from a file."""
     for name in names:  # the dataclass is frozen, so its own `__setattr__` raises an error
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
@@ -79,7 +79,7 @@ class Basis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class OutputDecision(Displayed):
-    """A low-rank decision: it replaces the outputs y of a map by decode @ encode @ (y - center) + center.
+    """A low-rank decision, which replaces the outputs y of a map by decode @ encode @ (y - center) + center.
 
     The map is one of OUTPUT_MAPS. For "vo", y is the concatenation of all heads' value outputs, and every head is one
     unit. For an MLP map, y is the output of the map, and the map is the only unit. `encode` contains the kept
@@ -430,7 +430,7 @@ class Prescription(Displayed):
         """Reads a JSON file written by `save`, and its tensors, if any, from the same folder.
 
         Raises:
-            CheckpointError: A file is missing, damaged, edited or of another kind.
+            CheckpointError: A file is missing, damaged or edited, or is not a prescription.
         """
         return read_with_tensors(path, KIND, SCHEMA, RECORD, Prescription._of_file, Prescription._tensors)
 

@@ -27,8 +27,8 @@ class Runtime:
         named_by: How you select the runtime in a call, e.g. `to='onnx'`.
         axes: The axes whose reduction saves time in this runtime. If they are STOCK, make the plan with
             `portable=True`.
-        equal_heads: Whether heads of unequal ranks are slower than dense heads. If so, all heads of a layer get one
-            rank.
+        equal_heads: Whether heads of unequal ranks are slower than dense heads. If so, all heads of a layer get the
+            same rank.
         rank_multiple: Plans use ranks that are multiples of this number (see `rank_step`).
         width_multiple: Plans use hidden widths that are multiples of this number (see `width_step`).
         most_stages: The largest number of token-merging stages that saves time, or None if every number may. Every

@@ -1,4 +1,4 @@
-"""The target of a plan: a limit for a cost, for the file size, or for the change of the model's outputs."""
+"""The target of a plan, which limits a cost, the file size, or the change of the model's outputs."""
 
 import re
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Target:
     """A limit for one quantity.
 
     "latency", "macs" and "params" have an upper limit, as a share of the original model's cost. "size" is an upper
-    limit for the file, in megabytes. "max-kl" limits the mean divergence from the original model's outputs (in nats for
-    classes). "max-drop" limits the loss of top-1 accuracy, in points. "recall" is a lower limit. Recall is the share of
-    a new query's nearest neighbours that a search finds in an index of the original model's embeddings.
+    limit for the file, in megabytes. "max-kl" limits the mean divergence from the original model's outputs, which is in
+    nats for class outputs. "max-drop" limits the loss of top-1 accuracy, in points. "recall" is a lower limit. Recall
+    is the share of a new query's nearest neighbours that a search finds in an index of the original model's embeddings.
     """
 
     quantity: str
@@ -47,7 +47,11 @@ class Target:
 
     @property
     def minimized(self) -> str:
-        """The cost that a plan minimizes: the limited cost, MACs for a limited loss, or parameters for a file size."""
+        """The cost that a plan for this target minimizes.
+
+        If the target limits a cost, the plan minimizes this cost. If the target limits a loss, the plan minimizes MACs.
+        If the target limits the file size, the plan minimizes parameters.
+        """
         return MINIMIZED.get(self.quantity, self.quantity)
 
     def __str__(self) -> str:
@@ -82,7 +86,7 @@ def target_of(
     size: float | None = None,
     recall: float | str | None = None,
 ) -> Target:
-    """Returns the target that is set by exactly one of the arguments.
+    """Returns the target for the argument that is given. Exactly one argument must be given.
 
     Raises:
         InvalidInput: Not exactly one argument is given, or its value is not a number in the allowed range.

@@ -119,7 +119,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
     Args:
         source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, `TokenSamples`, or a list of
-            these. Instead of a result other than `TokenSamples`, you may pass the path of its file or folder.
+            these. You may also pass the path of a result's file or folder, except for `TokenSamples`.
         folder: The folder that the figures are written to.
         formats: One or more of svg, pdf and csv.
 
@@ -159,7 +159,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
 
 def figures_of(source: Any) -> list[Figure]:
-    """Returns the figures of a result, of its file or folder, or of several results.
+    """Returns the figures of one or several results. A result may also be the path of its file or folder.
 
     Raises:
         InvalidInput: The source cannot be drawn.
@@ -308,8 +308,8 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
     """Returns a metric's name, and the strengths of all score directions in this metric, sorted from the largest.
 
-    The metric is "mix", which plans use, or else "weights" if the diagnosis does not support "mix". If the directions
-    of a layer cannot be combined in either metric, the strengths are the model's own strengths.
+    The metric is "mix", which plans use. If the diagnosis does not support "mix", the metric is "weights". If the
+    directions of a layer cannot be combined in either metric, the strengths are the model's own strengths.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):
@@ -390,7 +390,7 @@ def _of_elastic(elastic: Elastic) -> Iterator[Figure]:
 
 
 def trade_off(name: str, label: str, sizes: Sequence[tuple[float, Any]]) -> Figure:
-    """Returns a figure that plots the divergence of every size against its cost or its speed."""
+    """Returns a figure that plots the divergence of every model size against its cost or its speed."""
     points = tuple(x for x, _ in sizes), tuple(size.divergence or 0.0 for _, size in sizes)
     return Figure(name, label, "divergence", (Panel((Series("sizes", *points),)),), marks="points")
 

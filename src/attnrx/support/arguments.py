@@ -36,7 +36,7 @@ LONGEST_PATH = 4000  # bytes (systems allow 4,096, including the folder before a
 
 
 class Invalid(Exception):
-    """The error for a value that a kind does not allow. Its message has the value's path in a file and the problem."""
+    """The error for a value that a kind does not allow. The message contains the value's path and the problem."""
 
     def __init__(self, where: str, problem: str):
         super().__init__(f"{where} {problem}" if where else problem)
@@ -96,8 +96,8 @@ class Kind:
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates a function's arguments, including its **keyword arguments.
 
-    The kind of an argument comes from `stated`, or else from its name (NAMED), or else from its annotation. An
-    argument that the function does not have raises TypeError, as in Python. The message suggests the nearest name.
+    The kind of an argument is looked up in `stated`, then by its name in NAMED, and finally by its annotation. As in
+    Python, an unknown argument raises TypeError. The message suggests the nearest name.
     """
 
     def decorate(function: Function) -> Function:
@@ -134,7 +134,7 @@ def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
 def _misused(
     function: str, signature: inspect.Signature, hints: Mapping[str, Any], named: Mapping[str, Any], error: TypeError
 ) -> str:
-    """Returns the error message about an argument that the function does not have, with the nearest existing name."""
+    """Returns the message about a wrong call. For an unknown argument, the message suggests the nearest name."""
     unknown = [name for name in named if name not in signature.parameters]
     if not unknown or "unexpected" not in str(error):
         return f"{function}() {error}"
@@ -150,7 +150,8 @@ def _misused(
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
     """Validates the fields of a dataclass. Call it in `__post_init__`.
 
-    The kind of a field comes from `kinds`, or else from its type in `by_type`, or else from its annotation.
+    The kind of a field is looked up in `kinds`, then by its type in `by_type`, then by its name in NAMED, and finally
+    by its annotation.
 
     Raises:
         InvalidInput: A field has a value of another kind. The message names the class and the field.
@@ -204,7 +205,7 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
 
 
 def or_percent(kind: Kind) -> Kind:
-    """Returns a `Kind` that also allows texts in percent, e.g. "60%", and converts them to shares."""
+    """Returns a `Kind` that also allows percentages as text, e.g. "60%", and converts them to shares."""
 
     def read(value: Any) -> Any:
         is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
@@ -509,7 +510,7 @@ def _annotated(cls: type) -> Mapping[str, Kind]:
 
 
 def named_kind(name: str, hint: Any) -> Kind:
-    """Returns the kind of an argument or a field: the kind in NAMED or, without one, the kind for the annotation."""
+    """Returns the kind of an argument or a field by its name (NAMED). For other names, the annotation determines it."""
     kind = NAMED.get(name)
     if kind is None:
         return kind_of(hint)

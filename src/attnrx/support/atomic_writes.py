@@ -160,7 +160,7 @@ def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Ite
 
     Raises:
         InvalidInput: A new file has the name of a file in `folder` that is not a part, and would overwrite it.
-        CheckpointError: The folder cannot be replaced in one step, or cannot be written. Nothing was changed.
+        CheckpointError: The folder cannot be replaced in one step (nothing was changed), or cannot be written.
     """
     target = _prepare_target(Path(folder))
     if target.exists() and not target.is_dir():
@@ -356,7 +356,7 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
-    """Links or copies all files that are not replaced from the old folder to the new folder, with permissions."""
+    """Adds all files that stay to the new folder, as hard links or as copies with the same permissions."""
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         candidates = names if Path(folder) == target else []
@@ -423,7 +423,7 @@ def _keep_one(old: Path, target: Path) -> None:
 
 
 def full_disk(folder: Path, needed: int) -> str | None:
-    """Returns the system's message about a full disk if a folder's disk has less than `needed` bytes, else None.
+    """Returns the system's message for a full disk, or None if at least `needed` bytes are free on the folder's disk.
 
     Call this function after a runtime failed to write a file, because the runtime's own message does not mention the
     full disk.

@@ -73,7 +73,7 @@ def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
 
 
 def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
-    """Creates a timm model. From a file of weights, only tensors are loaded, even if the file is a pickle.
+    """Creates a timm model. Only tensors are loaded from a file of weights, even if the file is a pickle.
 
     Raises:
         CheckpointError: The weights are a pickle that holds more than tensors.

@@ -165,9 +165,9 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Runs torch on one thread within the context, e.g. for small factorizations. You may also use it as a decorator.
 
-    Several threads would divide a small factorization into parts of microseconds, and wait for each other after every
-    part. If another process uses the processor of one of these threads, the factorization takes up to a hundred times
-    as long as on one thread.
+    Several threads would divide a small factorization into parts that take microseconds, and wait for each other after
+    every part. If another process uses the processor of one of these threads, the factorization takes up to a hundred
+    times as long as on one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

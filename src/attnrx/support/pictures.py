@@ -38,7 +38,7 @@ def pixels_of(picture, channels, alpha="drop"):
     white background.
 
     Raises:
-        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is not 1, 3 or None.
+        ValueError: The pixels are floating-point or negative numbers, or `channels` is not 1, 3 or None.
     """
     from PIL import Image, ImageOps
 

@@ -30,7 +30,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class ImageGeometry:
-    """The settings by which any picture becomes 8-bit pixels, `channels` (1 or 3) x height x width.
+    """The settings that turn any picture into 8-bit pixels [channels, height, width], with 1 or 3 `channels`.
 
     A picture is turned upright by its EXIF tag, converted to grey or RGB, and resized by Pillow (with antialiasing).
     Finally, the picture is cropped or padded around its center to `size`. All pairs of numbers are (height, width).
@@ -181,8 +181,8 @@ class Preprocessing:
         """Returns the model's input, in torch's default dtype, for a PIL picture or the bytes of an image file.
 
         Raises:
-            ValueError: The picture cannot be decoded, its pixels have neither 8 nor 16 bits, or it would have too many
-                pixels after resizing.
+            ValueError: The picture cannot be decoded, its pixels are floating-point or negative numbers, or it would
+                have too many pixels after resizing.
         """
         if isinstance(picture, bytes):
             picture = open_picture(picture)

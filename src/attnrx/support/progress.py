@@ -127,7 +127,7 @@ def begin(name: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as text: in seconds if it is less than two minutes, and otherwise in minutes."""
+    """Returns a duration as text, in seconds if it is less than two minutes, and otherwise in minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 

@@ -21,7 +21,7 @@ DEEPEST_JSON = 256  # a rule with 50 brackets nests 150 deep
 
 
 def validated(value: Any, expected: Kind, path: Path | str) -> Any:
-    """Returns the value if `expected` allows it, else raises a CheckpointError that names file and field."""
+    """Returns the value if `expected` allows it. Otherwise, raises a CheckpointError with the file and the field."""
     try:
         expected.check(value, "")
     except Invalid as error:

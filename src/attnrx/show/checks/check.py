@@ -31,7 +31,7 @@ _kept: ContextVar[dict[str, _Outputs] | None] = ContextVar("outputs", default=No
 
 @contextmanager
 def keeping_outputs() -> Iterator[None]:
-    """Caches model outputs within the context, so every model runs only once per image set. Models must not change."""
+    """Caches model outputs within the context, so every model runs once per image set. The models must not change."""
     outer = _kept.get()
     token = _kept.set({} if outer is None else outer)
     try:
@@ -298,8 +298,8 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
     A check may name these requirements in `needs`:
 
     - "labels": The images have labels, and the labels are class indices of the model.
-    - "logits": The outputs are class logits, and not e.g. embeddings.
-    - "decisions": The outputs make decisions, e.g. for a class. A regression makes none.
+    - "logits": The outputs are class logits, rather than e.g. embeddings.
+    - "decisions": The outputs imply decisions, e.g. a predicted class. The outputs of a regression do not.
     - "embeddings": The outputs are embeddings, among which nearest neighbours can be searched.
     - "layers": Both models have layers that attnrx finds. An exported file has none.
     """
@@ -329,7 +329,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
 
 
 def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that can run with the images, outputs and models, and a note on why others are skipped."""
+    """Returns the checks that can run with the images, outputs and models, and notes on why the others are skipped."""
     notes = []
     # Every skipped check is named in one note only, even if it lacks both labels and logits.
     for need, reason in unmet_needs(comparison).items():

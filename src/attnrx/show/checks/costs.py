@@ -84,7 +84,7 @@ class Costs(Check):
 
 
 def baseline_of(comparison: Comparison, library: bool) -> Baseline:
-    """Returns the reference as the baseline of a speed. With `library`, its own library's implementation is timed."""
+    """Returns the reference as the baseline to time. With `library`, it runs in its own library's implementation."""
     reference = comparison.reference
     if library and getattr(family_of(reference), "library", None) is not None:
         return Baseline.eager(reference)
@@ -161,7 +161,7 @@ def described_speed(
 
 @dataclass(frozen=True)
 class Latency(Check):
-    """The speed of a forward pass relative to the reference (timed alternately), and the ratio of peak memory.
+    """The speed and the peak memory of a forward pass, relative to the reference. Both models are timed alternately.
 
     If the candidate and the baseline differ in more than the compression, the speed has two factors. `speed of
     unchanged` is due to the runtime, i.e. attnrx's kernels or the runtime of a file. `speed by compression` is relative
@@ -210,13 +210,14 @@ class Promises(Check):
     twice the promised loss.
 
     The promised loss is the predicted divergence, the predicted share of images with changed decisions, or the
-    predicted loss of accuracy. For shares, twice the loss is at least `MIN_LOSS` more than the loss. If the predicted
-    interval reaches the end of the quantity's range, every model meets the prediction, and the mean is reported without
-    a limit.
+    predicted loss of accuracy. For shares, the doubled loss is at least `MIN_LOSS` above the promised loss. If the
+    predicted interval reaches the end of the quantity's range, every model meets the prediction, and the mean is
+    reported without a limit.
 
-    The claim about speed in PyTorch is relative to the library's own implementation. The claim holds if a pass takes at
-    most 10 % longer than predicted (`within`). Precision, threads, clock and batch size are the same as in the plan.
-    `promised` replaces the predictions that the prescription's record contains (`Plan.predictions`).
+    If the plan was timed in PyTorch, it also predicts a speed relative to the library's own implementation. This claim
+    holds if a pass takes at most 10 % longer than predicted (`within`). Precision, threads, clock and batch size are
+    the same as in the plan. `promised` replaces the predictions that the prescription's record contains
+    (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True
@@ -326,9 +327,10 @@ def judged_promise(
 
 
 def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
-    """Returns a quantity's value at twice the promised loss, and 1.96 standard deviations over images at that loss.
+    """Returns a quantity's value at twice the promised loss, and 1.96 times its standard deviation at this loss.
 
-    For shares of images, twice the loss is at least `MIN_LOSS` above the promised loss.
+    For shares of images, the doubled loss is at least `MIN_LOSS` above the promised loss. The standard deviation is
+    over images.
     """
     if quantity == "divergence":
         return 2 * promised.value, 2 * 1.96 * promised.spread  # every image diverges twice as much

@@ -47,7 +47,7 @@ NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP 
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    Embeddings have no classes. An embedding is correct if the nearest neighbour's image has the same label
+    Embeddings have no classes. An embedding is correct if its nearest neighbour comes from an image with the same label
     (`attnrx.vit.outputs`), and findings call this 1-nearest-neighbour accuracy. If images have several labels, an
     output is correct if all its labels are correct (exact-match accuracy).
 
@@ -150,8 +150,8 @@ class Metric(Check):
 class MetricOfSet(Check):
     """The `metric_of_set` that you pass to `verify` or `shrink`, e.g. a mean average precision over all images.
 
-    The findings are the value for each model, and the change between them. All intervals come from `draws` paired
-    resamples.
+    The findings are the value for each model, and the change from the reference to the candidate. All intervals come
+    from `draws` paired resamples.
     """
 
     draws: int = 200

@@ -225,7 +225,7 @@ def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float
     """Returns the binned expected calibration error, with an interval that covers the population's error.
 
     The calibration error is a sum of magnitudes, so noise increases it. On a small image set, even a perfectly
-    calibrated model has an error well above zero. Resamples have a still larger error, so their percentiles may exclude
+    calibrated model has an error well above zero. Resamples have an even larger error, so their percentiles may exclude
     the value itself.
 
     By the triangle inequality, the sample's error differs from the population's error by at most the sum of the bins'

@@ -79,7 +79,7 @@ def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[s
 
 
 def _heads(prescription: Prescription, diagnosis: Diagnosis | None) -> list[tuple[int, ...]]:
-    """Returns the heads of every layer by their indices in the original model, which only the diagnosis contains."""
+    """Returns the original indices of every layer's heads. Without a diagnosis, the heads are counted from 0."""
     if diagnosis is None:
         return [tuple(range(len(layer.heads))) for layer in prescription.layers]
     return [layer.spectrum.heads for layer in diagnosis.layers]
@@ -104,7 +104,7 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns facts about what was removed, and a heat map of ranks per pruned map, or None if nothing changed."""
+    """Returns texts and heat maps of ranks that show what was removed, or None if nothing was removed."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]

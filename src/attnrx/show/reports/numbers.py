@@ -81,7 +81,10 @@ def quantity(
 
 
 def interval(low: Number | None, high: Number | None) -> str:
-    """Formats an interval, [0.48, 0.62], with two significant digits of its width, or returns "" if there is none."""
+    """Formats an interval, e.g. [0.48, 0.62], or returns "" if there is none.
+
+    The ends usually have enough decimals to show two significant digits of the interval's width.
+    """
     if low is None or high is None:
         return ""
     decimals = _decimals(low, high)

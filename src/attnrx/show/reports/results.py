@@ -295,8 +295,8 @@ FILE_COLUMNS = ("file", "speed", "unchanged answers", "divergence", "size")
 def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
     """Returns the title and the rows of the table that compares exported files.
 
-    The rows are the vendor's file and attnrx's file of the unchanged model, and the file of the smaller model. All
-    files were timed in one run. If there was no such run, the table has no rows.
+    The rows are files of the unchanged model, written by the vendor's tool and by attnrx, and the file of the smaller
+    model. All files were timed in one run. If there was no such run, the table has no rows.
     """
     rows, title = [], ""
     for finding in evidence.of("files"):
@@ -329,7 +329,7 @@ def findings(evidence: Evidence) -> dict[str, Any]:
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
-    """Splits the findings into those for the main table, and those on one corruption at one severity."""
+    """Returns the findings for the main table, and separately the findings on one corruption at one severity."""
     separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
         # False and True are the indices of the two lists.
@@ -376,7 +376,8 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     A record has these entries:
 
     - `bytes` is the size of the file together with the files that belong to it, e.g. external weights.
-    - `faster` is the file's speed relative to the unchanged model's file in the same runtime and precision, or None.
+    - `faster` is the file's speed relative to the unchanged model's file in the same runtime and precision, or None if
+      it was not measured.
     - `accuracy` is the file's accuracy in %, or None if it was not measured. The accuracy of model.onnx is never
       measured, because this file returns the same logits as the model.
     - `unchanged` is true if nothing was removed.

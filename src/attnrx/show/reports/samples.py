@@ -34,8 +34,8 @@ class TokenSamples:
 
     `left` is true for the patches that are left after each stage of the `policy`. `tokens` is the number of tokens
     after each stage, including prefix tokens such as the class token. The patches form a `grid` (rows, columns),
-    numbered row by row. If the token reducer merges, `groups` is set: for every patch, it holds the index of the patch
-    whose token represents it. `labels` are the class names of the images.
+    numbered row by row. `groups` is only set if the token reducer merges tokens. For every patch, it holds the index of
+    the patch whose token represents it. `labels` are the class names of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -48,7 +48,7 @@ class TokenSamples:
 
 
 def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns at most the first `count` images, and their class names. Without labels, there are no names."""
+    """Returns at most the first `count` images, and their class names. Without class labels, no names are returned."""
     batch = next(iter(images.take(min(count, len(images))).batches(count)))
     # An image without a label has the label -1.
     if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
@@ -244,9 +244,10 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
 
 
 def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 height width"]:
-    """Returns pictures of one image after every stage, with pruned patches faded, and merged ones in their mean colour.
+    """Returns a picture of one image after every stage.
 
-    If the image has one channel, the pictures are grey.
+    Pruned patches are faded, and merged patches have the mean colour of their group. If the image has one channel, the
+    pictures are grey.
     """
     image = as_colours(samples.images[index])
     if samples.groups is None:
@@ -296,7 +297,7 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
 
 
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
-    """Returns an image with 1, 3 or 4 channels for drawing. Other numbers of channels are averaged to one channel."""
+    """Returns an image with 1, 3 or 4 channels for drawing. All other images are averaged over their channels."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
 
 
