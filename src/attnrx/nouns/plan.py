@@ -84,9 +84,10 @@ class Plan(Displayed):
 
     `minimized` is the cost that the plan reduces ("latency", "macs" or "params"). `cost` is the predicted cost as a
     share of the original model's cost. `measured` records the timing of the plan, or is None if the cost is not
-    latency. `expected` holds the predicted divergence in nats, and the agreement and the change of top-1 accuracy as
-    shares. `explained` contains one line for each choice of the planner. `about` records the settings, the kind of the
-    model's outputs ("outputs") and the number of images that were used to choose the plan ("images").
+    latency. `expected` holds the predicted divergence (in nats, for class outputs), and the agreement and the change of
+    top-1 accuracy as shares. `explained` contains one line for each choice of the planner. `about` records the
+    settings, the kind of the model's outputs ("outputs") and the number of images that were used to choose the plan
+    ("images").
     """
 
     prescription: Prescription

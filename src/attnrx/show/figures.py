@@ -59,7 +59,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """The series that share a pair of axes, or a `picture` with values in [0, 1], which is drawn instead."""
+    """One panel of a figure. It shows series on one pair of axes, or a `picture` with values in [0, 1]."""
 
     series: tuple[Series, ...]
     title: str = ""

@@ -31,7 +31,7 @@ def converted(record: Entries, path: Path | str) -> dict[str, Any]:
 
 
 def _of_types(value: Any) -> Any:
-    """Converts all objects inside a value that have a field `type`, i.e. records of dataclasses."""
+    """Converts all objects with a field `type` inside a value, i.e. the records of dataclasses."""
     if isinstance(value, list):
         return [_of_types(item) for item in value]
     if not isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, size: str) -> tuple[str, dict[str, int]]:
-    """Reads an elastic model's evidence on one size, and returns the size's fingerprint and the original's costs.
+    """Returns the fingerprint of one size of an elastic model and the original's costs, both from the size's evidence.
 
     Raises:
         CheckpointError: The evidence is missing, or lacks the fingerprint or the costs.

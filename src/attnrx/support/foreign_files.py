@@ -125,14 +125,14 @@ def open_graph(path: Path) -> Any:
 
 
 def open_session(path: Path, options: Any) -> Any:
-    """Starts an ONNX Runtime session for a file on the CPU, with the runtime's own operators only."""
+    """Starts an ONNX Runtime session on the CPU. The file may only use the runtime's own operators."""
     import onnxruntime
 
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def open_openvino(path: Path) -> tuple[Any, Any]:
-    """Returns OpenVINO's core and the model in a file, with the runtime's own operators only."""
+    """Returns OpenVINO's core and the model in a file, which may only use the runtime's own operators."""
     core = required_module("openvino", "openvino", "this file").Core()
     return core, core.read_model(str(path))
 

@@ -34,7 +34,7 @@ def device_name(device: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns attnrx's cache folder: $ATTNRX_CACHE or, if it is not set, `attnrx` in the user's cache folder."""
+    """Returns attnrx's cache folder, which is $ATTNRX_CACHE or, by default, `attnrx` in the user's cache folder."""
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"

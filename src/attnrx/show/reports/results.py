@@ -26,7 +26,7 @@ UNITS = ("params", "macs")
 
 
 class SummaryPart(NamedTuple):
-    """One part of the summary sentence: an amount with conditions, 95 % interval and factors. Missing texts are ""."""
+    """One part of the summary sentence: an amount with its conditions, interval and factors. Missing texts are ""."""
 
     amount: str
     conditions: str = ""
@@ -188,7 +188,7 @@ def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
 
 
 def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
-    """Returns the costs of every part of the original and of the smaller model, or None if they were not measured."""
+    """Returns the costs by part, for the original and for the smaller model, or None if they were not measured."""
     found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
     before, after = (None if each is None else each.details.get("parts") for each in found)
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
