@@ -1,4 +1,4 @@
-"""Registries, which map names to objects (things), e.g. the name of a rule in a text to the class of the rule.
+"""Registries, which map names to objects (things). For example, a registry maps the names of rules to their classes.
 
     RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
     RULES["total_rank"]
@@ -6,7 +6,7 @@
     @RULES.register
     class Mine(Rule): ...
 
-Other packages register things as in the last example, in a module that the package declares as an entry point.
+Other packages register things with the decorator, in a module that they declare as an entry point.
 """
 
 import re
@@ -31,8 +31,8 @@ def text_name(thing: Any) -> str:
 class Registry(Mapping[str, Thing]):
     """A mapping from names to objects (things) of one kind. `noun` names the kind in messages, e.g. "rule".
 
-    Other packages register their things in modules, and declare these modules as entry points in the `group`. attnrx
-    imports the modules when a name is unknown, and when all names are listed.
+    Other packages register their things in modules, and declare these modules as entry points of the group `group`.
+    attnrx imports the modules when a name is unknown, and when all names are listed.
     """
 
     def __init__(

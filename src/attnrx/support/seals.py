@@ -1,4 +1,4 @@
-"""Seals for JSON files: a hash of a file's content, stored in the file, shows whether the file was edited later."""
+"""Seals for JSON files. A seal is a hash of the file's content, which is stored in the file and reveals later edits."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The axis names in shape annotations, which mean the same in all modules.
+"""The axis names in shape annotations, which have the same meaning in all modules.
 
     batch       images of a batch              width       embedding dimension of a token
     tokens      tokens of an image             heads       attention heads of a layer

@@ -44,7 +44,7 @@ def write_text(path: Path | str, content: str) -> Path:
 
 @checked()
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record as JSON (see `json_text`) with `write_atomically`, and returns the path."""
+    """Atomically writes a record to a JSON file (see `json_text`), and returns the path."""
     return write_text(path, json_text(record))
 
 
@@ -92,7 +92,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @checked()
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors, with `about` as metadata, to a safetensors file atomically, and returns the path."""
+    """Atomically writes tensors to a safetensors file, with `about` as metadata, and returns the path."""
     content = _encoded(tensors, dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
@@ -173,7 +173,7 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
     """Loads the tensors that `write_with_tensors` wrote with a record. Without such tensors, the result is empty.
 
     Raises:
-        CheckpointError: The tensors are missing, damaged, or do not have the hash in the record.
+        CheckpointError: The tensors are missing or damaged, or their hash differs from the hash in the record.
     """
     sha256 = record.get("tensors_sha256")
     if sha256 is None:
@@ -251,10 +251,10 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
     """Raises FingerprintMismatch if a document belongs to another model.
 
     Args:
-        made_for: The fingerprint of the model that the document belongs to.
-        fingerprint: The fingerprint of the model that the document is used with.
+        made_for: The fingerprint of the model to which the document belongs.
+        fingerprint: The fingerprint of the model with which you use the document.
         document: The beginning of the error message, e.g. "the diagnosis was made for".
-        what: A description of the model that the document is used with.
+        what: A description of the model with which you use the document.
         advice: The end of the error message, which says what to do.
     """
     if made_for != fingerprint:

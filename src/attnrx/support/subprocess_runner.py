@@ -55,12 +55,11 @@ _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 class Subprocess:
     """A separate Python process that runs function calls. On Linux, every call runs in its own fork of that process.
 
-    The separate process keeps freed memory, like a service with its own allocator. Functions, arguments and results are
-    pickled, because they may contain modules of any library. cloudpickle also pickles classes and functions of a script
-    or a notebook, which another process cannot import. The pickles are exchanged in a private temporary folder.
-    The separate process ends when the calling process ends, even after a crash. On systems other than Linux, it
-    finishes its current call first. It imports modules from the same folders as the calling process, but searches
-    relative folders last.
+    The separate process keeps freed memory instead of returning it to the operating system, as a service with its own
+    allocator does. Functions, arguments and results are pickled with cloudpickle, which also supports classes and
+    functions of a script or a notebook. The pickles are exchanged in a private temporary folder. The separate process
+    ends when the calling process ends, even after a crash. On systems other than Linux, it finishes its current call
+    first. It imports modules from the same folders as the calling process, but searches relative folders last.
     """
 
     def __init__(self):

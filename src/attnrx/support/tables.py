@@ -24,7 +24,7 @@ def markdown(words: Any) -> str:
 
 
 def markdown_code(words: Any) -> str:
-    """Formats a text as Markdown code. Its delimiters are one backtick longer than the longest run in the text."""
+    """Formats a text as Markdown code, between delimiters that are longer than any run of backticks in the text."""
     text = " ".join(_utf8(str(words)).split())
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence, room = "`" * (longest + 1), " " if longest else ""

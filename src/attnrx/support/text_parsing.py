@@ -50,7 +50,8 @@ def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
 def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
     """Returns the dataclass fields that users can set in a string, by name. Keyword-only fields come last.
 
-    Such a field contains a number, a boolean, a string, an object of the class `nested`, or a tuple of these.
+    Users can set fields that contain a number, a boolean, a string, an object of the class `nested`, or a tuple of
+    such values.
     """
     plain = [*_DESCRIBED, Ellipsis]  # a list, because the arguments of a Callable are not hashable
 
@@ -99,7 +100,6 @@ class TextReader:
         InvalidInput: The string does not follow the grammar. The error has the class `error`, and its message contains
             the position of the problem.
         UnknownName: The string contains an unknown name or option.
-        UnknownName: The text contains an unknown name or knob.
     """
 
     noun: ClassVar[str]

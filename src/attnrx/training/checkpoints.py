@@ -214,9 +214,9 @@ def identity(
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
     """Raises CheckpointError with a list of differences if the requested run is not the saved run.
 
-    The requested model may have either the initial weights of the run or its last saved weights, which have the
-    fingerprint `reached`. The last weights are allowed, because training changes a model in place, and you may resume
-    with that model.
+    The requested model may have the initial weights of the saved run or its last saved weights, whose fingerprint is
+    `reached`. The last saved weights are allowed, because training changes a model in place, and you may resume the run
+    with this changed model.
     """
     # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

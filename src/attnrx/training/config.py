@@ -36,23 +36,24 @@ class TrainingConfig:
         min_learning_rate: Final learning rate, at the end of the cosine decay.
         warmup_learning_rate: Initial learning rate, at the start of the warm-up.
         weight_decay: Weight decay of matrices. Biases, norms and strengths are excluded.
-        warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
+        warmup_epochs: Epochs in which the learning rate rises (5, but at most a tenth of the run).
         gradient_clip: Maximum norm of the gradient. Larger gradients are scaled down to it. None turns clipping off.
         losses: The terms of the objective. Every term has its own weight.
         augmentation: Augmentation of the training images. None means the dataset's own augmentation.
             `Augmentation(padding=0, flip=False)` disables augmentation.
         predictor_learning_rate: Factor that multiplies the learning rate for token predictors.
-        strength_init: Initial value of every strength. Larger values sharpen attention sooner (the model's own).
+        strength_init: Initial value of every strength. Larger values sharpen attention sooner. None keeps the model's
+            own values.
         strength_decay: Weight decay of the strengths, which pulls weak strengths to zero.
         strength_learning_rate: Factor that multiplies the learning rate for strengths. A larger factor spreads the
             strengths sooner.
-        precision: Precision of matrix products in the forward pass. Weights keep their dtype in both cases.
+        precision: Precision of matrix products in the forward pass. The dtype of the weights does not change.
         compile: Compile the model with torch.compile for training.
         parallel: How several processes (accelerate launch, torchrun) store the model. With ddp, each process has a
             copy. With fsdp, each process has a shard.
         ema: Decay of an exponential moving average of the weights, which is validated and saved instead of the last
             weights (off).
-        seed: Seed of new weights, the order of images, augmentation and noise.
+        seed: Seed for new weights, the order of images, augmentation and noise.
         checkpoint_every: Steps between checkpoints. A checkpoint is also written when the run is interrupted.
     """
 

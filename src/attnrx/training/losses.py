@@ -27,9 +27,10 @@ TeacherSource = tuple[str, str | None]
 class LossContext:
     """The inputs of a loss at one training step.
 
-    `model` is the module without wrappers. A loss that runs it again calls `model.forward`, which is never compiled.
-    `logits` have float32 or a higher precision. `seed` is different in every step. `shard` contains the index of this
-    part of the step's images and the number of parts. `progress` is the completed fraction of the training.
+    `model` is the module without wrappers. A loss that runs the model again calls `model.forward`, which is never
+    compiled. `logits` have float32 or a higher precision. `seed` is different in every step. The step's images are
+    divided into parts, and `shard` contains the index of this part and the number of parts. `progress` is the completed
+    fraction of the training.
 
     If a loss needs features, `features` contains the output tokens of the model's blocks. After a stage that removes
     tokens, the outputs have fewer tokens. If the model has a token policy (rules for pruning or merging tokens), `run`
@@ -192,7 +193,7 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     """Runs a teacher on the images of the step. The outputs are computed once and shared by all losses of the step.
 
     Returns the teacher's logits and, if a loss of this step needs features, the outputs of the teacher's blocks. If the
-    teacher uses another image normalization than the model, the images are converted to the teacher's normalization.
+    teacher and the model use different image normalizations, the images are converted to the teacher's normalization.
     """
     if source not in context.memory:
         teacher = context.teachers.get(source)

@@ -50,7 +50,7 @@ def derived_seed(*parts: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate schedule of a run: a linear rise during the warm-up, and then a fall along a cosine."""
+    """The learning rate schedule of a run, which consists of a linear warm-up and a cosine decay."""
 
     config: TrainingConfig
     steps_per_epoch: int
@@ -144,7 +144,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gathers sharded tensors one by one on the CPU. Without `keep`, this process takes part but gets an empty dict."""
+    """Gathers sharded tensors one by one on the CPU.
+
+    If `keep` is false, this process takes part in the gathering, but gets an empty dict.
+    """
     whole_tensors = {}
     for name, tensor in tensors.items():
         # Tensors are gathered one by one and moved to the CPU, because all of them may not fit on a device beside the
@@ -233,9 +236,9 @@ class Learner:
     ):
         """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-        `target` is the caller's model. `model` is either the same object or, for sharding, a copy. If a loss needs the
-        outputs of blocks, every forward pass appends them to `features`, each [batch, tokens, width]. `teachers`
-        contains the loaded teacher models.
+        `target` is the caller's model. `model` is the same object or, if its weights are sharded, a copy. If a loss
+        needs the outputs of blocks, every forward pass appends them to `features`, each with the shape
+        [batch, tokens, width]. `teachers` contains the loaded teacher models.
 
         Raises:
             NotSupported: The config has settings for learned strengths, but the model has no learned strengths.
@@ -276,7 +279,7 @@ class Learner:
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
-        """Returns a context for the forward pass: with precision="bf16", matrix products are computed in bfloat16."""
+        """Returns the context of the forward pass, in which matrix products use bfloat16 if `precision` is "bf16"."""
         return bfloat16_products(self.accelerator.device, self.config.precision == "bf16")
 
     def summed(self, sums: Float[Tensor, "names"]) -> Float[Tensor, "names"]:

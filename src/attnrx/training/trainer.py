@@ -1,4 +1,4 @@
-"""The training loop, with a history of epochs, checkpoints and exact resume.
+"""The training loop, which records every epoch, writes checkpoints, and resumes interrupted runs exactly.
 
 The data and the processes are checked before the first step, so that wrong settings do not waste training time.
 """
@@ -87,7 +87,7 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
 
     Args:
         model: The model, of any family that `load` supports. Parameters with `requires_grad=False` are not trained.
-        data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
+        data: `Splits`, a dataset, or a mapping from "train", "validation" and "test" to data.
         config: The settings of the run.
         folder: The folder of the run. It is created if it does not exist.
         log: A function that the main process calls with a line of text after every epoch.
@@ -166,10 +166,10 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Uses deterministic algorithms within the context, where they exist. Then restores settings and generator states.
+    """Prefers deterministic algorithms within the context, and restores settings and generator states at the end.
 
-    On CUDA, the backward pass of fused attention is deterministic only if PyTorch forbids all other algorithms. But
-    then operations without a deterministic algorithm fail. So attnrx does not forbid them. Users can do so with
+    On CUDA, the backward pass of fused attention is deterministic only if PyTorch forbids all other algorithms. attnrx
+    does not forbid them, because operations without a deterministic algorithm would then fail. You can forbid them with
     `torch.use_deterministic_algorithms(True)`. Otherwise, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
@@ -189,14 +189,14 @@ def deterministic() -> Iterator[None]:
 
 
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Returns the data with the model's image normalization, after checking that the data fit model and batch size.
+    """Checks that the data fit the model and the batch size, and returns them with the model's image normalization.
 
     If a loss uses labels, every training image must have a label, and the label must be a class of the model. If no
     loss uses labels, images need no labels, and the data may have fewer classes than the model.
 
     Raises:
         InvalidInput: The batch size is larger than the training set, or the images or classes do not fit the model.
-        DataError: A loss uses labels, but the images have no labels, or labels for other classes.
+        DataError: A loss uses labels, but the images have no labels, or labels that are not classes of the model.
     """
     if config.batch_size > len(splits.train):
         raise InvalidInput(
@@ -384,7 +384,7 @@ class _Run:
             )
 
     def _check(self, interruption: threading.Event) -> None:
-        """Checks periodically for non-finite values, for a signal to stop, and for a due checkpoint."""
+        """Regularly checks for non-finite values and for a signal to stop, and writes a checkpoint when one is due."""
         learner, ended = self.learner, self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
@@ -461,7 +461,7 @@ class _Run:
         return self.checkpoints.path(self.step)
 
     def _finish(self) -> TrainingRun:
-        """Saves the model and training.json. This file marks the run as finished."""
+        """Saves the model and training.json, which marks the run as finished."""
         learner = self.learner
         if learner.mean is not None:
             learner.mean.swap_()

@@ -51,9 +51,9 @@ MOST_PLANS = 1024
 class LayerPlan:
     """How a layer is computed for one input shape: the backend, the groups of heads (buckets) and the padded sizes.
 
-    `value_dims` contains the padded value dimension of every head, and `widths` contains it for every bucket. `rows`
-    contains the padded number of query and key rows of every head. If `joint` is true, `Backend.attend_fused_qkv`
-    computes the layer.
+    `value_dims` contains the padded value dimension of every head, and `widths` the padded value dimension of every
+    bucket. `rows` contains the padded number of query and key rows of every head. If `joint` is true,
+    `Backend.attend_fused_qkv` computes the layer.
     """
 
     backend: Backend
@@ -203,7 +203,7 @@ class Attention(nn.Module):
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
-        """Returns the bias per pair of tokens for the stored heads and the first `queries` tokens, if there is one."""
+        """Returns the pair bias of the stored heads for the first `queries` tokens, or None if there is none."""
         bias, heads = None if positions is None else positions.bias, self.spec.heads
         if bias is None:
             if not self.spec.pair_bias:
@@ -253,7 +253,7 @@ class Attention(nn.Module):
         return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
-        """Returns how the backend computes tokens of shape [batch, tokens, width]. Results are cached by shape."""
+        """Returns how the backend processes tokens of shape [batch, tokens, width]. Results are cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
@@ -272,7 +272,7 @@ class Attention(nn.Module):
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def spectrum(self) -> Spectrum:
-        """Returns the score directions of all heads in float64. The last column of each table contains the biases."""
+        """Returns the score directions of all heads in float64. In `query` and `key`, the last column is the bias."""
         spec = self.spec
         ranks, width = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
@@ -296,7 +296,8 @@ class Attention(nn.Module):
 
         `value_factor` and `readout_factor`, [heads, _, v_head_dim], are the R factors of QR decompositions. For
         `value_factor`, the head's transposed value rows are decomposed. For `readout_factor`, the head's columns of the
-        output projection are decomposed. Both are padded with zeros. `value_bias` is [heads, v_head_dim].
+        output projection are decomposed. The rows and columns are first padded with zeros. `value_bias` has the shape
+        [heads, v_head_dim].
         """
         value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
         rows = _table(self.value, value_dims, value_dims, width)

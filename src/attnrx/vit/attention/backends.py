@@ -110,7 +110,7 @@ class Mixture(ABC):
     def native_outputs(
         self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
     ) -> HeadOutputs:
-        """Computes the outputs of all heads with the C++ kernel, from one mixture per bucket, and returns them."""
+        """Returns the outputs of all heads, which the C++ kernel computes from one mixture per bucket."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Backend(ABC):
     """Whether the backend accepts fewer query tokens than key tokens."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """Stores two functions: one returns the token sizes, which weight the keys, and one their logarithms."""
+        """Stores functions that return the token sizes, which weight the keys, and the logarithms of the sizes."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -231,7 +231,7 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns a mask that is added to the scores: the pair bias plus the logarithms of the token sizes.
+        """Returns the sum of the pair bias and the logarithms of the token sizes, which is added to the scores.
 
         The logarithm of size 0 is -inf. Returns None if there are neither pair biases nor token sizes.
         """
@@ -329,7 +329,7 @@ class Eager(Backend):
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are plain dot products, and all heads have the same rank, equal to their value dimension."""
+    """Whether scores are plain dot products, and the ranks and value dimensions of all heads are equal."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
@@ -432,7 +432,8 @@ class Native(Eager):
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups heads of equal shape, without padding.
 
-        For few tokens, heads are instead padded to one rank, unless the kernel can compute them from a joint product.
+        If there are few tokens, the heads are instead padded to the same shape, unless the kernel can read queries,
+        keys and values from one joint projection.
         """
         if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
@@ -504,9 +505,9 @@ class Auto(Fused):
 class Portable(Eager):
     """Scaled dot-product attention in few graph operations, for exported files.
 
-    The graph does not depend on the batch size, the number of threads or the machine. Neighbouring heads of equal
-    widths are computed by one operation. If padding adds little arithmetic, all heads are padded and computed by one
-    operation. Queries and values may have different widths. If there are token sizes, they weight the keys.
+    The exported graph does not depend on the batch size, the number of threads or the machine. One operation computes
+    neighbouring heads of equal widths. If padding adds little arithmetic, all heads are padded, and one operation
+    computes all of them. Queries and values may have different widths. If there are token sizes, they weight the keys.
     """
 
     takes_few_queries = True
@@ -546,8 +547,8 @@ class AttentionCapture(Backend):
     """Attention that weights the keys by token sizes, and sends attention or other quantities to a token reducer.
 
     `sizes` returns how many original tokens each token represents, or None if every size is 1. `log_sizes` returns the
-    logarithms of the sizes. `receive` is called with the quantities that `wanted` names: "attention",
-    "class_attention", "keys" or "value_norms". A fused kernel is used unless full attention maps or gradients of the
+    logarithms of the sizes. `receive` is called with the quantities that `wanted` names, which may be "attention",
+    "class_attention", "keys" and "value_norms". A fused kernel is used unless full attention maps or gradients of the
     sizes are needed.
     """
 
@@ -564,7 +565,10 @@ class AttentionCapture(Backend):
         self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns a C++ backend if the kernel runs and nothing but class attention is wanted, and otherwise itself."""
+        """Returns a C++ backend if possible, and otherwise this backend.
+
+        The C++ backend can be used if its kernel runs and if `wanted` names nothing except "class_attention".
+        """
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
         return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self
@@ -688,7 +692,7 @@ class NativeCapture(Native):
 
 @kept
 def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns a block-diagonal float32 matrix: `scale` where a direction belongs to a head, and otherwise 0."""
+    """Returns a block-diagonal float32 matrix that is `scale` where a direction belongs to a head, and 0 elsewhere."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 

@@ -28,8 +28,9 @@ Keys = Float[Tensor, "batch keys rows"]
 class Positions:
     """Rotary positions and relative position biases for the tokens of one layer.
 
-    `cos` and `sin` rotate every patch, with one angle per frequency of the original head. Their head axis has size 1 if
-    all heads share the angles. The first `prefix` tokens are not patches (e.g. the class token) and are not rotated.
+    `cos` and `sin` are the cosines and sines of the rotation angles of every patch, with one angle per frequency of the
+    original head. Their head axis has size 1 if all heads share the angles. The first `prefix` tokens are not patches
+    (e.g. the class token) and are not rotated.
     `bias` is added to the scores of all pairs of tokens, including the prefix. The first axis of all three tensors has
     size 1 if all images share the values.
     """
@@ -42,8 +43,8 @@ class Positions:
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
         """Returns the positions of the patches that remain in the layer.
 
-        `indices` contains the indices of these patches. None means all patches. The index -1 marks a token that is not
-        a patch. Such a token is not rotated and has no bias.
+        `indices` contains the indices of the remaining patches, or is None if all patches remain. The index -1 marks a
+        token that is not a patch. Such a token is not rotated and has no bias.
         """
         if indices is None:
             return self
@@ -98,7 +99,7 @@ class ScoreForm(nn.Module, ABC):
     def query_factor(self) -> float:
         """The factor by which queries are multiplied in the projection.
 
-        If this factor is `spec.scale`, the scores are not multiplied by the scale again.
+        If queries are already multiplied by `spec.scale`, the scores are not multiplied by it again.
         """
         return 1.0
 
@@ -152,7 +153,7 @@ class DenseForm(ScoreForm):
         return self.spec.scale if has_fixed_weights() and not self.spec.fixes_scores else 1.0
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the queries and keys of every bucket, padded with zeros to the bucket's width, as score factors."""
+        """Returns score factors that contain each bucket's queries and keys, padded with zeros to its width."""
         scale = self.spec.scale / self.query_factor
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, scale)
@@ -214,10 +215,10 @@ class RotaryForm(DenseForm):
 class AxialForm(DenseForm):
     """Dot products of queries and keys, plus relative position scores per axis, as in ViTDet and SAM.
 
-    Li et al., MViTv2, 2022, define score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
-    right[x_i - x_j]). Token i is in row y_i and column x_i of the window. `down` and `right` have a column for every
-    distance, starting with the most negative distance. They have a row for every stored query row, so each head keeps
-    its own position vectors after directions were removed.
+    In MViTv2 (Li et al., 2022), score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
+    right[x_i - x_j]). Token i is in row y_i and column x_i of the window. The parameters `down` and `right` have one
+    column for every distance, starting with the most negative distance, and one row for every stored query row. So each
+    head keeps its own position vectors after directions were removed.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -263,9 +264,9 @@ class AxialForm(DenseForm):
     def _vectors(
         self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
     ) -> Float[Tensor, "heads features lines lines"]:
-        """Returns each head's position vectors for all pairs of query and key lines, padded to `features`.
+        """Returns each head's position vectors for all pairs of query and key lines, padded to `features` features.
 
-        For `down`, a line is a row of the window. For `right`, a line is a column.
+        For the table `down`, a line is a row of the window. For the table `right`, a line is a column.
         """
         parts = table.split(self.spec.rows)[bucket.heads]
         padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])

@@ -41,14 +41,14 @@ class HeadLinear(nn.Module):
         return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self.spread(rows, factor)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
-        """Returns the weight with the bias (or zeros) as last column, in float64 on the CPU."""
+        """Returns the weight in float64 on the CPU, with the bias (or zeros) as an additional last column."""
         # With the bias as a column, decompositions treat it like one more entry of every direction (homogeneous
         # coordinates).
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
     def spread(self, rows: tuple[int, ...], factor: float = 1.0) -> "WeightAndBias":
-        """Returns weight and bias, multiplied by `factor` and padded with zero rows to `rows[h]` rows per head."""
+        """Returns the weight and bias, multiplied by `factor` and padded with zeros to `rows[h]` rows per head."""
         weight, bias = self.weight, self.bias
         if rows != self.rows:
             # One gather pads all heads, because every padding row reads the zero row that is appended at the end.

@@ -124,7 +124,7 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model that is prepared for these conditions, in evaluation mode."""
+        """Returns a copy of the model in evaluation mode, prepared for these conditions."""
         # Inference mode is disabled for the copy. Values derived from inference tensors could not be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
@@ -225,8 +225,9 @@ def interleave(
 
     A deployed model is called repeatedly, so its weights stay in the processor's caches. To measure this case,
     `repeated` runs untimed calls of the same function before each timed call, if calls are short. One untimed call is
-    not enough: after calls of another model, the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one
-    thread) take 5.7, 5.5, 5.2, 5.0, 4.9, 4.9 ms. With two stages of merging, they take 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
+    not enough. For example, after calls of another model, the first six calls of a ViT-Tiny in bfloat16 (OpenVINO, one
+    image, one thread) take 5.7, 5.5, 5.2, 5.0, 4.9 and 4.9 ms. With two stages of token merging, the first six calls
+    take 6.1, 5.5, 4.6, 4.2, 4.0 and 3.9 ms.
 
     Args:
         runs: The functions to time, by name.
@@ -234,7 +235,7 @@ def interleave(
         warmup: The number of untimed rounds before the timed rounds.
         clock: The name of the clock: "wall", "cpu" or "cuda".
         repeated: Whether untimed calls run before each timed call, if all calls take less than `REPEATED` seconds.
-        is_enough: A function of the times so far. If it returns True, the measurement ends early.
+        is_enough: A function that is called with the times so far. If it returns True, the measurement ends early.
 
     Returns:
         The seconds of every round, by name, in float64.
@@ -356,13 +357,13 @@ class LatencyComparison:
 def is_busy(taken: float | None) -> bool:
     """Whether the machine was too busy for a reliable measurement.
 
-    `taken` is how many processors, on average, other processes took from the measurement, or None if unknown.
+    `taken` is the average number of processors that other processes took from the measurement, or None if unknown.
     """
     return taken is not None and taken > BUSY
 
 
 def busy_text(taken: float | None) -> str:
-    """Returns a warning that other processes used `taken` of the processors during a measurement."""
+    """Returns a warning that other processes took `taken` processors, on average, from a measurement."""
     return f"measured beside other processes, which took {taken:.1f} of the processors that it needs"
 
 
@@ -386,11 +387,11 @@ class LatencyProtocol:
         warmup: The number of untimed rounds before the timed rounds.
         clock: "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the CUDA stream).
             None means "cuda" on a CUDA device and "wall" on other devices.
-        processes: The number of new processes among which the rounds are divided. The intervals then cover differences
-            between processes. Models that cannot be pickled are measured in this process instead, and
-            `LatencyComparison.processes` is then 1.
-        enough: A precision at which the measurement ends early, as a fraction of the speed. It ends once every speed
-            differs from both ends of its interval by at most this fraction. None means that all rounds run.
+        processes: The number of new processes among which the rounds are divided. With more than one process, the
+            intervals cover differences between processes. Models that cannot be pickled are measured in this process
+            instead, and `LatencyComparison.processes` is then 1.
+        enough: A precision at which the measurement ends early, as a fraction of the speed. The measurement ends once
+            every speed differs from both ends of its interval by at most this fraction. None means that all rounds run.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -420,7 +421,7 @@ def compare_latency(
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
-    """Compares the latency of two models: how long their forward passes take for a batch. The models do not change.
+    """Compares how long the forward passes of two models take for the same batch. The models do not change.
 
     Args:
         candidate: The model to measure.
@@ -449,7 +450,7 @@ def compare_latencies(
     See `compare_latency` for the arguments. No model is changed.
 
     Returns:
-        One comparison with the reference for every candidate, by its name.
+        A comparison with the reference for every candidate, by the candidate's name.
 
     Raises:
         InvalidInput: There are no candidates, a candidate has no name, or there are no images.
@@ -498,7 +499,10 @@ def _taken(runs: Sequence[_Run]) -> float | None:
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
-    """Measures the models in `protocol.processes` new processes, one after another, or in this process."""
+    """Measures the models in `protocol.processes` new processes, one after another.
+
+    If `protocol.processes` is 1, or if the models cannot be pickled, they are measured in this process.
+    """
     if protocol.processes > 1:
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
         # Models that cannot be pickled are measured in this process below. Their class may not be in a module, or a
@@ -530,7 +534,7 @@ def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) ->
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Returns by how many bytes CPU memory rises at its peak while `run` runs."""
+    """Returns the peak increase in CPU memory, in bytes, during a call of `run`."""
     # By default, the profiler's library logs its start to stderr, and an error if the machine has no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

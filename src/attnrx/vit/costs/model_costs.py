@@ -313,7 +313,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts floating-point operations within the context, in which the model records no gradients."""
+    """Counts floating-point operations within the context. The model records no gradients there."""
     # no_grad is not enough. If an input is a parameter, as in timm's attention pooling, torch's counter raises an
     # AssertionError. So parameters do not require gradients inside the context. The model is not copied, because
     # callers read the number of tokens that its token reduction stores during the pass.

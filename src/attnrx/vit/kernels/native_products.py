@@ -39,7 +39,7 @@ class NativeMap(ctypes.Structure):
 
 
 def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
-    """Whether the kernels support the features' device, dtype and recording state: float32 inference on a CPU."""
+    """Whether the kernels support these features, i.e. whether this is float32 inference on a CPU."""
     # The device is checked first, because on other devices even these comparisons would delay the kernels.
     return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
 
@@ -62,7 +62,7 @@ def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tens
 
 
 def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Whether the kernel supports a weight: a plain float32 tensor on a CPU that is not too large."""
+    """Whether the kernel supports a weight. It must be a plain float32 tensor on a CPU that is not too large."""
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.dtype == torch.float32
@@ -295,8 +295,8 @@ def native_block(
     Args:
         tokens: The block's input.
         block: The block's weights.
-        sizes: The number of original tokens that each token represents. Keys are weighted by it. None means that every
-            token represents one original token.
+        sizes: The number of original tokens that each token represents, which weights the token's key. None means that
+            every token represents one original token.
         outputs: The number of tokens to compute, starting with the first. None means all tokens.
         first_rows: Whether to return the first token's attention in every head.
 

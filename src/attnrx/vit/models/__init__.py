@@ -1,4 +1,4 @@
-"""Model families: each finds the attention layers in one kind of model, and builds, loads and saves such models."""
+"""Model families. Each family finds the attention layers in one kind of model, and builds, loads and saves models."""
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.boundary.loading import build_model, load_model, save_model

@@ -1,7 +1,7 @@
 """Converts models to attnrx's kernels for inference (`accelerate`), and back (`plain`).
 
 An accelerated model cannot be trained, and its weights cannot be changed. So the values that the kernels compute from
-the weights always stay valid. Its class is a subclass of the user's class.
+the weights always stay valid. The class of an accelerated model is a subclass of the user's class.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Accelerated(nn.Module):
     """Base class of accelerated models, which refuses training. The user's class is the second base class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs of the original model. A call with only images processes them in cache-sized chunks.
+        """Returns the outputs of the original model. If you pass only images, they are processed in cache-sized chunks.
 
         Raises:
             NotSupported: torch.fx traces the model.
@@ -98,10 +98,10 @@ FROZEN = (
 def accelerate(model: nn.Module) -> nn.Module:
     """Returns a copy of a model for inference on a CPU, which computes the same outputs with attnrx's kernels.
 
-    In float32, one C++ kernel call computes a whole attention layer, MLP or block, if the kernel supports its kind.
-    Batches are processed in chunks that fit the processor's caches. If the model's output needs only the class token,
-    the last block computes no other token. The copy has your model's class, call signature and state dict. You cannot
-    train the copy or load new weights into it. To get your model back, call `plain`.
+    In float32, one C++ kernel call computes a whole attention layer, MLP or block, if the kernel supports this kind of
+    module. Batches are processed in chunks that fit the processor's caches. If the model's output needs only the class
+    token, the last block computes only this token. The copy has your model's class, call signature and state dict. You
+    cannot train the copy or load new weights into it. To get your model back, call `plain`.
 
     Args:
         model: A model that attnrx returned, e.g. from `load` or `realize`.
@@ -142,7 +142,7 @@ def plain(model: nn.Module) -> nn.Module:
         model: A model that `accelerate` returned.
 
     Returns:
-        The original model, in evaluation mode. You can train its weights.
+        The copy, in evaluation mode. You can train its weights.
 
     Raises:
         InvalidInput: The model is not accelerated.

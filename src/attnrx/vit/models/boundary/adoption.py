@@ -59,7 +59,7 @@ class _OtherInputs(NotSupported):
 def adopted_instance(
     model: nn.Module, factory: Factory | None, inputs: Any = None, image_size: tuple[int, int] | None = None
 ) -> nn.Module:
-    """Returns a working copy of a module of any class. If the module belongs to a known family, it is returned itself.
+    """Returns a working copy of a module of any class, or the module itself if it belongs to a known family.
 
     `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` is
     an example of its inputs. `image_size` is passed to `adopt`.
@@ -161,11 +161,12 @@ def adopt(
         model: The library's model, or the user's module that contains one.
         path: The path of the Vision Transformer in a user's module, or "" for the module itself. None for a model that
             its library creates again.
-        facts: What attnrx found out about the structure of a user's module (`StructureFamily.found`).
+        facts: Facts about the structure of a user's module, as found by `StructureFamily.found`.
         factory: The function that creates a user's module.
         creation: A description of how a library creates the user's module, if this is known.
-        image_size: The height and width of the images that a user's module takes, if its Vision Transformer was created
-            for another size. If the module refuses this size, the size of its Vision Transformer is used.
+        image_size: The height and width of the images that a user's module takes. You only need it if the module's
+            Vision Transformer was created for another size. If the module refuses this size, the Vision Transformer's
+            size is used.
         **stated: Fields of `Origin` that replace the library model's values: `mean` and `std` of the image
             normalization, and `preprocessing`, the settings of the library's image transform.
 
@@ -349,7 +350,7 @@ def _measure_(
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Returns whether `create` returns the same module, with the expected outputs after the weights are loaded."""
+    """Returns whether `create` returns an equal module, which has the expected outputs once the weights are loaded."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
@@ -364,10 +365,11 @@ def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, e
 
 
 def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
-    """Returns two random images for the proof. They are small if the module and its working copy take small images.
+    """Returns two random images for the proof. They are small if the module and its working copy accept small images.
 
-    Small images save time: DINOv2 interpolates its position embeddings, and takes seven times as long at its own
-    518 x 518 pixels as with 16 x 16 patches. A SAM interpolates its relative positions, but its working copy does not.
+    Small images save time. For example, DINOv2 interpolates its position embeddings, and takes seven times as long for
+    its usual 518 x 518 pixels as for images of 16 x 16 patches. The working copy of a SAM refuses small images, because
+    it does not interpolate relative positions.
     """
     if working.around is not None and working.around.image_size:
         return random_images(working, working.input_shape)
@@ -397,7 +399,7 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the indices of blocks with patch tokens that are also used outside the next block, e.g. by a decoder.
+    """Returns the indices of blocks whose patch tokens are used by other parts than the next block, e.g. a decoder.
 
     To test a block, its patch tokens are changed for all parts of the model except the next block. If the model's
     outputs change, another part uses these tokens.

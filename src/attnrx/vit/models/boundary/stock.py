@@ -156,8 +156,8 @@ class Stock:
     def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
         """Returns the arguments for the model's current sizes, and the sizes of layers that arguments cannot describe.
 
-        The second result contains [inputs, outputs] of such linear layers, by their paths. It is empty if the arguments
-        describe the whole model.
+        The second result maps the path of each such linear layer to its sizes, [inputs, outputs]. It is empty if the
+        arguments describe the whole model.
 
         Raises:
             NotSupported: The arguments include classes, which no file can store.
@@ -180,7 +180,7 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns MLPs outside the blocks that the library creates with the same width as the MLPs of the blocks.
+        """Returns the MLPs outside the blocks to which the library always gives the width of the blocks' MLPs.
 
         Each MLP is represented by the paths of its two linear layers. For example, the pooling head of SigLIP contains
         such an MLP.
@@ -252,7 +252,7 @@ def stock_form(model: nn.Module) -> nn.Module:
 
     If no argument of the class describes the sizes, e.g. because the sizes differ between layers, linear layers are
     replaced by layers of the right sizes (`Stock.present`). A saved folder then contains the code for this replacement.
-    The new model shares the memory of the weights.
+    The new model and `model` share the memory of their weights.
 
     Raises:
         NotSupported: The library has no modules for the model's ranks, token policy or heads.
@@ -319,7 +319,7 @@ def save_stock(
     library's weight names. As a check, the folder is loaded again, and the loaded model is compared with `model`.
 
     Raises:
-        NotSupported: The library's files store joined or divided weights, or the model has arguments that no file can
+        NotSupported: The library joins or divides weights in its files, or the model has arguments that no file can
             store.
     """
     folder, stock = Path(folder), Stock(model)
