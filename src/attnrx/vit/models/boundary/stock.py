@@ -180,7 +180,7 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the MLPs outside the blocks to which the library always gives the width of the blocks' MLPs.
+        """Returns the MLPs outside the blocks to which the library gives the same width as the MLPs of the blocks.
 
         Each MLP is represented by the paths of its two linear layers. For example, the pooling head of SigLIP contains
         such an MLP.
