@@ -172,7 +172,7 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
 
     Raises:
         InvalidInput: The path is a file.
-        CheckpointError: The folder contains files with these names that do not belong to a saved model.
+        CheckpointError: The folder contains a file named in `names` that does not belong to a saved model.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -259,7 +259,7 @@ def _opened(
 
 
 def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
-    """Loads a portable model from a folder. Its library creates the model, and weights have the library's names.
+    """Loads a portable model from a folder. The model's library creates it, and the weights have the library's names.
 
     Raises:
         CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
@@ -282,7 +282,7 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
 def read_weight_file(path: Path) -> dict[str, Tensor]:
     """Reads another library's safetensors file or torch checkpoint, without running any code in the file.
 
-    If a checkpoint contains more than weights, the state dict is read from the first of STATE_KEYS that it contains.
+    If a checkpoint contains more than weights, the state dict is read from the first key in STATE_KEYS that exists.
     Prefixes that DistributedDataParallel or torch.compile added to weight names are removed.
 
     Raises:

@@ -73,7 +73,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
-    """Returns the path and family of every library's Vision Transformer in a module, largest model first."""
+    """Finds the library models inside a module. Returns their paths and families, largest model first."""
 
     def library_of(part: nn.Module) -> AdoptedFamily | None:
         families = (family for family in LIBRARIES.values() if family.has_class_of(part))
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported if a part of a module is a model that attnrx supports. The message names the part's path."""
+    """Raises NotSupported if attnrx supports a submodule of a module. The message names the submodule's path."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(

@@ -105,7 +105,7 @@ class Family(ABC):
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps (maybe factored) of every layer's MLP, or () for MLPs of another kind."""
+        """Returns the two linear maps (possibly factored) of every layer's MLP, or () for MLPs of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
         """Returns whether the family can read the model's attention. If not, it reads only the MLP of each layer."""
@@ -113,7 +113,7 @@ class Family(ABC):
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of every layer's block. Without readable attention, a block is the part around an MLP."""
+        """Returns the path of every layer's block. If attention cannot be read, a block is the part around an MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
         """Prunes hidden units outside `keep` from gates, norms and convolutions between an MLP's two linear maps."""
@@ -135,7 +135,7 @@ class Family(ABC):
         """Builds a model from its description. When a saved model is loaded, this runs on the meta device."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns a new model from the model's own library, with random weights, as the baseline for speed ratios."""
+        """Recreates the model with its own library and random weights, as the baseline for speed ratios."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -181,7 +181,7 @@ class Family(ABC):
         """Returns the final features of all patches of the images. Pruned or merged patches are restored first."""
 
     def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        """Maps weight names in the library's files to the model's weight names. The mapping is {} if they are equal."""
+        """Maps weight names in the library's files to the model's weight names. Returns {} if they are the same."""
         return {}
 
     def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
@@ -228,7 +228,7 @@ class Family(ABC):
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the image classifiers, or () if the model has none. A classifier takes one token or a token mean.
+        """Returns the image classifiers, or () if the model has none. A classifier takes one token or a mean of tokens.
 
         A classifier is a linear map, or an nn.Sequential that contains linear maps (`num_outputs`).
         """
@@ -259,7 +259,7 @@ class Family(ABC):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Computes a model's parameters and MACs in closed form, for its present layer sizes or for other sizes.
+        """Computes a model's parameters and MACs in closed form, for its current layer sizes or for other sizes.
 
         You can pass other attention specs, MLP ranks, numbers of hidden units, or a token policy. By default, the
         model's own sizes and policy are used. The MACs of a layer are counted for the tokens that the policy keeps.
@@ -308,7 +308,7 @@ class NamedFamily(Family):
         """Creates a model with random weights from `seed`. `changes` override fields of its configuration."""
 
     def load(self, name: str, weights: Path | str) -> nn.Module:
-        """Loads a published weight file into a model in evaluation mode, if the family has `takes_weights`.
+        """Creates a model with published weights, in evaluation mode. Only families with `takes_weights` support this.
 
         Raises:
             CheckpointError: The file cannot be read, or does not fit the model.

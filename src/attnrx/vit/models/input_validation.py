@@ -1,4 +1,4 @@
-"""Validates the images that enter a model. Wrong shapes and NaN raise DataError, and a wrong scale causes a warning."""
+"""Validates a model's input images. Wrong shapes and NaN raise DataError, and a wrong scale causes a warning."""
 
 import warnings
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note if the image scale is unknown or the images do not match it. A mismatch also warns."""
+        """Returns a note if the image scale is unknown or the images do not match it. Also warns about a mismatch."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -94,7 +94,7 @@ class InputValidation:
 
 
 def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Raises DataError if images would fit the model only with their channels moved from the last to the first axis."""
+    """Raises DataError if images have their channels last, but would fit the model with their channels first."""
     if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
         raise DataError(
             f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
@@ -133,7 +133,7 @@ class ImageScale:
         return not self.images or (holds and (self.images < FEW or filled or not self._explanations()))
 
     def describe(self) -> str:
-        """Describes the expected scale, the range of the images, and other scales that match them."""
+        """Describes the expected scale, the images' range of values, and other scales that match the images."""
         mean, std = (", ".join(f"{value:.3g}" for value in values.tolist()) for values in (self.mean, self.std))
         low, high, looks = float(self._ends[0].min()), float(self._ends[1].max()), " or ".join(self._explanations())
         return (
@@ -142,13 +142,13 @@ class ImageScale:
         )
 
     def _explanations(self) -> list[str]:
-        """Returns the names of common scales that map the images to pixels which fill the range [0, 1]."""
+        """Returns the names of common scales with which the images' pixels would fill the range [0, 1]."""
         scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
         fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
         return [name for name, scale in fitting.items() if all(self._fit(*scale))]
 
     def _fit(self, mean: Tensor, std: Tensor) -> tuple[bool, bool]:
-        """Returns whether the images, mapped back to pixels, lie in [0, 1], and whether they fill this range."""
+        """Converts the images to pixels. Returns whether the pixels lie in [0, 1], and whether they fill this range."""
         pixels = self._ends * std + mean
         low, high = float(pixels[0].min()), float(pixels[1].max())
         return low >= -OUTSIDE and high <= 1 + OUTSIDE, high - low >= FILLED

@@ -31,7 +31,7 @@ class ModuleCall(NamedTuple):
 
     @property
     def tokens_as_output(self) -> Any:
-        """The input tokens in the output's structure (tensor or tuple), as if the module were an identity."""
+        """The input tokens with the output's structure (a tensor or a tuple), as if the module were an identity."""
         return (self.tokens, *self.output[1:]) if isinstance(self.output, tuple) else self.tokens
 
 
@@ -49,7 +49,7 @@ def without_autocast() -> Iterator[None]:
 def observing_calls(
     modules: Iterable[nn.Module], observe: Callable[[ModuleCall], object], by_image: bool = False
 ) -> Iterator[None]:
-    """Calls `observe` after every call of one of the modules inside the context.
+    """Inside the context, calls `observe` after every call of one of the modules.
 
     Args:
         modules: Modules that get a tensor as their first argument.
@@ -72,7 +72,7 @@ def observing_calls(
 
 
 def name_of_tokens(options: Mapping[str, Any]) -> str:
-    """Returns the name of the argument that contains the tokens, in a call with only named arguments."""
+    """Returns the name of the argument that contains the tokens, for a call without positional arguments."""
     return next((name for name in ("hidden_states", "query", *options) if name in options), "")
 
 

@@ -1,4 +1,4 @@
-"""Checks and converts the models that enter attnrx's public functions ("verbs"), and restores the caller's state."""
+"""Checks and converts the models passed to attnrx's public functions ("verbs"), and restores the caller's state."""
 
 import sysconfig
 import traceback
@@ -35,12 +35,12 @@ Result = TypeVar("Result")
 
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a public function on models (a "verb"), which then checks models and restores the caller's state.
+    """Makes a public function on models (a "verb") check its models first, and restore the caller's state afterwards.
 
     The decorated function gets attnrx's working copies of the models. Models are refused if hooks or other added code
     change their outputs. The function runs with gradients enabled and without autocast, whatever modes the caller set.
-    New tensors are created on the CPU by default. At the end, the models' modes and gradients and the states of the
-    random generators are restored.
+    New tensors are created on the CPU by default. When the function ends, the models' modes and gradients and the
+    states of the random generators are restored.
 
     Raises:
         NotSupported: A hook, a replaced `forward` or a reparametrized weight changes a model's outputs.
@@ -126,7 +126,7 @@ def inside_verb() -> Iterator[None]:
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
     """Returns a verb's result, with working copies converted back to models of the user's classes.
 
-    A converted model that shares weights with a model in `given`, e.g. because nothing changed, is copied.
+    If a converted model shares weights with a model in `given`, e.g. because nothing changed, a copy is returned.
     """
     if hasattr(result, "in_library_form"):
         result = result.in_library_form()

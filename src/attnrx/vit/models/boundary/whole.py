@@ -58,9 +58,9 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """Updates a working copy's description if its library or class would create a module with other weight shapes.
+    """Updates a working copy's description if calling its library or class would create different weight shapes.
 
-    Weight shapes differ if the user changed the module after loading it. The saved model then needs a factory.
+    The shapes differ if the user changed the module after loading it. Loading the saved model then requires a factory.
     """
     around, plain = adopted.around, adopted.plain
     if around is None or plain is None or around.factory is not None:
@@ -81,7 +81,7 @@ def restate_creation_(adopted: Adopted) -> None:
 
 
 def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
-    """Yields the paths of all parts that pruning may have changed in size."""
+    """Yields the paths of all parts whose sizes pruning may have changed."""
     path, family = around.path, family_of(adopted)
     for block in family.block_names(adopted):
         inside = block.removeprefix("source").lstrip(".")
@@ -94,7 +94,7 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns pairs of layers outside the Vision Transformer between which single hidden units can be pruned.
+    """Returns pairs of layers outside the Vision Transformer whose hidden units can be pruned one by one.
 
     A hidden unit, such as a decoder channel, can be pruned if no other hidden unit is computed from it. Paths are
     relative to the working copy's `source`.
@@ -105,7 +105,7 @@ def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
 
 
 def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-    """Prunes the hidden units outside `keep` from a pair of `pairs_around`, in place and without compensation."""
+    """Prunes a pair returned by `pairs_around` to the hidden units in `keep`, in place and without compensation."""
     around, family = adopted.around, family_of(adopted)
     assert around is not None
     cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))

@@ -1,8 +1,8 @@
-"""Converts models to working copies, with which attnrx computes, and back to the user's own classes.
+"""Converts models to the working copies that attnrx uses internally, and back to the user's own classes.
 
 A loaded model keeps the class of its library or user, and stores a record of facts for attnrx. attnrx's public
-functions on models (verbs) compute with a working copy of it (`Adopted`). In a working copy, the attention modules are
-attnrx's own, linear maps and blocks may use attnrx's kernels, and a library's model returns one tensor.
+functions on models (verbs) compute with a working copy of the model (`Adopted`). In a working copy, the attention
+modules are attnrx's own, linear maps and blocks may use attnrx's kernels, and a library's model returns one tensor.
 
 A verb's result is then written into a copy of the user's module. If a library's attention module or linear map cannot
 store the new weights, attnrx replaces it.
@@ -90,7 +90,7 @@ def model_fingerprint(model: nn.Module) -> str:
 def answer(model: nn.Module, images: ImageBatch) -> Any:
     """Runs a model on images. Returns one row per image, or the whole output if a user's module contains the model.
 
-    transformers models name their image argument differently, and return several tensors. This function calls all
+    transformers models have their own name for the image argument, and return several tensors. This function calls all
     models in the same way.
     """
     return _caller(model)(model, images)
@@ -104,8 +104,9 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     """Raises NotSupported if a model and another form of it return different outputs for random images.
 
-    The error message contains `remedy`. Copies of the models run, because transformers leaves hooks in models that it
-    runs. Models that prune tokens are not compared, because rounding errors may change which tokens they prune.
+    The error message contains `remedy`. The function runs copies of the models, because transformers leaves hooks in
+    models that it runs. Models that prune tokens are not compared, because rounding errors may change which tokens they
+    prune.
     """
     if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
@@ -138,7 +139,7 @@ def own_model(model: nn.Module) -> nn.Module:
 
 
 def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
-    """Returns the model to time, which uses attnrx's kernels if `in_kernels` is true, and else the user's code."""
+    """Returns the model to time. It uses attnrx's kernels if `in_kernels` is true, and the user's code otherwise."""
     return model if in_kernels or not is_working(model) else Answering(library_form(model))
 
 
@@ -169,7 +170,7 @@ class _NeedsBlocks(Exception):
 
 
 def library_form(model: nn.Module) -> nn.Module:
-    """Converts a working copy to a module of the user's class. Both share the memory of their weights."""
+    """Converts a working copy to a module of the user's class. The two models share the memory of their weights."""
     if not isinstance(model, Adopted):
         return model
     try:
@@ -180,7 +181,7 @@ def library_form(model: nn.Module) -> nn.Module:
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Converts a model accelerated by attnrx's kernels back to its plain form, which shares its memory.
+    """Converts a model accelerated by attnrx's kernels back to its plain form. The two models share memory.
 
     Hooks and attributes that the user added to the accelerated model are copied to the plain form.
 
@@ -202,7 +203,7 @@ def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
 
 
 def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-    """Copies hooks added after `before` from an accelerated model to the plain model, and removes deleted hooks."""
+    """Copies new hooks (not in `before`) from an accelerated model to the plain model, and removes deleted hooks."""
     named = dict(result.named_modules())
     for path, part in accelerated.named_modules():
         own, known = named.get(path), before.get(path, frozenset())
@@ -262,7 +263,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Implements `library_form`. With `in_blocks`, the user's blocks are rewritten to take [batch, tokens, width]."""
+    """Implements `library_form`. If `in_blocks` is true, blocks are rewritten to take [batch, tokens, width]."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -328,7 +329,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
 
 
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
-    """Writes attention into a library's module. Returns whether reading the module returns the same attention.
+    """Writes attention into a library's module. Returns whether the same attention can be read back from the module.
 
     If the result differs, the module's earlier contents are restored.
     """
@@ -509,10 +510,10 @@ def _set_tensors_(own: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """Returns the model if it takes inputs of this shape (channels, height, width), or else a copy that takes them.
+    """Returns the model, or a copy of it that takes inputs of this shape (channels, height, width).
 
-    The model's library interpolates the position embeddings. If tokens are pruned, each pruning stage keeps the same
-    share of the patches as before.
+    A copy is made only if the model takes another shape. The model's library interpolates the position embeddings. If
+    tokens are pruned, each pruning stage keeps the same share of the patches as before.
 
     Raises:
         NotSupported: The library cannot interpolate this model's position embeddings.
@@ -533,7 +534,9 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Returns the model, or a copy that takes images of another model's size. Both need the same number of channels.
+    """Returns the model, or a copy of it that takes images of the other model's size.
+
+    The two models need the same number of channels.
 
     Raises:
         NotSupported: The library cannot interpolate this model's position embeddings.

@@ -98,13 +98,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Returns how the model was created, and the model's input format.
 
         Raises:
-            NotSupported: The model does not store the arguments of its creation, or these cannot be saved.
+            NotSupported: The model does not store the arguments that created it, or they cannot be saved.
             InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
 
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the `Origin` of a model that a user's module creates and contains."""
+        """Returns the `Origin` of a model that is part of a user's module."""
         return self._stated(model, {})
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
@@ -156,7 +156,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
 
     def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
-        """Returns a working copy of a model. The method `opened` returned the argument `opened` for this model."""
+        """Returns a working copy of a model. `opened` and `places` are the return values of the method `opened`."""
         origin = self.present_size(opened.get_submodule(record.path), record.origin)
         adopted = self.model_type(opened, origin, record.around, record.facts, places)
         adopted.training = model.training  # only for the wrapper, because every module inside keeps its own mode
@@ -178,7 +178,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Creates a library's model again, or returns the user's original module with small random weights."""
+        """Recreates a library's model, or returns the user's original module with small random weights."""
         adopted = self._adopted(model)
         if adopted.around is None:
             return self.created_again(adopted.origin)
@@ -310,7 +310,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """Returns every layer's attention. A library's own attention module is converted to a copy."""
+        """Returns every layer's attention. For a library's own attention module, this is a converted copy."""
         return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -424,11 +424,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts from a description that the method `opened` needs for the created module."""
+        """Reads from a description the facts that the method `opened` needs for the created module."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
-        """Recreates a model from its description and from weights under the library's names, as a working copy."""
+        """Recreates a working copy from a model's description and from weights with the library's names."""
         origin, linears = self.described_origin(description), description.get("linears", {})
         created = self.created_with(origin, linears, state, outputs)
         return self.working(created, vars(created)[RECORD])
@@ -442,7 +442,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     ) -> nn.Module:
         """Creates a model with its own library. Its weights share memory with the tensors in `state`.
 
-        `linears` maps the paths of some linear maps to new sizes (inputs, outputs). These linear maps are resized
+        `linears` contains new sizes (inputs, outputs) for some linear maps, by path. These linear maps are resized
         before the weights are loaded.
 
         Raises:
@@ -554,7 +554,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             self.count_(adopted)
 
     def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of the Vision Transformer's input if images have this size.
+        """Returns the height and width of the Vision Transformer's input for images of this size.
 
         A user's module may resize or pad images. If the inner size cannot be observed, the images' size is returned.
         """
@@ -595,7 +595,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Resizes the model from which a working copy was made to the copy's image size, in place, and returns it."""
+        """Resizes a working copy's original model to the copy's image size, in place, and returns the model."""
         source = model.get_submodule(adopted.path)
         self.fit_created_(source, adopted.origin, before)
         self.state_format_(source, adopted.origin)
@@ -654,7 +654,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
-        """Returns `origin` with the model's present image size, if the library's models store this size."""
+        """Returns `origin` with the model's current image size, if the library's models store this size."""
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
@@ -662,7 +662,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """Stores the input format in a created or resized model's attributes, where its library reads the format."""
+        """Stores the input format in the attributes of a created or resized model, from which the library reads it."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Resizes a library's model inside a newly created user's module to the image size of `origin`.
@@ -803,7 +803,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         """Returns the parameters and MACs that the model would have with these layer shapes.
 
-        The parts' parameters sum to all parameters of the model. Parameters before the first layer, including tokens
+        Every parameter of the model is counted in exactly one part. Parameters before the first layer, including tokens
         and position embeddings, count as patches. A layer's parameters outside attention and MLP, such as LayerScale
         and relative positions, count as norms. All parts around the Vision Transformer count as classifier.
         """
@@ -886,7 +886,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def require_rebuilt(self, adopted: Adopted) -> None:
         """Raises NotSupported if the library would create a model that differs from the working copy.
 
-        The user may have replaced parts outside the blocks. These parts are then stored in the copy's origin.
+        If the user replaced parts outside the blocks, these parts are stored in the copy's origin.
         """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
@@ -908,7 +908,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         require_equal_outputs((adopted, rebuilt), layers, because)
 
     def layers(self, source: nn.Module) -> list[nn.Module]:
-        """Returns each layer's attention module and then its block, in the order of the layers."""
+        """Returns one list with the attention module and the block of each layer, in the order of the layers."""
         path = self.parts(source).attention
         return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
@@ -924,7 +924,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces a library's MLP that has only two linear maps and an activation by a `FusedMLP` of these parts."""
+    """Replaces a library's MLP with a `FusedMLP`, if the MLP has only two linear maps and an activation."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -957,7 +957,7 @@ def weights_around(adopted: Adopted) -> list[nn.Parameter]:
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Maps the name of each output to its number of values for one image of the model's input size.
+    """Returns the number of values in each output, by name, for one image of the model's input size.
 
     Raises:
         NotSupported: The module does not take images of this size.

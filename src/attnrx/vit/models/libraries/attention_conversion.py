@@ -37,7 +37,7 @@ def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 class AttentionConversion(ABC):
-    """The base class with those methods of a family that convert attention to attnrx's form and back.
+    """The base class with a family's methods for converting attention to attnrx's form and back.
 
     The conversion uses the projections that `parts` names, and the family's methods `traits` and `pair_bias`.
     """
@@ -64,7 +64,7 @@ class AttentionConversion(ABC):
         return attention
 
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
-        """Writes attnrx attention into an attention module of the model `source`, which may have more heads.
+        """Writes attnrx attention into an attention module of the model `source`. The module may have more heads.
 
         If the module can store the attention, `convert_attention` then reads the same attention from the module.
 
@@ -136,8 +136,8 @@ class AttentionConversion(ABC):
     ) -> None:
         """Writes query, key, value and output weights and biases into a module, as the inverse of `projected`.
 
-        Query, key and value weights are [rows, width], with biases [rows]. The output weight is [width, rows], with a
-        bias [width]. A bias may be None.
+        Query, key and value weights have the shape [rows, width], and their biases [rows]. The output weight has the
+        shape [width, rows], and its bias [width]. A bias may be None.
 
         Raises:
             NotSupported: The module has one bias for all projections, but only some projections have a bias.
@@ -176,7 +176,7 @@ class AttentionConversion(ABC):
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns more arguments for `attention_from_projections`, such as the rotary embedding and inner norms."""
+        """Returns further arguments for `attention_from_projections`, such as the rotary embedding and inner norms."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
@@ -188,5 +188,5 @@ class AttentionConversion(ABC):
         return adapter
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns the module that computes the bias of token pairs, [1, heads, tokens, tokens], or None without it."""
+        """Returns the module that computes a token-pair bias, [1, heads, tokens, tokens], or None if there is none."""
         return None

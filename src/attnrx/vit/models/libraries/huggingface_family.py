@@ -97,7 +97,7 @@ class ModelReader:
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
-        """Returns the paths and properties of the parts of a model of this reader's class."""
+        """Returns the paths and properties of a model's parts. The model must have this reader's class."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
@@ -205,7 +205,7 @@ VISION_PARTS: Mapping[str, str] = {
 
 
 def reader_of(source: nn.Module) -> ModelReader:
-    """Returns the reader for a model, which must be of a class in `READERS`."""
+    """Returns the reader for a model. The model's class must be in `READERS`."""
     return READERS[type(source).__name__]
 
 
@@ -304,8 +304,9 @@ class HuggingFaceAttention(Adapter):
         may be padded. `position_embeddings` are cosines and sines, each [patches, 2 * pairs].
 
         Raises:
-            NotSupported: A mask is passed, or attention weights are requested. Also raised if tokens were removed and
-                the image size differs from the model's, because transformers would interpolate the position bias.
+            NotSupported: An unsupported mask is passed, or attention weights are requested. Also raised if tokens were
+                removed and the images do not have the model's image size, because transformers would interpolate the
+                position bias.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
@@ -344,7 +345,7 @@ class HuggingFaceAttention(Adapter):
 
 
 def _are_collected() -> bool:
-    """Returns whether transformers collects attention weights in this call, even if it passes no such argument."""
+    """Returns whether transformers collects attention weights in this call, even without an argument for them."""
     module = sys.modules.get("transformers.utils.output_capturing")  # only in recent versions
     if module is None or torch.compiler.is_compiling():
         return False
@@ -435,9 +436,9 @@ class HuggingFaceFamily(AdoptedFamily):
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         """Returns how the image processor that was saved with the model resizes and crops images.
 
-        The result is None if there is no processor, or if its images have no fixed size (e.g. YOLOS). The geometry
-        uses Pillow, like processors with backend "pil". Processors with backend "torchvision" round a few pixels
-        differently.
+        The result is None if there is no processor, or if the processor returns images of varying sizes (e.g. for
+        YOLOS). The images are resized with Pillow, as by processors with backend "pil". Processors with backend
+        "torchvision" round a few pixels differently.
         """
         shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
         size, channels = settings.get("size", {}), shape[0]
@@ -652,7 +653,7 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _class_of(config: Any) -> Any:
-    """Returns the saved model class of a configuration if it has a reader, else AutoModelForImageClassification."""
+    """Returns the model class that a configuration names, or AutoModelForImageClassification if it has no reader."""
     saved = next(iter(config.architectures or ()), "")
     name = VISION_PARTS.get(saved, saved)
     return _transformers(name if name in READERS else "AutoModelForImageClassification")
@@ -671,7 +672,7 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 
 def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns the saved image processor's mean, std and settings, as arguments of `adopt`, or {} without a processor.
+    """Returns the mean, std and settings of a saved image processor as arguments of `adopt`, or {} if there is none.
 
     Raises:
         InvalidInput: The processor needs code from its repository, and `trust` is False.

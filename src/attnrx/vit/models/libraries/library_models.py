@@ -17,7 +17,7 @@ from attnrx.vit.models.working.adopted import Origin
 
 
 class LibraryModels(ABC):
-    """The base class with those methods of a family that create models of a library such as timm.
+    """The base class with a family's methods for creating models of a library such as timm.
 
     Raises:
         NotSupported: A method needs a library that is not installed.
@@ -41,7 +41,7 @@ class LibraryModels(ABC):
 
     @abstractmethod
     def origin_inside(self, model: nn.Module) -> Origin:
-        """Returns the `Origin` of a model that a user's module creates and contains."""
+        """Returns the `Origin` of a model that is part of a user's module."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any model of the library from saved arguments (of `origin` or `creation`), without trained weights.
@@ -66,11 +66,11 @@ class LibraryModels(ABC):
         return None
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a new module whose unsaved buffers have been computed, or None if they are not computed."""
+        """Returns a copy of a module with newly computed unsaved buffers, or None if they cannot be computed."""
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Creates a model by its library name, with random weights from seed 0 or without weights on the meta device.
+        """Creates a model by its library name, with random weights from seed 0. On the meta device, it has no weights.
 
         If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` support this.
 
@@ -144,7 +144,9 @@ class LibraryModels(ABC):
         return model
 
     def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Finds the number of classes and the image size of fine-tuned weights. Returns changes as arguments.
+        """Returns the number of classes and the image size of fine-tuned weights as arguments.
+
+        An argument is returned only if it differs from the model's value.
 
         Raises:
             CheckpointError: The number of position embeddings does not fit a square grid of patches.

@@ -1,4 +1,4 @@
-"""Reads timm's Vision Transformers with one list of blocks. Modules, not class names, determine the structure."""
+"""Reads timm's Vision Transformers with one list of blocks. The structure is read from modules, not class names."""
 
 import copy
 import importlib
@@ -268,7 +268,7 @@ class TimmFamily(AdoptedFamily):
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's module.
 
-        If the user called the model's constructor, or arguments cannot be saved, the origin has no arguments.
+        If the user called the model's constructor directly, or its arguments cannot be saved, the origin has none.
         """
         _timm("models")  # raises an error if timm is too old
         try:
@@ -280,7 +280,7 @@ class TimmFamily(AdoptedFamily):
             return Origin(type(model).__name__, {}, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns ImageNet's class names if timm infers an ImageNet subset from the number of classes, or else ()."""
+        """Returns ImageNet's class names, or () if timm knows no ImageNet subset with this number of classes."""
         data, heads = _timm("data"), self.heads(model)
         # The number is read from the head, because `num_classes` does not change when a user replaces the head.
         subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None

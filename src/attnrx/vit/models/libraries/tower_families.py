@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how the transform of pretrained weights resizes and crops. Other weights use the usual sizes."""
+        """Returns how the pretrained weights' transform resizes and crops images. Other weights use the usual sizes."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # In torchvision's presets, 256 pixels are cropped to 224.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
@@ -157,7 +157,7 @@ class OpenClipFamily(AdoptedFamily):
         return _open_clip(".model")._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields refusals for classes other than VisionTransformer, and blocks other than ResidualAttentionBlock."""
+        """Yields refusals for classes other than VisionTransformer, and for unsupported blocks and features."""
         name = type(model).__name__
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")

@@ -21,8 +21,8 @@ class Pair:
 
     `first` and `second` are the paths of the linear maps. `between` lists the paths of the depthwise convolutions,
     batch norms and gates between them. `block` is the path of the smallest module that runs both linear maps.
-    `positions` is the number of positions per image at which they run. `unit_macs` is the number of MACs per image that
-    the modules in `between` need for one hidden unit.
+    `positions` is the number of positions per image at which the linear maps run. `unit_macs` is the number of MACs per
+    image that the modules in `between` need for one hidden unit.
     """
 
     first: str
@@ -90,7 +90,7 @@ class FusedMLP(nn.Module):
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns a linear map as a tuple, or the two factors of a factored one, or () for any other module."""
+    """Returns a tuple with a linear map, or with the two factors of a factored map. Returns () for other modules."""
     # Subclasses are excluded, because they may compute something else.
     if type(part) is NativeLinear:
         return (part,)
@@ -98,7 +98,7 @@ def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
 
 
 def is_exact_gelu(part: nn.Module) -> bool:
-    """Returns whether a module computes the exact GELU, as PyTorch's nn.GELU and transformers' wrapper of it do."""
+    """Returns whether a module is an nn.GELU without approximation, or a transformers wrapper of the exact GELU."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
@@ -139,7 +139,7 @@ def map_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
-    """Replaces a parameter that the module itself owns (not one of a submodule) by a tensor of any shape."""
+    """Replaces a module's own parameter (not a submodule's) with a tensor of any shape."""
     owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
 
 
@@ -155,7 +155,7 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
 
 
 def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
-    """Replaces the linear map at each path by a new one of this size (inputs, outputs), on the meta device."""
+    """Replaces the linear map at each path with a new one of the given size (inputs, outputs), on the meta device."""
     for path, (inputs, outputs) in linears.items():
         before: Any = model.get_submodule(path)
         with torch.device("meta"):

@@ -61,10 +61,11 @@ def mlp_costs(
     hidden: int,
     gate: Any = None,
 ) -> PartCosts:
-    """Returns an MLP's parameters and MACs as if its two linear `maps` had other sizes. `maps=()` changes nothing.
+    """Returns the parameters and MACs that an MLP would have if its two linear `maps` had other sizes.
 
-    `ranks` are the ranks of the two linear maps (None for a map that is not factored), and `hidden` is the number of
-    features between them. In a gated MLP, `gate` is the linear map that computes the gate.
+    If `maps` is (), the MLP's own costs are returned. `ranks` are the ranks of the two linear maps (None for a map that
+    is not factored), and `hidden` is the number of features between them. In a gated MLP, `gate` is the linear map that
+    computes the gate.
     """
     changed = []
     if maps:

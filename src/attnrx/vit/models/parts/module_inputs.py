@@ -1,7 +1,7 @@
 """Packs inputs that are not one batch of images (several tensors, texts or videos) into one tensor, and unpacks them.
 
 attnrx passes one tensor [batch, channels, height, width] from the data to the model. `packed` flattens all tensors of a
-data item, and concatenates them in one row of this tensor. `arguments` unpacks the row when the module is called. If
+data item, and concatenates them into one row of this tensor. `arguments` unpacks the row when the module is called. If
 the module takes only one tensor of at least two axes, such as a video or a spectrogram, the tensor is not flattened.
 All axes before the last two then become channels.
 """
@@ -80,7 +80,7 @@ class ModuleInputs:
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Converts an item's shape in attnrx to the module's shape for the item. The result is () if both are equal."""
+        """Converts an item's shape in attnrx to its shape in the module. Returns () if no conversion is needed."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
@@ -287,7 +287,8 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
     """Returns the inputs of a module that does not take images, or None for a module that takes images.
 
-    Inputs that the user described have precedence. Without these, a transformers configuration may describe videos.
+    If the user described the inputs, this description is returned. Otherwise, the description of video inputs is read
+    from a transformers configuration.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own

@@ -74,17 +74,17 @@ class Surroundings:
     `by_class` is true if calling the class without arguments creates the module.
 
     Other attributes describe the module's calls and outputs. `path` is the path of the Vision Transformer, or "" for
-    the module itself. `call` is the method that takes only images: "forward", or one of IMAGE_METHODS if forward needs
-    other inputs, too. `read_blocks` are the indices of blocks whose patch tokens are used by modules besides the next
+    the module itself. `call` is the method that takes only images: "forward", or one of IMAGE_METHODS if forward also
+    needs other inputs. `read_blocks` are the indices of blocks whose patch tokens are used by modules besides the next
     block. `sizes` holds the number of values per image in each returned tensor. `outputs` is the name of the
     `OutputKind`. `macs` are the multiply-accumulates per image outside the Vision Transformer. `cuts` are the pruned
     pairs of layers around the Vision Transformer (`Cut`).
 
     The last attributes describe one input of the module. `calls` is the number of images that the Vision Transformer
     receives for this input. `lengths` lists the lengths of the token sequences for every block, or is () if the tokens
-    of an image are one sequence. `head_calls` is how often the classifier runs, or None if it runs once per image. If
-    the module resizes or pads its images, `image_size` is the (height, width) of the module's input, and otherwise ().
-    If the module does not take images, `inputs` contains the fields of `ModuleInputs`.
+    of an image are one sequence. `head_calls` is how often the classifier runs, or None if it runs once per image.
+    `image_size` is the (height, width) of the module's input if the module resizes or pads its images, or () if it does
+    not. `inputs` contains the fields of `ModuleInputs` if the module does not take images.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Surroundings:
 
 
 class OfImages(nn.Module):
-    """Wraps a user's module so that it takes only images, even if the module's `forward` needs other inputs, too."""
+    """Wraps a user's module so that it takes only images, even if the module's `forward` also needs other inputs."""
 
     def __init__(self, module: nn.Module, call: str):
         super().__init__()
@@ -135,7 +135,7 @@ class OfImages(nn.Module):
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
     """Calls the method `call` of a user's module with images, [batch, channels, height, width].
 
-    From the output of a transformers detector, only the detections are returned, without the decoder's states.
+    For a transformers detector, only the detections are returned, not the decoder's states.
     """
     if call == "forward":
         answer = called(module, images)

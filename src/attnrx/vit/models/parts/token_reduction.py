@@ -1,6 +1,6 @@
-"""Prunes or merges tokens before some layers of a model (stages). A reducer selects the tokens at each stage.
+"""Prunes or merges tokens in stages, which run before some layers of a model. A reducer selects each stage's tokens.
 
-Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the present
+Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the current
 token of its representative, plus the difference between the patch and this token at the stage. A copy of the merged
 token would lose this difference.
 
@@ -124,9 +124,9 @@ class CallState(threading.local):
 class TokenRun:
     """The token statistics of one batch in one forward pass.
 
-    `sizes` is None until a token is pruned. `patches` is the number of patches per image, set at the first stage.
-    `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail` lists
-    these indices after every stage.
+    `sizes` is None until tokens are pruned or merged. `patches` is the number of patches per image, set at the first
+    stage. `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail`
+    lists these indices after every stage.
 
     `stages` is None unless patches are tracked or features of all patches are requested. Blocks in `restored_blocks`
     return features of all patches. `present` holds the remaining tokens after such a block, and `pooled` the remaining
@@ -156,7 +156,7 @@ class TokenRun:
         """Returns, for each patch, the index of its representative among a layer's patch tokens (-1 if it was pruned).
 
         The default `layer` is the last layer. The result is None if no patch was pruned or merged. It is also None if
-        patches are not tracked and no features of all patches are requested.
+        neither tracking nor features of all patches were requested.
         """
         # The tokens after a stage are the patches of the next stage. So the destinations are composed from the first
         # stage to the last.
@@ -225,7 +225,7 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
-        """Lets the model run a forward pass in the context, and then removes its statistics, even after an exception.
+        """Lets the model run a forward pass in the context, and then removes its `TokenRun`, even after an exception.
 
         If you pass `restored_blocks`, only these blocks return the tokens of all patches.
         """
@@ -278,13 +278,13 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends a run after its last hook if no `forward_pass` context does, as in a method of the inner model."""
+        """Ends a run after its last hook if no `forward_pass` context ends it, e.g. in a method of the inner model."""
         if not self.call.is_inside:
             self._end()
 
     @property
     def _run(self) -> TokenRun:
-        """The run of the present forward pass. Outside a forward pass, a new run is returned and not stored."""
+        """The run of the current forward pass. Outside a forward pass, a new run is returned and not stored."""
         run = self.call.run
         return TokenRun() if run is None else run
 
@@ -320,7 +320,7 @@ class TokenReduction(nn.Module):
         return run.logarithms[1]
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
-        """Returns each patch token's index in the image, -1 for added tokens, or None before the first stage."""
+        """Returns each patch token's index in the image (-1 for added tokens), or None before the first stage."""
         return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
@@ -366,7 +366,7 @@ class TokenReduction(nn.Module):
         return restored
 
     def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
-        """Updates the statistic that the reducer computes over all layers with one layer's observed tensor."""
+        """Adds one layer's observed tensor to the statistic that the reducer computes over all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(
@@ -480,7 +480,7 @@ class TokenReduction(nn.Module):
     def pooled(self, tokens: TokenBatch) -> Tensor:
         """Changes the tokens before pooling, so that pruned tokens do not influence the result.
 
-        For mean pooling, patches are weighted: pruned patches get weight 0, and merged patches may count several times.
+        For mean pooling, patches get weights. Pruned patches have weight 0, and merged patches may count several times.
         For max pooling, the first remaining patch replaces pruned patches, which does not change the maximum.
         """
         run = self._run

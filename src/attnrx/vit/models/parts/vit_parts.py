@@ -61,28 +61,29 @@ def model_name(model: nn.Module) -> str:
 class ViTParts:
     """Describes where the parts of a model are, which tokens precede the patches, and how the model pools its tokens.
 
-    Paths in the model: `blocks` is the list of blocks, or a tuple with the path of every block. `patches` is the layer
-    that computes the patch tokens. `norm` is the norm after the last block, or "" if there is none. `heads` are the
-    classifiers and the norms before them, and `classifiers` are only the classifiers. Paths that a model lacks are
-    skipped.
+    The first attributes are paths in the model. `blocks` is the path of the list of blocks, or a tuple with the path of
+    every block. `patches` is the layer that computes the patch tokens. `norm` is the norm after the last block, or ""
+    if there is none. `heads` are the classifiers and the norms before them, and `classifiers` are only the classifiers.
+    Paths in `heads` and `classifiers` that a model lacks are skipped.
 
-    Paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp` (the modules of the
-    MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of another kind).
+    Four attributes are paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp`
+    (the modules of the MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of another kind).
 
     An MLP without a gate is compressed only if its two linear maps have only an activation between them. `mlp_classes`
     names the classes of `mlp[0]` with this structure. If it is None, any class is allowed, and a forward pass of random
     images tests the MLP. `gated` maps each class of gated MLPs to the paths of its three linear maps: values, gate and
     output. `PATH.first` and `PATH.second` denote the halves of one linear map's outputs.
 
-    Paths in the attention: `projections` are two linear maps (fused query, key and value, then output) or four separate
-    ones. For `nn.MultiheadAttention`, they are not needed. `num_heads` is the number of heads, or the name of the
-    attention's attribute for it. `scale` is the factor of the attention scores: a number, the name of an attribute, or
-    None for head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's attention then returns
-    (output, None).
+    `projections` are paths in the attention. They name two linear maps (fused query, key and value, then output) or
+    four separate ones. For `nn.MultiheadAttention`, they are not needed. `num_heads` is the number of heads, or the
+    name of the attention's attribute that stores it. `scale` is the factor of the attention scores: a number, the name
+    of an attribute, or None for head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's
+    attention then returns (output, None).
 
-    `prefix_tokens` is the number of tokens before the patches (class, distillation and register tokens). A class token
-    is the first of them. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of pooling.
-    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention or timm's AttentionPoolLatent.
+    `prefix_tokens` is the number of tokens before the patches (class, distillation and register tokens). If there is a
+    class token, it must come first. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of
+    pooling. `pooler` is the path of the attention that pools the tokens: an nn.MultiheadAttention or timm's
+    AttentionPoolLatent.
 
     Blocks get tokens of the shape [batch * windows, tokens, width]. The patches of an image are divided into `windows`
     windows of equal size, each with its own prefix tokens. In the blocks with the indices `joined`, every token attends
@@ -179,7 +180,7 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Converts errors that occur while attnrx reads a model into NotSupported, with the original error as the cause.
+    """Converts errors inside the context, where attnrx reads a model, to NotSupported. The original error is the cause.
 
     An error while reading a model means that the model lacks a part that its class should have.
 

@@ -30,7 +30,7 @@ LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
 
 
 class Made(NamedTuple):
-    """The operation that computed a tensor, with the size of the tensor's last axis and the operation before."""
+    """The operation that computed a tensor, with the size of the tensor's last axis and the previous operation."""
 
     operation: str
     width: int
@@ -56,7 +56,7 @@ class _Producers(TorchDispatchMode):
 
 
 def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
-    """Returns the last operation before the first output of `run`, ignoring selections, copies, sums and factors."""
+    """Returns the operation that computed the first output of `run`, ignoring selections, copies, sums and factors."""
     with evaluating((model,)), _Producers() as producers:
         outputs = tensors_of(run())
     made = producers.made.get(next(iter(outputs.values())))

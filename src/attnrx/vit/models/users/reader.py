@@ -57,10 +57,11 @@ class Reader:
     start at a block: `attention`, `norm_before` (the norm before the attention, or None) and `mlp`. `maps` are the two
     linear maps in the MLP. Pass `maps=None` for an MLP of another kind, which attnrx then does not compress.
 
-    Paths in the attention: `projections` are two linear maps (fused query, key and value, then output) or four separate
-    ones. For `nn.MultiheadAttention`, they are not needed. `heads` is the number of heads, or the name of the
-    attention's attribute for it. `scale` is the factor of the attention scores, by default head_dim ** -0.5. If the
-    attention returns a pair, set `returns_weights`. attnrx's attention then returns (output, None).
+    `projections` are paths in the attention. They name two linear maps (fused query, key and value, then output) or
+    four separate ones. For `nn.MultiheadAttention`, they are not needed. `heads` is the number of heads, or the name of
+    the attention's attribute that stores it. `scale` is the factor of the attention scores, by default
+    head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's attention then returns
+    (output, None).
 
     `patches` is the convolution that computes the patch tokens. `norm` is the norm after the last block, and `head` the
     module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches. A class token
@@ -390,7 +391,7 @@ class StructureFamily(AdoptedFamily):
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
-        """Changes nothing if the model's code runs at this image size, and raises NotSupported if it does not."""
+        """Raises NotSupported if the model's code does not run at this image size. Otherwise, nothing is changed."""
         try:
             with evaluating([source]):
                 source(random_images(source, (origin.input_shape[0], height, width), 1))
@@ -403,7 +404,7 @@ class StructureFamily(AdoptedFamily):
 
 
 def _projections(part: nn.Module) -> tuple[str, ...] | None:
-    """Returns the paths of an attention module's projections, () for nn.MultiheadAttention, or None for others."""
+    """Returns an attention module's projection paths, () for nn.MultiheadAttention, or None for other modules."""
     if type(part) is nn.MultiheadAttention:
         plain = part.in_proj_weight is not None and part.bias_k is None and not part.add_zero_attn
         return () if plain else None
@@ -431,7 +432,7 @@ def _letter(path: str) -> str:
 
 
 def _heads_of(part: nn.Module) -> int | None:
-    """Returns the number of heads from one of the attributes HEADS of a module, or None if it has none of them."""
+    """Returns the number of heads that a module stores in one of the attributes HEADS, or None if it stores none."""
     values = [getattr(part, name, None) for name in HEADS]
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -490,7 +491,7 @@ def _restructured(
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
-    """Rewrites every block of the module in `holder` to one module that takes [batch, tokens, width], in place.
+    """Rewrites every block of `holder`'s module, in place, as one module that takes [batch, tokens, width].
 
     Returns the new paths of the blocks in the module, and of the attention in a block.
     """
@@ -631,7 +632,10 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns paths of the linear maps outside a block's attention, and of the MLP with exactly two of them (or "")."""
+    """Returns the paths of the linear maps outside a block's attention, and the path of the MLP that contains them.
+
+    The path of the MLP is "" unless the MLP has exactly two linear maps and no other weights.
+    """
     maps = tuple(
         path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
     )
