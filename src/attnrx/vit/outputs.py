@@ -70,7 +70,10 @@ class OutputKind(ABC):
 
     @abstractmethod
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        """Returns a smoother divergence per image, which varies less between images and is used to search for plans."""
+        """Returns a divergence per image that varies less between images than `divergence`.
+
+        It is used to search for plans.
+        """
 
     @abstractmethod
     def decisions(self, outputs: Rows) -> Decisions:
@@ -85,7 +88,10 @@ class OutputKind(ABC):
         return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
-        """Returns whether the predicted label of each image is correct. If there are several labels, all must be."""
+        """Returns whether the predicted label of each image is correct.
+
+        If an image has several labels, all of them must be correct.
+        """
         return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
@@ -118,8 +124,9 @@ class Logits(OutputKind):
     def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns the limit of T^2 KL(base || other) per image as the softmax temperature T goes to infinity.
 
-        The limit is half the variance of the logit differences over the classes. All classes contribute to it, so its
-        mean needs fewer images for the same precision. A few images dominate the mean of the KL divergence.
+        The limit is half the variance of the logit differences over the classes. All classes contribute to the limit.
+        For the same precision, its mean therefore needs fewer images than the mean of the KL divergence, which a few
+        images dominate.
         """
         # A variance ignores added constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
@@ -168,7 +175,7 @@ class Multilabel(OutputKind):
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
     def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
-        """Returns one logit per label, so that its sigmoid gives the predicted probability."""
+        """Returns one logit per label. The sigmoid of a logit gives the label's predicted probability."""
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -246,9 +253,10 @@ class Map(Regression):
     """A map per image, e.g. for segmentation, or any other tensor.
 
     The divergence is an image's mean squared error, divided by the variance of the original's values over all images
-    and positions. It is 0 for equal maps, and about 1 if the smaller model's maps are constant. If no shift or scaling
-    of these maps would reduce the divergence, it equals one minus the squared correlation of the two models' maps. If a
-    model returns several tensors, the divergence is averaged over the tensors.
+    and positions. It is 0 for equal maps, and about 1 if the smaller model returns the original's mean everywhere. If
+    no shift or scaling of the smaller model's maps would reduce the divergence, it equals one minus the squared
+    correlation of the two models' maps. If a model returns several tensors, the divergence is averaged over the
+    tensors.
     """
 
     name, noun = "map", "number of a map"
@@ -293,7 +301,7 @@ class Several(Map):
 class Embeddings(OutputKind):
     """Embeddings, compared by their cosine distance and by each image's nearest neighbour.
 
-    The nearest neighbour is searched among a group of `GROUP` consecutive images. The predicted label of an image is
+    The nearest neighbour is searched within a group of `GROUP` consecutive images. The predicted label of an image is
     its neighbour's label, so accuracy is 1-nearest-neighbour accuracy.
     """
 
@@ -427,10 +435,10 @@ class Judgement:
         return self.templates[shape]
 
     def measured(self, model: nn.Module, rows: Rows, others: Any, what: str) -> Tensor:
-        """Calls the user's "divergence" or "metric" in chunks, and returns one number per image.
+        """Calls the user's "divergence" or "metric" on chunks of images, and returns one number per image.
 
         Args:
-            model: A model with outputs of the structure to which the rows are converted.
+            model: The model that determines the structure of the outputs to which the rows are converted.
             rows: A model's outputs, one row per image.
             others: For "divergence", the other model's rows. For "metric", a pair of images and labels.
             what: The function to call, "divergence" or "metric".

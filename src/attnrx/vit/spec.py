@@ -307,7 +307,7 @@ class AttentionSpec:
 
 
 def _sharing_form(*, mixes_blocks: bool) -> str:
-    """Returns the name of the first registered form that shares directions and does (or does not) mix blocks."""
+    """Returns the name of the first registered form that shares directions and has this value of `mixes_blocks`."""
     for form, traits in FORMS.items():
         if traits.shares_directions and traits.mixes_blocks == mixes_blocks:
             return form
@@ -381,5 +381,5 @@ class Spectrum(Displayed):
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:
-        """The number of directions per head, without padding. The dtype is floating so that ranks can be averaged."""
+        """The number of directions per head, without padding, as floating-point numbers that can be averaged."""
         return self.used.sum(-1).to(self.strength.dtype)

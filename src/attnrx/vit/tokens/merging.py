@@ -135,9 +135,10 @@ class Round:
     it. Merging computes weighted means of rows. A row that is merged with no other row has a weight of exactly 1.
 
     On a CPU and in exported files, merged rows are added to the remaining rows. On other devices, one product of a
-    weight matrix [left, rows] with the table computes all means. The product sums in a fixed order and launches fewer
-    kernels, which matters for small batches on a GPU. Exported files do not contain the product, because quantizers
-    would treat it as a linear layer and quantize all tokens as its input. Neither variant is counted in MACs.
+    weight matrix [left, rows] with the table computes all means. The product sums in a fixed order. It also launches
+    fewer kernels than the additions, which matters for small batches on a GPU. Exported files do not contain the
+    product, because quantizers would treat it as a linear layer and quantize all tokens as its input. Neither variant
+    is counted in MACs.
     """
 
     def __init__(
@@ -211,10 +212,10 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 class ToMe(Merging):
     """Merges the patches whose keys, averaged over the heads, have the largest cosine (ToMe, Bolya et al., 2023).
 
-    attnrx implements ToMe from the paper (see `Merging`), with two differences. The paper merges a few patches in one
-    round per layer, between attention and MLP, but attnrx merges patches before a layer. If this takes several rounds,
-    a merged patch is compared by the size-weighted mean of its patches' keys. The policy `tome:N@every` is closest to
-    the paper's schedule.
+    attnrx implements ToMe from the paper (see `Merging`), with two differences. First, attnrx merges patches before a
+    layer, while the paper merges them between attention and MLP. Second, attnrx may merge in several rounds, while the
+    paper merges a few patches in one round per layer. In later rounds, a merged patch is compared by the size-weighted
+    mean of its patches' keys. The policy `tome:N@every` is closest to the paper's schedule.
     """
 
     name: ClassVar[str] = "tome"
@@ -225,16 +226,16 @@ class ToMe(Merging):
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges the patches that increase the squared error the least (our method, using Ward's criterion, 1963).
+    """Merges the patches whose merging increases the squared error least (our method, with Ward's criterion, 1963).
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
     error of all tokens. Large groups are therefore merged late. The criterion compares tokens directly and needs no
     attention or keys. With `lengths`, a merged token is rescaled to the mean norm of its patches. Without rescaling,
-    the mean would be shorter than the patches, and the residual branches of later layers would have more influence.
+    the mean would be shorter than the patches, and the residual branches of later layers would get too much influence.
 
     With a `relevance` r above 0, the criterion multiplies a patch's size by 1 - r + r c. Here c is the class token's
-    attention to the patch in the previous layer, divided by its mean over the patches. Errors in patches that the class
-    token ignores then cost less. The means are still weighted by the unchanged sizes.
+    attention to the patch in the previous layer, divided by the mean attention over the patches. Errors in patches that
+    the class token ignores then cost less than other errors. The means are still weighted by the unchanged sizes.
     """
 
     lengths: bool = True
@@ -287,7 +288,10 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns minus half the increase in squared error, |x - y|^2 / (1/a + 1/b) for patches of sizes a and b."""
+        """Returns minus half the increase in squared error.
+
+        The increase is |x - y|^2 / (1/a + 1/b) for patches x and y of sizes a and b.
+        """
         squares = first["squares"] + second["squares"].transpose(1, 2)
         # Minus half the squared distance is x y - (|x|^2 + |y|^2) / 2, [batch, first, second].
         products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))

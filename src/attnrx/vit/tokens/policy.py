@@ -36,8 +36,8 @@ class TokenPolicy:
     """A reducer with its schedule: the stages at which it runs, and how many patches remain after each stage.
 
     A stage runs before each of the `layers`, which are counted from 1. `keep` contains the share of the image's patches
-    that remains after each stage. For three stages, papers' keep ratio rho means `keep` = (rho, rho^2, rho^3). The
-    number of patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
+    that remains after each stage. For three stages, a keep ratio of rho in a paper means `keep` = (rho, rho^2, rho^3).
+    The number of patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
 
     If `num_pruned` is not None, this number of patches is removed before every layer except the first. `on` then sets
     `layers` and `keep` for a given model. ToMe calls this number r, but merges inside every layer, including the last.

@@ -139,7 +139,8 @@ class Reduction:
         destinations: For each patch, the index of the token that represents it, or -1 if no token does. Remaining
             patches are counted before added tokens. Required if the state is `tracked` and patches were merged or
             fused. If `destinations` is None, each kept patch represents only itself.
-        whole: The remaining tokens and their sizes, with the prefix tokens, if the reducer returns both in one tensor.
+        whole: The remaining tokens and their sizes, both including the prefix tokens. None if the reducer returns only
+            patches.
     """
 
     kept: Int[Tensor, "batch kept"]

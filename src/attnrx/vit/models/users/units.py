@@ -6,9 +6,9 @@ called. A test on random images then shows whether the hidden units are independ
 
 A pair consists of the two linear layers of an MLP. Two convolutions are also a pair if the second has a 1 x 1 kernel.
 No hidden unit between the two layers may depend on another unit. In a gated MLP (SwiGLU), a unit is the product of two
-outputs, which come from two linear layers or from the two halves of one. The layer that is called first is then the
-first layer of the pair, and the other one is the gate. `Pair.between` lists the gate and all other modules with weights
-per unit.
+outputs. They come from two linear layers, or from the two halves of a single linear layer. The layer that is called
+first is then the first layer of the pair, and the other layer is the gate. `Pair.between` lists the gate and all other
+modules with weights per unit.
 """
 
 import copy
@@ -54,7 +54,7 @@ LEAST_SHARE = 0.01
 
 
 class Convolution(nn.Module):
-    """A convolution of inputs [batch, channels, height, width] that stores its weight in a linear layer."""
+    """A convolution for inputs [batch, channels, height, width] that stores its weight in a linear layer."""
 
     def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
         """Stores the linear layer, the kernel size, and the `geometry` (stride, padding and dilation)."""
@@ -95,7 +95,7 @@ class UnitsFamily(AdoptedFamily):
     """The model family for modules of any class that contain MLPs with independent hidden units.
 
     The family treats every module as a user's own module (see `Surroundings`). Each MLP counts as one layer. The
-    layer's attention spec has no heads, even if the module has attention next to the MLP.
+    layer's attention spec has no heads, even if the module computes attention.
     """
 
     name = "units"
@@ -316,7 +316,7 @@ def _is_map(part: nn.Module) -> bool:
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Returns whether a layer is linear or a 1 x 1 convolution, so its weight has one column per input unit."""
+    """Returns whether a layer is linear or a 1 x 1 convolution. Its weight then has one column per input unit."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
@@ -470,9 +470,9 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
 
 
 def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
-    """Splits each linear layer with twice as many outputs as the next layer has inputs into two halves, in place.
+    """Splits linear layers into two halves, in place, if they have twice as many outputs as the next layer has inputs.
 
-    Layers with a path in `others` stay unchanged. Returns the original layers by path.
+    A layer stays unchanged if its path or the next layer's path is in `others`. Returns the original layers by path.
     """
     trace, named = _traced(model, images), dict(model.named_modules())
     maps = [path for path in trace.order if path in trace.maps]
@@ -563,7 +563,7 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
 
 
 def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
-    """Returns pairs in order, skipping each pair with a layer that is in `taken` or in a pair chosen before."""
+    """Chooses pairs in order, and skips each pair that has a layer in `taken` or in a pair chosen before."""
     chosen = []
     for pair in pairs:
         if not taken & {pair.first, pair.second}:
@@ -579,9 +579,11 @@ def _cut(
     recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
-    """Runs the model with half of these pairs' units. Returns the pairs that pass, or None if the model fails.
+    """Runs the model with only half of the pairs' hidden units, and returns the pairs that pass the test.
 
-    The second layer of every pair returns its recorded output, so all other modules get the same inputs as before.
+    A pair passes if its second layer receives the kept units unchanged. The second layer of every pair returns its
+    recorded output, so all other modules get the same inputs as before. Returns None if the model raises an error or
+    its outputs change.
     """
     passed = []
 

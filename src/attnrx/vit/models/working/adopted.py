@@ -1,4 +1,4 @@
-"""Working copies of models, in which attnrx attention replaces the library's and large batches run in chunks."""
+"""Working copies of models, in which attnrx attention replaces the library's attention. Large batches run in chunks."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -153,7 +153,7 @@ class Adopted(nn.Module):
         """Stores a model and the known facts about it.
 
         `facts` are taken from the model's `Record`. `places` maps paths in `source` to paths in the user's module, for
-        submodules with different paths in the two.
+        submodules whose paths differ between the two.
         """
         super().__init__()
         self.source = source
@@ -179,7 +179,7 @@ class Adopted(nn.Module):
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
-        """The description of a user's module's inputs if they are not images, otherwise None."""
+        """A description of the inputs that a user's module takes, or None if the model takes images."""
         has_inputs = self.around is not None and self.around.call == "forward"
         return inputs_of(self.source) if has_inputs else None
 
@@ -271,9 +271,9 @@ class Adopted(nn.Module):
         """Prepares the model for one forward pass inside the context, and clears the state of the pass at the end.
 
         If tokens are pruned or merged, all patches are restored only after the blocks in `restored_blocks`. By default,
-        these are the blocks with outputs that other parts of a user's module read. Outside of this context, all patches
-        are restored after every block. If `restored_blocks` is empty and the head needs only the class token, the last
-        block computes only the tokens before the patches.
+        these are the blocks whose outputs are read by other parts of a user's module. Outside of this context, all
+        patches are restored after every block. If `restored_blocks` is empty and the head needs only the class token,
+        the last block computes only the tokens before the patches.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -329,7 +329,7 @@ class Adapter(nn.Module):
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Combines rotary cosines and sines [images, patches, heads, pairs] and the sum of all biases."""
+        """Combines rotary cosines and sines [images, patches, heads, pairs] with the sum of all biases."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:
@@ -341,7 +341,7 @@ class Adapter(nn.Module):
 
 
 def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates an adapter's `forward` so that `torch.fx` records a call as one node, as for `nn.MultiheadAttention`.
+    """Decorates an adapter's `forward` so that `torch.fx` records each call as one node, like `nn.MultiheadAttention`.
 
     Tracing inside the adapter would fail, because attnrx attention reads input shapes, which `torch.fx` does not know.
     """
@@ -358,7 +358,7 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlainAttention(Adapter):
-    """attnrx attention for blocks that pass only tokens, or query, key and value as for nn.MultiheadAttention."""
+    """attnrx attention for blocks that pass only tokens, or that pass query, key and value to nn.MultiheadAttention."""
 
     batch_first = False  # makes nn.TransformerEncoderLayer call its parts, not a kernel that reads their weights
 
@@ -368,8 +368,8 @@ class PlainAttention(Adapter):
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output. `key` and `value` must be None or the same tensor as `tokens`.
 
-        Tokens are [batch, tokens, width]. If a block passes all arguments by name, the argument `hidden_states` or
-        `query` contains the tokens, or else the first argument.
+        Tokens are [batch, tokens, width]. If a block passes all arguments by name, the tokens are the argument
+        `hidden_states` or `query`. If the call has neither of these names, the tokens are the first argument.
 
         Raises:
             NotSupported: The block passes a mask, or keys or values from other tokens.
@@ -391,7 +391,7 @@ class PairBias(nn.Module):
     """A bias of token pairs, computed by a library's module."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
-        """Stores `compute`, a bound method or partial function of the module, which copies bind to their own module."""
+        """Stores `compute`, a bound method or partial function of the module. Copies bind it to their own module."""
         super().__init__()
         self.source, self.compute = source, compute
 
@@ -420,7 +420,7 @@ def attention_from_projections(
     The weight rows of query, key and value, and the weight columns of the output, must be grouped by head.
 
     Args:
-        weights: The weights of the four projections, [rows, width] each, but [width, rows] for the output.
+        weights: The weights of the four projections, each [rows, width] except the output's, which is [width, rows].
         biases: The biases of the four projections, [rows] or [width]. None for a projection without a bias.
         heads: The number of attention heads.
         scale: The factor by which the scores are multiplied.
@@ -580,7 +580,7 @@ def remove_capturing_(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Returns whether transformers uses a hook to capture hidden states, which it does only on request."""
+    """Returns whether a hook was added by transformers to capture hidden states. It captures them only on request."""
     return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 

@@ -34,9 +34,10 @@ COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 def require_plain_code(model: nn.Module) -> None:
     """Raises NotSupported if copying or saving a model would lose some of its code, or share it with the model.
 
-    Examples are PEFT adapters, weights that are computed from other tensors, compiled submodules, and a `forward` that
-    was replaced by a function. Submodules that were compiled in place (`nn.Module.compile`) are allowed. A replaced
-    `forward` is also allowed if it is a bound method or partial function, because it is copied with the model.
+    The function rejects PEFT adapters, weights that are computed from other tensors, compiled submodules, and a
+    `forward` that was replaced by a function. Submodules that were compiled in place (`nn.Module.compile`) are allowed.
+    A replaced `forward` is also allowed if it is a bound method or partial function, because it is copied with the
+    model.
     """
     for path, part in model.named_modules():
         name, hooks = path or "the model itself", part._forward_pre_hooks.values()
@@ -169,8 +170,9 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
     """Returns why the outputs of two models differ, and a sentence about the first block that differs.
 
     Args:
-        runs: Both models, each with a function that runs it on the same images.
-        layers: For each of the two models, the attention and the block of every layer in turn, or () if unknown.
+        runs: The two models, each with a function that runs the model. Both functions use the same images.
+        layers: For each of the two models, the modules to compare. They are, for every layer, first the attention
+            module and then the block. () if they are unknown.
         because: The explanation to return if the outputs of the attention differ, or if no block can be compared.
     """
     outputs: list[list[Tensor]] = []
@@ -202,7 +204,7 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
 def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
     """Returns a sentence that names the first block with NaN or infinite outputs.
 
-    `layers` contains the attention module and the block of every layer in turn.
+    `layers` contains, for every layer, first the attention module and then the block.
     """
     model, answer = run
     with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
@@ -217,7 +219,7 @@ def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
 
 
 def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
-    """Raises NotSupported if two models return different outputs for the same random images, beyond rounding error.
+    """Raises NotSupported if two models' outputs for the same random images differ by more than rounding error.
 
     The message names the first block with different outputs. `layers` and `because` are used as in `differing_block`.
     """

@@ -46,8 +46,9 @@ Factor = Float[Tensor, " width"] | None
 class BlockModules(NamedTuple):
     """The modules of a pre-norm block.
 
-    `norms` are the norms before the attention and before the MLP. `factors` are the weights of the two branches' layer
-    scales, or None without layer scale. `others` are modules of the block that are not called here, e.g. dropout.
+    `norms` are the norms before the attention and before the MLP. `factors` are the layer scale weights of the two
+    branches, or None for a branch without layer scale. `others` are modules of the block that are not called here, e.g.
+    dropout.
     """
 
     norms: tuple[nn.Module, nn.Module]
@@ -67,8 +68,9 @@ def fused_block(
     replaced `forward`.
 
     In float32 on a CPU, a C++ kernel computes the block. On other devices, PyTorch functions are called directly,
-    because calling the modules takes longer than the computation on a GPU. Weights are not copied. For the kernel, only
-    their addresses are cached, outside the modules, and compared in every call.
+    because on a GPU, calling the modules takes longer than the computation. Weights are not copied. For the kernel,
+    only the addresses of the weights are cached. The cache is kept outside the modules, and every call checks the
+    addresses.
 
     Args:
         tokens: The input of the block.
@@ -110,8 +112,8 @@ def fused_block(
 class _Known:
     """A cached block for the kernel, which is valid while its modules and their settings are the same objects.
 
-    The check of the cache takes 20 us. Inspecting the modules in every call would take 100 us, and a ViT-Tiny block
-    takes 1,400 us. The cache holds no reference to the attention module, so this module can be freed.
+    Checking the cache takes 20 us, while inspecting the modules in every call would take 100 us. For comparison, a
+    ViT-Tiny block takes 1,400 us. The cache holds no reference to the attention module, so the module can be freed.
     """
 
     def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
@@ -173,8 +175,8 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
     """Returns the submodules of a block that the kernel reads, or None if a submodule has an unsupported class.
 
-    The result contains the four attention projections, the linear layers of the MLP's first and second matrix (two
-    layers for a factored matrix), whether a GELU is between the two, and all submodules.
+    The result contains the four attention projections, the linear layers of the MLP's first matrix and of its second
+    matrix (a factored matrix has two layers), whether a GELU lies between the two matrices, and all submodules.
     """
     # Parts are read from the modules' dictionaries, which is faster than reading attributes. Only exact classes are
     # accepted, so all weights exist.
@@ -309,7 +311,7 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """A mixin with the fused forward pass. `fuse_` makes a class of this mixin and the block's library class."""
+    """A mixin with the fused forward pass. `fuse_` combines this mixin with the block's library class."""
 
     names: BlockParts
 
@@ -368,6 +370,6 @@ def fuse_(block: nn.Module) -> None:
 
 @lru_cache
 def _is_scale(kind: type) -> bool:
-    """Returns whether a class is a layer scale of timm or of transformers' DINOv2, or nn.Identity."""
+    """Returns whether a class is nn.Identity, or a layer scale of timm or of transformers' DINOv2."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))

@@ -28,7 +28,7 @@ def attach_tokens_(
     Args:
         model: The model to change.
         family: The model's family.
-        policy: The reducer, the layers before which it runs, and the numbers of tokens that it keeps.
+        policy: The reducer, the layers before which it runs, and how many tokens it keeps.
         by: "compress" removes tokens. "mask" keeps all tensor shapes and masks pruned tokens in the attention.
         heads: The number of heads in the original model. Pass it if heads may have been removed from every layer.
 
@@ -140,7 +140,7 @@ def detach_tokens_(model: nn.Module) -> nn.Module:
 
 
 class PassHook:
-    """Hooks at the start and end of a forward pass of a model that may restore pruned or merged patches."""
+    """Hooks that run before and after a model's forward pass. They set the blocks after which patches are restored."""
 
     def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
         self.reduction, self.restored_blocks = reduction, restored_blocks
@@ -208,7 +208,7 @@ class TokenHook:
 
 
 class NormHook(TokenHook):
-    """A hook on the norm before attention pooling, which passes the norm to `run` for the remaining tokens."""
+    """A hook on the norm before attention pooling. It calls `run(norm)`, which normalizes the remaining tokens."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
         self.run(module.forward)
