@@ -62,8 +62,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
 
     `load` returns the best size within a budget: `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the
     command line, `FOLDER@macs=0.65`. Every size is planned, fitted and verified separately, and saved with its evidence
-    in its own folder. The largest size is the original. All sizes are timed together, relative to the model in its own
-    library.
+    in its own folder. The largest size is the original. All sizes are timed together. Their speeds are relative to the
+    original in its own library.
 
     If a call is interrupted, repeat it. The repeated call continues with the first missing size. To add sizes to the
     folder, call `elastic` again with other budgets. If the original already reaches a requested speed in attnrx's

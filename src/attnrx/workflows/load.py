@@ -82,8 +82,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `torchvision:NAME`, with weights as for `timm:NAME`, or `open_clip:NAME` (an image tower with fresh weights).
     - A name that an installed package registers (see `rx.models.model_names()`). The weights are fresh, or published
       weights from the file `weights`.
-    - Your own module. It may be another library's model, a module that contains one (a backbone with a decoder, several
-      outputs), or a module whose parts a `reader` names.
+    - Your own module. It may be another library's model, a module that contains such a model (e.g. a backbone with a
+      decoder or with several outputs), or a module whose parts a `reader` names.
     - The folder of an elastic model, with a budget: one of `macs`, `params` or `faster`, or a text like
       `FOLDER@macs=0.6`. `load` returns the size with the least divergence within the budget.
     - A file that `export` wrote. The returned module runs the file in its runtime.
@@ -91,8 +91,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     Args:
         source: The model to load, in one of these forms.
         seed: The seed for initializing fresh weights.
-        weights: A local file of weights (safetensors, or PyTorch's format for a published model). For a saved folder,
-            pass its weights after further training, as a file or as a folder that transformers' Trainer wrote.
+        weights: A local file of weights (safetensors, or PyTorch's format for a published model). If you trained the
+            model of a saved folder further, pass the new weights, as a file or as a folder that transformers' Trainer
+            wrote.
         pretrained: Whether timm and torchvision load their published weights.
         trust: Whether to run code by the model's author. A .pt2 file (formats program and aotinductor) can contain such
             code. A transformers repository can name it in config.json or preprocessor_config.json (auto_map).
@@ -100,12 +101,12 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         params: The budget for an elastic model, as a share of the original's parameters.
         faster: The budget for an elastic model, as a speed-up over the original.
         reader: A `Reader` that names the parts of your own module by their paths.
-        factory: A function that creates your own module again, with any weights, or its name "module:function". It is
-            called as `factory(**reader.arguments)` if there is a reader, else without arguments. By default, the class
-            of the module is called. To load a saved folder of your own module, pass `factory` if the class has not been
-            imported or needs arguments.
-        outputs: The kind of the outputs, if the model defines none: "classes" (a logit per class, or one logit for
-            two classes), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
+        factory: A function that creates your own module again, with any weights, or the function's name
+            "module:function". It is called as `factory(**reader.arguments)` if there is a reader, otherwise without
+            arguments. By default, the class of the module is called. To load a saved folder of your own module, pass
+            `factory` if the class has not been imported or needs arguments.
+        outputs: The kind of the outputs, if the model does not define it: "classes" (a logit per class, or one logit
+            for two classes), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
             "embedding". All comparisons depend on this kind. Copies of the model and saved folders keep it. A
             transformers model defines it in its configuration, as `problem_type`. By default, the outputs of a
             classifier are "classes".
@@ -190,7 +191,7 @@ def load_original(model: nn.Module | str | Path, weights: str | Path | None, dat
     """Loads the original model. If it does not take images, the data's first batch serves as example inputs.
 
     A module may refuse the image size for which its Vision Transformer was created. The module is then loaded at the
-    size of the data.
+    image size of the data.
     """
     begin("loading the model")
     batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data

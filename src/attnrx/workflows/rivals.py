@@ -1,7 +1,7 @@
 """Compares a pruned model's exported file with files of the unchanged model, all measured in one run.
 
-The runtime vendor's own tool converts the unchanged model to float and, with the tool's defaults, to 8 bits. attnrx
-also writes its own file of the unchanged model.
+The runtime vendor's own tool writes the unchanged model as a float file and, with the tool's default settings, as an
+8-bit file. attnrx also writes its own files of the unchanged model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class MeasuredFile:
     """One file of a run.
 
     Attributes:
-        title: A title of the file for logs and reports.
+        title: The title of the file in logs and reports.
         form: The format of the file.
         is_own: Whether attnrx wrote the file, rather than the vendor's tool.
         speed: The file's speed relative to the run's baseline. The baseline is the vendor's file of the unchanged model
@@ -120,11 +120,18 @@ class FileRun:
         return self.files[UNCHANGED]
 
     def chosen(self, instead: MeasuredFile | None) -> MeasuredFile:
-        """Returns the file to deploy: `instead`, or else the result's file, or else the unchanged model's."""
+        """Returns the file to deploy.
+
+        If `instead` is not None, it is the file to deploy. Otherwise, it is the result's file or, if the run has no
+        result, attnrx's file of the unchanged model.
+        """
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns findings about a file's speed relative to the baseline (at least `least`) and about its factors."""
+        """Returns findings about a file's speed relative to the baseline, and about the two factors of this speed.
+
+        If `least` is not None, the finding about the speed checks that it is at least this value.
+        """
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
@@ -207,9 +214,10 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
     images, timed alternately on the random images `noise`, and compared on the `tested` images.
 
-    A file that cannot be written is left out and logged, except for attnrx's files in `form`. If you pass a `baseline`,
-    its files are reused, except for 8-bit files. If a model has no class names, attnrx's files get the `class_names`.
-    With `in_subprocess`, some files are written in another process at the same time.
+    A file that cannot be written is left out, and the log says so. An error is raised instead if it is one of attnrx's
+    files in `form`. If you pass a `baseline`, its files are reused, except for 8-bit files. If a model has no class
+    names, attnrx's files get the `class_names`. With `in_subprocess`, some files are written in another process at the
+    same time.
 
     Raises:
         NotSupported: attnrx cannot write a file in `form`, or the outputs of the result's file differ from the model's.

@@ -59,7 +59,8 @@ def save(
     Raises:
         InvalidInput: A file that attnrx did not write would be overwritten, or the folder belongs to an elastic model.
         FingerprintMismatch: The evidence is for another model.
-        NotSupported: The model cannot be portable, because the library's class supports no reduced ranks or tokens.
+        NotSupported: The model cannot be portable, because the library's class does not support its reduced ranks or
+            its token pruning.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)

@@ -166,10 +166,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 
     If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get it back.
 
-    With `to`, the vendor's own tool also converts your unchanged model to files in float and, with the tool's defaults,
-    in 8 bits. One run times all files and compares their outputs. If attnrx's own file of the unchanged model is faster
-    than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names the format of
-    this file.
+    With `to`, the vendor's own tool also writes your unchanged model as a float file and, with the tool's default
+    settings, as an 8-bit file. One run times all files and compares their outputs. If attnrx's own file of the
+    unchanged model is faster than the plan's file and no farther from the original, nothing is removed. `Shrunk.form`
+    then names the format of this file.
 
     Args:
         model: A model, or anything that `load` accepts.
@@ -179,9 +179,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         macs: The share of the MACs to keep, e.g. 0.5 or 50%.
         params: The share of the parameters to keep, e.g. 0.7 or 70%.
         max_drop: The accuracy that may be lost, in percentage points, e.g. 1pt.
-        max_kl: The allowed mean divergence from the original's outputs, e.g. 0.05. For classes it is in nats, and other
-            outputs have their own divergence. With `to`, it applies to the file. attnrx removes MACs until this limit
-            is reached.
+        max_kl: The allowed mean divergence from the original's outputs, e.g. 0.05. For class outputs, it is in nats.
+            Other outputs have their own divergence. With `to`, the limit applies to the file. attnrx removes MACs until
+            this limit is reached.
         size: The size of the weights or, with `to`, of the file, in megabytes, e.g. 4.
         recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
             embeddings, e.g. 0.98 or 98%. attnrx removes MACs until this limit is reached. Implies `keep_index`.
@@ -191,7 +191,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         batch: Images per timed forward pass.
         threads: CPU threads of a timed forward pass (torch's default).
         effort: How much to measure: quick (minutes), normal or thorough. Normal and thorough also distill the model
-            from the original at the end. Normal does so only for at most 5e9 MACs per image.
+            from the original at the end. Normal does so only if the model has at most 5e9 MACs per image.
         to: The format of the file that the target applies to (see export), e.g. int8 or 'openvino(precision=bf16)'. For
             `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file.
         portable: Returns a model of the library's own class, with smaller sizes. `Shrunk.save` then writes a checkpoint
@@ -293,7 +293,10 @@ def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
 def phase_shares(
     spend: str, effort: str, portable: bool = False, is_file: bool = False, keep_index: bool = False
 ) -> dict[str, float]:
-    """Returns the usual share of the time for every phase of a call with a target for the cost `spend`."""
+    """Returns the share of the total time that each phase of a call usually takes.
+
+    `spend` is the cost that the target of the call limits.
+    """
     shares = dict(PHASE_SHARES)
     if spend == "latency":
         # For a latency target, blocks and whole plans are timed, too. The shares are wall-clock seconds on one thread
@@ -340,7 +343,7 @@ class ShrinkRun:
         """Divides the images and diagnoses the model. If the target is a file's speed, also times the vendor's file.
 
         Raises:
-            NotSupported: The target's speed is out of reach, even without any block.
+            NotSupported: The target's speed is out of reach, even if all blocks were removed.
             InvalidInput: There are too few images to verify the search in an index.
         """
         log, seed = settings.log, settings.seed
@@ -506,8 +509,8 @@ class ShrinkRun:
     def _stored(self) -> Tensor:
         """The original's embeddings [images, features] of the images for fitting and for verification.
 
-        Plans are tested in an index of these embeddings, which is at least as large as the index of the verification.
-        The queries are the images held out for predictions.
+        Plans are tested in an index of these embeddings. It is at least as large as the index that the verification
+        uses. The queries are the images held out for predictions.
         """
         parts = [self.images.planned, self.images.verified]
         rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
@@ -581,7 +584,7 @@ class ShrinkRun:
         For a latency target, a file by attnrx replaces the plan's file if it meets the target, is faster, and is no
         farther from the original. The fastest of these files is returned. For a parameter target, no file replaces the
         plan's file, because such a plan need not be faster. For other targets, the unchanged model's file in the same
-        format is returned if it is faster.
+        format is returned if it is faster than the plan's file.
         """
         log, result = self.settings.log, files.result
         for file in files.better():

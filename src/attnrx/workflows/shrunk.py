@@ -113,7 +113,10 @@ class Shrunk:
         return bool(self.evidence.about.get("portable"))
 
     def in_library_form(self) -> "Shrunk":
-        """Returns the result in the library's class, accelerated for a latency target in attnrx's kernels."""
+        """Returns the result with its model in the library's own class.
+
+        If the target limits the latency, measured in attnrx's kernels, the model is also accelerated.
+        """
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
         is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
@@ -149,8 +152,8 @@ class Shrunk:
         replaced, and exports of other models are removed. Files that attnrx did not write are kept.
 
         The file to deploy is model.onnx. After `shrink(to=...)` it is a file in that format instead, e.g.
-        model-int8.onnx, and the evidence of `shrink` contains the speed, accuracy and outputs of this file. The file is
-        calibrated on the images that the plan was made on, and verified on other images.
+        model-int8.onnx. The evidence of `shrink` then reports the speed, the accuracy and the divergence of this file.
+        The file is calibrated on the images that the plan was made on, and verified on other images.
 
         If you pass another format as `to`, its file gets its own evidence, e.g. evidence-int8.json, which compares it
         with the original. The file's speed is relative to the original in its own library, at the file's precision. The
@@ -311,7 +314,7 @@ def evidence_of(path: Path) -> Path:
 
 
 def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Evidence:
-    """Returns a model's evidence with findings about its file's outputs instead of the model's outputs."""
+    """Returns a model's evidence, in which all findings about outputs were measured on the model's file."""
     about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
     for key in ("notes", "warnings"):
         about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))

@@ -46,10 +46,11 @@ def realization_of(prescription: Prescription | None) -> str | None:
 def stored_prescription(
     source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
-    """Returns a candidate's prescription (from its folder, or else the prescription `given`) and notes.
+    """Returns a candidate's prescription, and notes about it.
 
-    If a model was realized twice, its folder has the prescription of the second step. This prescription was made for
-    the result of the first step. A comparison with the original therefore ignores it and adds a note.
+    The prescription is read from the candidate's folder. If the folder has none, the result is `given`. If a model was
+    realized twice, its folder has the prescription of the second step. This prescription was made for the result of the
+    first step. A comparison with the original therefore ignores it and adds a note.
 
     Raises:
         InvalidInput: The given prescription differs from the candidate's own.
@@ -287,7 +288,7 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
 def _in_runtime(
     candidate: Exported, reference: nn.Module, images: ImageSet, folder: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the fields `runtime` and `unchanged` of a comparison with a file.
+    """Returns the fields `runtime` and `unchanged` of a `Comparison` whose candidate is a file.
 
     `unchanged` is a file of the reference in the same format. If the reference cannot be written in this format,
     `unchanged` is missing, and a note says why.

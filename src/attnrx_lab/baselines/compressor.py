@@ -80,7 +80,10 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns every layer's pruning decisions. `fitted=False` changes no shape, but compensates no weights."""
+        """Returns every layer's pruning decisions. With `fitted=False`, no weights are compensated.
+
+        The shapes are the same in both cases.
+        """
 
     def prescription(self, share: float, fitted: bool = True) -> Prescription:
         """Returns the prescription that keeps this share of the units. It contains no rules, because none was used."""
@@ -98,8 +101,8 @@ class PrescribedBaseline(ModelCompressor):
 class SearchedBaseline(ModelCompressor):
     """A baseline that learns a smaller model for a share of the MACs. Every learned model is cached.
 
-    In this class, `share` is a share of the MACs. In other compressors, `share` is a share of the units, so their costs
-    are known without learning a model.
+    In this class, `share` is a share of the whole model's MACs. The share for a number of MACs is therefore known
+    without learning a model.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):

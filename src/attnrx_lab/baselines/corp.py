@@ -27,8 +27,8 @@ class CorpBaseline(PrescribedBaseline):
     Every MLP keeps the same share of its hidden units, and every head keeps the same share of its query-key dimensions.
     CORP predicts the removed activations x_P by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the
     removed logits by a bilinear function of the kept dimensions, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the
-    calibration images finds A, c and M. CORP folds A and c into the MLP's second linear layer, with the weight
-    W_S + W_P A, and M into the queries, Q_S (I + M).
+    calibration images finds A, c and M. CORP folds A and c into the MLP's second linear layer, whose weight becomes
+    W_S + W_P A. It folds M into the queries, which become Q_S (I + M).
 
     The objectives and the folding follow the paper's abstract. The following choices are ours:
 
@@ -133,6 +133,9 @@ def logit_compensation(
 
 
 def _strongest(energy: Float[Tensor, "groups units"], share: float) -> Bool[Tensor, "groups units"]:
-    """Returns a mask of the units with the largest energy, a `share` of every row (rounded down, but at least one)."""
+    """Returns a mask of the units with the largest energy in every row.
+
+    The mask keeps a `share` of the units in each row. Their number is rounded down, but it is at least one.
+    """
     num_kept = max(1, floor(share * energy.shape[1]))
     return torch.zeros_like(energy, dtype=torch.bool).scatter_(1, energy.topk(num_kept, dim=1).indices, True)

@@ -122,7 +122,10 @@ class DiffRateBaseline(SearchedBaseline):
         return self.family.costs(self.model, tokens=policy)
 
     def _within(self, shares: list[float], share: float) -> TokenPolicy:
-        """Returns the policy for `shares` raised to the smallest power with at most `share` of the MACs."""
+        """Returns a policy with at most `share` of the model's MACs.
+
+        Its stages keep the `shares`, all raised to the smallest power that meets this limit.
+        """
         most = share * self._macs
 
         # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1. So costs rise with `part`, as

@@ -68,7 +68,7 @@ def svd(weight: Weight, bias: Bias = None) -> LowRank:
 
 
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
-    """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
+    """Factors W by the SVD of W S, where S = diag(magnitude^alpha) scales the inputs by a power of their magnitude.
 
     This function implements activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Truncated to rank r, the result
     W' minimizes |(W - W') S| over all matrices of rank r. `magnitude` is the mean of |x| per input feature over
@@ -79,13 +79,14 @@ def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: 
 
 
 def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *, side: str = "inputs") -> LowRank:
-    """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
+    """Factors W by an SVD after scaling its inputs or outputs by the square root of their Fisher information.
 
     This function implements Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as
     x W + b, so the rows of its matrix [inputs, outputs] belong to the inputs. The paper sums the Fisher information of
-    each row. The default `side="inputs"` does the same for PyTorch's weight [outputs, inputs]. It sums over the
-    outputs, and D scales the inputs. `side="outputs"` sums the rows of the weight as PyTorch stores it. Truncated to a
-    rank, the result W' minimizes |(W - W') D|, or |D (W - W')| for "outputs".
+    each row, and D is the diagonal matrix of the square roots of these sums. The default `side="inputs"` does the same
+    for PyTorch's weight [outputs, inputs]. It sums over the outputs and factors W D. `side="outputs"` sums the rows of
+    the weight as PyTorch stores it, and factors D W. Truncated to a rank, the result W' minimizes |(W - W') D|, or
+    |D (W - W')| for "outputs".
     """
     weight = weight.detach().double()
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
@@ -362,8 +363,8 @@ FACTORS: Mapping[str, Factor] = {
 class FactoringBaseline(ModelCompressor):
     """Factors all linear maps of the blocks. Each map keeps the same share of its own MACs.
 
-    For a share s the rank is floor(s * outputs * inputs / (outputs + inputs)), but at least 1. The papers define their
-    compression ratio in the same way. The heads keep their sizes, so attention itself costs the same as before.
+    For a share s, the rank is floor(s * outputs * inputs / (outputs + inputs)), but at least 1. The papers define their
+    compression ratio in the same way. The heads keep their sizes, so the attention products cost the same as before.
     """
 
     def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):

@@ -39,9 +39,9 @@ UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 class UnitGates(nn.Module):
     """Learned scores of all units, and a learned threshold per layer and kind (WDPruning: Yu et al., AAAI 2022).
 
-    A unit's gate is 1 if its score is above the threshold of its layer and kind, otherwise 0. In the backward pass a
-    sigmoid replaces this step. Two choices are ours. First, the units are the same as in attnrx prescriptions. Second,
-    each score starts at the unit's rank when the units are sorted by the norms of their weights.
+    A unit's gate is 1 if its score is above the threshold of its layer and kind, otherwise 0. In the backward pass, a
+    sigmoid replaces this step function. Two choices are ours. First, the units are the same as in attnrx prescriptions.
+    Second, each score starts at the unit's rank when the units are sorted by the norms of their weights.
     """
 
     def __init__(self, model: nn.Module):
@@ -152,8 +152,8 @@ def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "
 def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Prescription:
     """Returns the prescription that keeps the most important units within this share of the MACs.
 
-    The function compares all layers and kinds with one common threshold. Every MLP keeps its most important unit. Every
-    head keeps its most important query dimension, unless it loses all value dimensions and is removed. No weights are
+    One threshold applies to all layers and kinds of units. Every MLP keeps its most important unit. Every head keeps
+    its most important query dimension, unless the head loses all value dimensions and is removed. No weights are
     compensated.
 
     Raises:
@@ -239,7 +239,7 @@ BUDGET_WEIGHT = 100.0  # of the squared difference from the target share of the 
 
 
 class GatedBaseline(SearchedBaseline):
-    """Trains WDPruning's gates for a share of the MACs (`UnitGates`), prunes and fine-tunes.
+    """A baseline that trains WDPruning's gates (`UnitGates`) for a share of the MACs, then prunes and fine-tunes.
 
     Adam trains weights and gates for STEPS steps. `prescribe_gates` then turns the gates into a prescription, and Adam
     fine-tunes the smaller model for another STEPS steps. Three choices are ours. First, the loss is the KL divergence
