@@ -26,7 +26,7 @@ LOWER_BITS = 0xFFFFFFFF  # the defined bits of an image key, whose higher bits a
 
 @dataclass(frozen=True)
 class Oracle(Random):
-    """Keeps the digit's patches first, then random patches, as an upper limit for what pruning reducers can achieve.
+    """Keeps the digit's patches first, then random patches, as an upper bound on what pruning reducers can achieve.
 
     The reducer recognizes images by a hash of their pixels, so neither the model nor the policy stores the digits'
     patches. For images that are not in the dataset, the selection is random.

@@ -34,7 +34,7 @@ class PlanBaseline(SearchedBaseline):
         self._planners: dict[str, Planner] = {}
 
     def searched(self, share: float) -> nn.Module:
-        """Returns the planned model for a share of the MACs. Raises NotSupported if no plan fits it."""
+        """Returns the model pruned to this share of the MACs. Raises NotSupported if no plan reaches this share."""
         settings = PlanSettings.preset("quick", seed=self.seed)
         effort = Effort.of("quick", output_kind_of(self.model), self._macs, settings)
         images, others = self.calibration, self.calibration.take(len(self.calibration) // 8)

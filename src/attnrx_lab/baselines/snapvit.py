@@ -36,12 +36,12 @@ class SnapVitBaseline(PrescribedBaseline):
 
     The local curvature H is the squared gradient of a self-supervised loss (`self_supervised_loss`), averaged over
     images: H = mean |grad L_i|^2. The importance of a head or hidden unit is the sum of H theta^2 / 2 over its
-    parameters. Near a minimum of the loss, removing the head or unit changes the loss by this sum. The method removes
-    the least important heads and units first, so one ranking serves every budget. The remaining weights are not
-    adjusted.
+    parameters theta. Near a minimum of the loss, removing the head or unit changes the loss by about this sum. The
+    method removes the least important heads and units first, so one ranking serves every budget. The remaining weights
+    are not adjusted.
 
-    The paper also learns interactions between blocks by an evolutionary search, which this implementation omits. It
-    differs from the paper or completes it in the following points:
+    The paper also learns interactions between blocks by an evolutionary search, which this implementation omits. The
+    implementation also differs from the paper, or adds details that the paper does not state, in the following points:
 
     - the importance is divided by the number of parameters, so that heads and units share one ranking
     - every MLP keeps at least one hidden unit
@@ -75,7 +75,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures, which hold at most a share `1 - share` of the prunable parameters."""
+        """Returns the least important structures, which hold at most `1 - share` of the prunable parameters."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind

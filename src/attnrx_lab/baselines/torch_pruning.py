@@ -24,11 +24,11 @@ class TorchPruningBaseline(ModelCompressor):
 
     The baseline ranks features by the library's first-order Taylor criterion (`GroupTaylorImportance`). The gradients
     come from the calibration images. The labels are the model's own predictions or, if the model returns embeddings,
-    the index of the largest feature. Every head loses a share of its queries, keys and values, and the MLP loses the
-    same share of its hidden features.
+    the index of the largest feature. Every head loses the same share of its query, key and value features, and every
+    MLP loses this share of its hidden features.
 
     The pruned weights run in attnrx's attention module. The attention module of timm 1.0.31 fails after pruning,
-    because its `attn_dim` does not change. Its fused path would also rescale the scores.
+    because its `attn_dim` is not updated. Its fused path would also rescale the scores.
 
     Raises:
         NotSupported: The library is not installed, or the model is not an uncompressed timm model.

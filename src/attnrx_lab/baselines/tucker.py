@@ -1,4 +1,4 @@
-"""Baselines that decompose a layer's query-key tensor into Tucker terms with factors that all heads share."""
+"""Baselines that decompose a layer's query-key tensor into Tucker terms. The heads share each term's factors."""
 
 import copy
 from dataclasses import replace
@@ -70,10 +70,10 @@ class TuckerBaseline(ModelCompressor):
     """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms.
 
     The kind `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term per head, which is the general
-    block-term decomposition. Summed over all terms, each of the first two factors has about as many columns as the rule
-    `shared_rank` would keep directions. The third mode, which indexes the heads, is not compressed. The tensor includes
-    the query bias. It omits the key bias, because the key bias cancels in the softmax. The value projections and the
-    MLP do not change.
+    block-term decomposition. The first factors of all terms together have about as many columns as there are directions
+    that the rule `shared_rank` would keep. The second factors have the same number of columns. The third mode, which
+    indexes the heads, is not compressed. The tensor includes the query bias. It omits the key bias, because the key
+    bias cancels in the softmax. The value projections and the MLP do not change.
 
     Raises:
         NotSupported: The attention scores of a layer use rotations, biases per pair of tokens, or norms.
@@ -109,7 +109,7 @@ class TuckerBaseline(ModelCompressor):
         return changed
 
     def _shape(self, spec: AttentionSpec, share: float) -> tuple[int, int]:
-        """Returns the number of terms of a layer, and the number of columns of each term's first two factors."""
+        """Returns a layer's number of Tucker terms, and the number of columns in the first two factors of each term."""
         terms = 1 if self.kind == TUCKER else len(spec.heads)
         columns = rank_among(share, sum(spec.ranks))
         # The size of a mode limits the columns of its factor. Of the first two modes, the mode of the keys is smaller.

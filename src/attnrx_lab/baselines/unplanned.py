@@ -69,9 +69,10 @@ class Resized(nn.Module):
 
 
 class LowerResolution(ModelCompressor):
-    """Runs the same weights on smaller images. The share scales height and width, rounded down to whole patches.
+    """Runs the same weights on smaller images.
 
-    The model's library interpolates the position embeddings. No weights are fitted.
+    The share scales the height and the width, which are rounded down to whole patches. The model's library interpolates
+    the position embeddings. No weights are fitted.
 
     Raises:
         NotSupported: The patches do not form a regular grid, or their sides are not whole numbers of pixels.

@@ -48,8 +48,8 @@ class Bounds(Check):
 
     The check reads the pruned directions from the comparison's prescription. Without a prescription, and in layers
     without strengths, it skips Theorem 1 and Propositions 1 and 3. It also skips heads that pruning did not change. The
-    check tests Eq. 13 only on heads that lost just their weakest directions, with the smallest kept strength as
-    threshold. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a matrix
+    check tests Eq. 13 only on heads that lost just their weakest directions. The threshold is the smallest kept
+    strength. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a matrix
     decomposition, so it uses only one image in every BATCH. Proposition 4 adds Gaussian noise with the standard
     deviation NOISE to the images. Proposition 5 is tested on heads with exactly equal weights. Training does not
     produce such heads, so the check usually skips this proposition.
@@ -141,7 +141,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changed layers by index, each with its spectral change, or an empty dict without a prescription."""
+    """Returns the spectral change of every changed layer, by layer index. Without a prescription, the dict is empty."""
     if comparison.prescription is None:
         return {}
     comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
@@ -186,7 +186,7 @@ def equal_heads(layer: Attention) -> list[tuple[int, int]]:
 def _ratios(
     observation: Observation, change: SpectralChange | None, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Float[Tensor, "batch counted"]]:
-    """Returns one layer's ratios by claim. The second half of the batch contains the first half's perturbed images.
+    """Returns one layer's ratios by claim. The second half of the batch is a perturbed copy of the first half.
 
     `pairs` are the layer's equal heads.
     """
@@ -254,8 +254,8 @@ def proposition_1(
     """Returns the 1-norm of an attention row's change, divided by the largest change of its scores (SVDA, Eq. 21).
 
     `moved` is the change of the attention rows. The function returns the largest ratio over the rows of each head. The
-    paper's constant C_sm is 1, because the norm of the softmax Jacobian from the max norm to the 1-norm is 4 P (1 - P),
-    which is at most 1. P is the attention mass of the increased entries.
+    paper's constant C_sm is 1, because the operator norm of the softmax Jacobian from the max norm to the 1-norm is
+    4P(1 - P), which is at most 1. P is the total attention weight of the entries that increase.
     """
     return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
 

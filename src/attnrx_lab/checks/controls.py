@@ -38,7 +38,7 @@ class Controls(Check):
     favour the candidate. The intervals come from a paired bootstrap over the images and, if a control has several
     draws, over the draws. For "largest" the check claims that the candidate's discrepancy is smaller. The claim holds
     if the whole interval is above 0, and fails if the whole interval is below 0. The details contain the control's
-    rules and token policy. Parts of the model without a rule are pruned as in the candidate.
+    rules and token policy. If the control has no rule for a part of the model, this part is pruned as in the candidate.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
@@ -111,7 +111,7 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns the two sums of SVDA's Eq. 46 for each image, and 1 for a correct prediction, otherwise 0.
+    """Returns for each image the two sums of SVDA's Eq. 46, and whether the prediction is correct (1 or 0).
 
     The sums compare the outputs with the reference model's outputs in `base`.
     """

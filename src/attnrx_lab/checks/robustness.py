@@ -32,15 +32,16 @@ Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # a name in words, and the 
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """Measures the paired change of accuracy on corrupted images, for every corruption and severity and on average.
+    """Measures the paired change of accuracy on corrupted images, for every corruption and severity, and on average.
 
-    `corruptions` are names from CORRUPTIONS or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
-    "all". Each finding also contains the accuracies of both models. A finding for one corruption at one severity also
-    contains how often the models agree. The last finding is always the mean over all corruptions and severities. If
-    they differ from this mean, the check also returns the mean over the common corruptions and the mean for every
-    severity. Both models receive the same corrupted images, whatever the batch size. The check uses at most `images`
-    images, or all if `images` is None. `most_drop` limits how many percentage points of accuracy the candidate may lose
-    on average. With `most_drop=None` the check makes no claim.
+    `corruptions` are names from CORRUPTIONS or groups: "common" (the fifteen main corruptions of ImageNet-C), "extra"
+    (its other four) or "all". Each finding also contains the accuracies of both models. A finding for one corruption at
+    one severity also contains how often the models agree. The last finding is always the mean over all corruptions and
+    severities. If there are several severities, the check also returns the mean for every severity. If `corruptions`
+    contains all common corruptions and others, it also returns the means over the common corruptions. Both models
+    receive the same corrupted images, which do not depend on the batch size. The check uses at most `images` images, or
+    all if `images` is None. `most_drop` limits how many percentage points of accuracy the candidate may lose on
+    average. With `most_drop=None` the check makes no claim.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")

@@ -31,7 +31,7 @@ class Transfer(Check):
     computed only once per image. The check trains a linear head on the `training` images without augmentation, and
     tests it on the comparison's images. The heads of both models are trained with AdamW and a cosine schedule to zero,
     on the same images in the same order. If both models have the same number of features, both heads start from the
-    same weights. The learning rate and the number of epochs are the paper's.
+    same weights. The learning rate and the number of epochs default to the paper's values.
 
     `training` and `classes` (the number of classes) default to the training images and classes of the comparison's
     `splits`. `per_class` is the number of training images per class, or None for all images. The check trains one head
@@ -77,7 +77,7 @@ class Transfer(Check):
 
         Raises:
             InvalidInput: There are too few training images, or a model has no head or returns NaN or infinity.
-            DataError: The training images have one class, or lack a class of the test images.
+            DataError: The training images have only one class, or lack a class of the test images.
         """
         all_images, classes = self._data(comparison)
         count = len(all_images) if self.per_class is None else self.per_class * classes
@@ -109,7 +109,7 @@ class Transfer(Check):
     def _probed(
         self, role: str, training: ImageSet, classes: int, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
-        """Trains a head for every seed, and returns 1 for every test image it classifies correctly, otherwise 0."""
+        """Trains a head per seed. Returns 1 for each test image that the head classifies correctly, otherwise 0."""
         rows, labels = _features(role, training, comparison)
         test_rows, test_labels = _features(role, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -186,14 +186,14 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
 
 
 def dataset_labels(images: ImageSet) -> ImageSet:
-    """Returns the images with the dataset's own class numbers instead of the model's."""
+    """Returns the images with the dataset's own class numbers instead of the model's class numbers."""
     if not isinstance(images, LoadedImages) or not images.has_labels:
         return images
     return replace(images, numbers=None, problem=None)
 
 
 def num_dataset_classes(splits: Splits) -> int:
-    """Returns the number of classes in the dataset, which may differ from the number of the model's classes."""
+    """Returns the number of classes in the dataset, which may differ from the model's number of classes."""
     train = splits.train
     mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)

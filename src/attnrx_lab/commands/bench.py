@@ -75,7 +75,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
-    """Measures the rows that are missing in the folder, and shows the table. With --repeat, measures rows again."""
+    """Measures the rows that are missing from the folder, and shows the table. With --repeat, measures rows again."""
     from attnrx.nouns.target import Target
     from attnrx.support.atomic_writes import file_lock
     from attnrx_lab import comparison

@@ -20,7 +20,7 @@ def add_methods(parser: Parser, required: bool = True) -> None:
 
 
 def add_points(parser: Parser, shares: tuple[float, ...]) -> None:
-    """Adds the mutually exclusive options --shares and --macs, which set the budgets that methods are compared at."""
+    """Adds the mutually exclusive options --shares and --macs, which set the budgets for the comparison."""
     points = parser.add_mutually_exclusive_group()
     option(points, "--shares", SHARES, f"shares kept ({','.join(map(str, shares))})")
     costs = "shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more"

@@ -1,4 +1,4 @@
-"""attnrx reproduce: reproduces tables of papers by the names of their recipes."""
+"""attnrx reproduce: reproduces tables of papers, which are selected by recipe name."""
 
 from argparse import Namespace
 from collections.abc import Mapping

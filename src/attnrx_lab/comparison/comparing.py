@@ -39,7 +39,7 @@ FLIPS = 9999  # random draws in a permutation test
 
 @dataclass(frozen=True)
 class ImageResults:
-    """The KL divergence in nats and the correctness of the predicted class for every image, for one method.
+    """One method's results for every image: the KL divergence in nats, and whether the predicted class is correct.
 
     `budget` contains the requested share and the target share of the MACs, at most one of which is set. Both are None
     if the method has no adjustable share.
@@ -63,7 +63,7 @@ def compare_methods(
 
     Only a method's own repair and distillation train weights. `shares` replace {share} in the rules. `macs` are target
     shares of the model's MACs. For each target, every method is also measured at the largest {share} that costs no more
-    (`ModelCompressor.share_within`). If a method cannot cost so little, the comparison lists it under `unreached`. If
+    (`ModelCompressor.share_within`). If a method cannot reach a target, the comparison lists it under `unreached`. If
     nothing is pruned at a share, the original model is measured.
 
     All methods and the original are measured on the same images. Changes are paired by image, and intervals are 95 %
@@ -233,7 +233,7 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
 
 
 def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
-    """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
+    """Returns the two-sided p-value of a paired sign-flip permutation test. The null hypothesis is a mean of 0.
 
     Under the null hypothesis the two methods are exchangeable on every image, so the sign of each difference is random.
     The test draws `FLIPS` random sets of signs. The observed signs count as one more set, so p is at least

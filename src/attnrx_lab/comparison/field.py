@@ -63,7 +63,7 @@ RECORD = kinds.record(
 
 
 def field_methods(model: nn.Module) -> list[Method]:
-    """Returns the benchmark's default methods, from attnrx's plans to token reduction, factorization and pruning.
+    """Returns the benchmark's default methods, e.g. attnrx's plans, token reduction, factorization and pruning.
 
     Token Transforming (arXiv 2506.05709) is not included. We have only its abstract, which does not define its
     matrices.
@@ -139,7 +139,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key in a task's table. Rows with larger budgets come first, then rows of better methods."""
+        """The sort key in a task's table. Larger budgets come first. At equal budgets, better methods come first."""
         first = next(iter(self.measures.values()), None)
         budget = Target.parse(self.budget).limit if self.budget else inf
         return -budget, inf if first is None else -first.value
@@ -159,11 +159,11 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class FieldBench:
-    """The settings of a table: a model, calibration and test images, tasks, methods, targets and latencies.
+    """The settings of a table: a model, calibration and test images, tasks, methods, targets and timing.
 
-    Every row is timed in turns with the unchanged library model, at the batch sizes and protocols in `rates`. Latency
-    targets need `rates`, and are measured at the first batch size and protocol. `seed` seeds the methods' random draws.
-    All methods are calibrated on the same images.
+    For every row, the compressed model is timed in turns with the unchanged library model, at the batch sizes and
+    protocols in `rates`. Latency targets need `rates`, and are measured at the first batch size and protocol. `seed`
+    seeds the methods' random draws. All methods are calibrated on the same images.
     """
 
     model: nn.Module
@@ -201,7 +201,7 @@ class FieldBench:
         }
 
     def run(self, folder: Path | str, log: Log = no_log) -> list[Row]:
-        """Measures every row that is missing in the folder, and writes the table after each row.
+        """Measures every row that is missing from the folder, and writes the table after each row.
 
         FOLDER/rows contains one file per row. Refused rows are tried again. Rows of methods that are not in `methods`
         stay in the table.
@@ -373,7 +373,7 @@ class _TaskRun:
         )
 
     def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the library's model, with `first` only at the first batch size and protocol."""
+        """Times a model in turns with the library's model. `first` selects only the first batch size and protocol."""
         rates = self.bench.rates
         if rates is None:
             return ()
@@ -398,9 +398,10 @@ class _TaskRun:
         return tuple(speeds)
 
     def _fast_enough(self, compressor: ModelCompressor, faster: float) -> tuple[float, None] | str:
-        """Returns the largest share with at least the speed-up `faster`, or a note with the largest measured speed-up.
+        """Returns the largest share with a speed-up of at least `faster`.
 
-        The bisection tries multiples of 1 / STEPS of the MACs.
+        If no share is fast enough, the method returns a note with the largest measured speed-up. The bisection tries
+        multiples of 1 / STEPS of the MACs.
         """
         macs, best, fastest, low, high = family_of(self.model).costs(self.model).macs, None, 0.0, 0, STEPS
         while high - low > 1:

@@ -107,7 +107,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the costs of the template at one share. If the rules keep everything, returns the model's own costs."""
+    """Returns the model's costs after pruning to a share. If the rules keep everything, the costs do not change."""
     rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
@@ -130,10 +130,11 @@ def token_policy(template: Template, share: float, model: nn.Module) -> TokenPre
 class Method:
     """A compression method: rules, a baseline, or a trained model.
 
-    In `rules`, {share} is replaced by the share to keep. After the rules, the method may fit weights to the calibration
-    images. `repaired` is the number of repair steps per block, and `distilled` is the number of distillation passes
-    over these images. `baseline` is one of BASELINES. `folder` is the folder of a trained model, which is measured
-    unchanged. Instead of a folder, it may be anything that `load` accepts without further arguments, e.g. timm:NAME.
+    In `rules`, {share} is replaced by the share to keep. After applying the rules, the method may fit weights to the
+    calibration images. `repaired` is the number of repair steps per block, and `distilled` is the number of
+    distillation passes over these images. `baseline` is one of BASELINES. `folder` is the folder of a trained model,
+    which is measured unchanged. `folder` may also be anything else that `load` accepts without further arguments, e.g.
+    timm:NAME.
     """
 
     name: str
@@ -195,7 +196,7 @@ class Method:
 
     @property
     def varies(self) -> bool:
-        """Whether the method has a share. A method without a share has one fixed cost."""
+        """Whether the method has an adjustable share. Other methods have one fixed cost."""
         if self.baseline is not None:
             return BASELINES[self.baseline].varies
         return self.has_rules and self.template.varies
@@ -363,8 +364,8 @@ class TrainedModel(ModelCompressor):
     """A trained model from a folder, e.g. a model trained with SPOT, which is measured without compression.
 
     Raises:
-        InvalidInput: The trained model has another input size, normalization or number of outputs than the original.
-        CheckpointError: The folder has no attnrx model.
+        InvalidInput: The trained model's input size, normalization or number of outputs differs from the original's.
+        CheckpointError: The folder does not contain an attnrx model.
     """
 
     def __init__(self, model: nn.Module, folder: str, prepare: Callable[[nn.Module], nn.Module] | None = None):

@@ -109,7 +109,7 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Difference:
-    """The paired difference between two methods at one budget, second minus first, in divergence and accuracy points.
+    """The paired difference between two methods at one budget (second minus first), in divergence and accuracy points.
 
     A positive divergence means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
     without a correction for multiple comparisons. `divergence_p` comes from a paired sign-flip test of the mean, and

@@ -190,7 +190,7 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times the models in turns with the reference, named "", and yields latencies per protocol and batch size."""
+    """Times the models in turns with the reference (key ""), and yields latencies per protocol and batch size."""
     # All models are timed in one run, so that other load on the machine affects all of them.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
@@ -200,7 +200,7 @@ def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> 
 
 @contextmanager
 def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBench) -> Iterator[dict[str, nn.Module]]:
-    """Yields the models or, if `rates` sets a runtime, their exported files, which are deleted when the context ends.
+    """Yields the models or, if `rates` sets a runtime, their exported files. The files exist only inside the context.
 
     All models are exported in the same way, with a dynamic batch size. Each file is verified against its eager model.
     """

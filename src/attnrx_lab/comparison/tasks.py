@@ -47,7 +47,7 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Returns the measures with intervals over the images, by the names of their table columns.
+        """Returns the measures with intervals over the images, keyed by the names of their table columns.
 
         Methods are ranked by the first measure, for which higher values are better.
         """
@@ -82,9 +82,9 @@ class Classification(Task):
 
 
 class ImageRetrieval(Task):
-    """Measures how many of each image's nearest neighbours among the test images a compressed encoder still finds.
+    """Measures the share of each image's nearest neighbours that a compressed encoder still finds.
 
-    For a timm classifier, the encoder is the model without the classifier layer.
+    The neighbours are other test images. For a timm classifier, the encoder is the model without the classifier layer.
     """
 
     name = "retrieval"

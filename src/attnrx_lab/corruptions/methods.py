@@ -1,7 +1,7 @@
 """The nineteen corruptions by noise, blur, weather and digital processing.
 
-Each function takes an image in [0, 1] as [channels, height, width], a random generator, and the parameters of a
-severity level.
+Each function takes an image with the shape [channels, height, width] and values in [0, 1], a random generator, and the
+parameters of a severity level.
 """
 
 import io
@@ -66,7 +66,7 @@ def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number)
 
 
 def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
-    """Smooths with a Gaussian, moves every pixel by at most `reach` for `times` rounds, and smooths again.
+    """Smooths with a Gaussian, moves every pixel by at most `reach` in each of `times` rounds, and smooths again.
 
     The published code is meant to swap pixels, but it copies one pixel over the other. This function also copies, to
     match the published code.
@@ -198,7 +198,7 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def _relief(drops: np.ndarray) -> Layer:
-    """Lights drops, [height, width], from one side. The histogram-equalized distance to the edge is their height."""
+    """Shades drops, [height, width], lit from one side. A drop's height is its equalized distance to the edge."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
     # Histogram equalization as in OpenCV, where the darkest level becomes 0.

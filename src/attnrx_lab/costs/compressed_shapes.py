@@ -15,8 +15,8 @@ class Compression:
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
     (R directions in blocks). With "irratt:R" there is one block per head, and every head mixes the attention maps of
-    all blocks. `vo` is the value dimension of each head. `mlp` is the rank of both linear layers of the MLP, each
-    stored as two factors. None means unchanged.
+    all blocks. `vo` is the value dimension of each head. `mlp` is the rank of both linear layers of the MLP, which are
+    stored as two factors each. None means unchanged.
 
     Compression removes biases that are no longer needed. The query bias is stored at the compressed width. The key bias
     is dropped, because it adds a constant to every row of scores, which the softmax ignores. The value bias is folded

@@ -31,7 +31,7 @@ POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a model for one image in IrrAtt's convention, by parts, with the attention MACs of every layer."""
+    """A model's cost per image in IrrAtt's convention, split into parts, with the attention MACs of every layer."""
 
     parts: Mapping[str, PartCosts]
     attention_macs: tuple[int, ...]
@@ -46,7 +46,7 @@ class Price:
 
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
-        """The attention MACs per layer, as one number if all layers agree, otherwise as a list."""
+        """The attention MACs of every layer. If all layers have equal MACs, the result is a single number."""
         macs = list(self.attention_macs)
         return macs[0] if len(set(macs)) == 1 else macs
 
