@@ -240,7 +240,7 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
         return self._transformer(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the token layout, a class token before the patches, with max pooling if patches are classified."""
+        """Returns a layout with a class token before the patches. If patches are classified, the pooling is "max"."""
         config = self._transformer(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)

@@ -115,7 +115,7 @@ def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Metho
 
     Raises:
         InvalidInput: There is no method, the model predicts no classes, the images have no labels, a token policy does
-            not fit the model, or a trained model has other inputs or outputs than `model`.
+            not fit the model, or a trained model's inputs or outputs differ from the original's.
         NotSupported: A method has token reducers that need training.
     """
     if not methods:

@@ -1,7 +1,7 @@
 """The block-term decomposition BTD-(L, L, 1), in which all terms of a block share one column of mixing weights.
 
 `deflate` fits the blocks one at a time (Algorithms 2 and 3 of IrrAtt). The ranks of the blocks are read from the fusion
-matrix, which contains the mixing weights. It may have been trained with or without the constraints of Eq. 7.
+matrix, which contains the mixing weights. This matrix may have been trained with or without the constraints of Eq. 7.
 """
 
 from dataclasses import dataclass, replace
@@ -46,9 +46,9 @@ class BlockTerms:
 class Fusion:
     """The owner slice of every term in a canonical decomposition, from which IrrAtt derives the blocks' ranks.
 
-    `owner` is the slice with the largest absolute value in the term's column of the mix, or the first such slice.
-    `off_block` is the share of each column's energy outside its owner. If the mix is block-diagonal, `off_block` is
-    zero.
+    `owner` is the slice with the largest absolute value in the term's column of the mix. If several slices tie, the
+    owner is the first of them. `off_block` is the share of each column's energy outside its owner. If the mix is
+    block-diagonal, `off_block` is zero.
     """
 
     owner: Int[Tensor, "rank"]
@@ -99,8 +99,8 @@ def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: i
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
     """Fits each block in turn to the residual of the other blocks (IrrAtt, Algorithms 2 and 3 as published).
 
-    Every fit of a block starts from the leading eigenvector of the residual as its mix. So a block can move to another
-    slice, and the error can rise.
+    Before each fit, the mix of the block is reset to the leading eigenvector of the residual's Gram matrix over slices.
+    So a block can move to another slice, and the error can rise.
 
     To save memory, the function never forms the slices of the residual. Each step computes the truncated SVD of their
     weighted sum, which is a single rows x columns matrix.

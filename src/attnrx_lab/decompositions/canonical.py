@@ -81,7 +81,7 @@ def least_sensitivity(terms: Canonical) -> float:
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Returns the `rank` strongest singular triples of all slices as terms, each of which only one slice uses.
+    """Returns the `rank` strongest singular triples of all slices as terms. Only one slice uses each term.
 
     The result is the best approximation in which each term belongs to one slice. The squared error is the energy of the
     omitted triples. Terms are sorted by descending strength and, if the strengths are equal, by slice.
@@ -263,7 +263,7 @@ def _corrected(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
-    """Returns the updated factor, or the old factor if the update would raise the objective, and the squared error."""
+    """Returns the new factor and the squared error. If the update would raise the objective, keeps the old factor."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)

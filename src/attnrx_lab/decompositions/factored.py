@@ -127,7 +127,7 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 
 
 def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
-    """Solves a least-squares step: returns `products` times the inverse of the positive semidefinite matrix `normal`.
+    """Solves a least-squares step. Returns `products` times the inverse of the positive semidefinite matrix `normal`.
 
     The function uses a Cholesky decomposition if it is numerically safe, otherwise a pseudoinverse from eigenvalues. It
     adds no regularization, so the step is the exact minimum. Rescale the columns first, so that the diagonal is near

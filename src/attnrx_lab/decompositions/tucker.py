@@ -1,8 +1,8 @@
 """The Tucker decomposition, and the general block-term decomposition, which is a sum of Tucker terms.
 
-Appendix A.2 of IrrAtt defines both decompositions, but the paper does not use them. Its own forms are special cases. CP
-SlimAtt is a Tucker decomposition whose core is diagonal in every slice. BTD-(L, L, 1) is a sum of terms with a diagonal
-core and one column of mixing weights each.
+Appendix A.2 of IrrAtt defines both decompositions, but the paper does not use them. The forms that the paper uses are
+special cases. CP SlimAtt is a Tucker decomposition whose core is diagonal in every slice. BTD-(L, L, 1) is a sum of
+terms with a diagonal core and one column of mixing weights each.
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class Experiment(ABC):
 
     @property
     def scenario(self) -> str:
-        """The name of the run in table rows and in the argument `only`, by default the run's subject."""
+        """The name of the run in table rows and in the argument `only`. It defaults to the run's subject."""
         return self.subject
 
     @property

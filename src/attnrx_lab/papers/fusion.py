@@ -115,7 +115,7 @@ def _owners(mix: Mix) -> Fusion:
 
 
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
-    """Returns how close a fusion matrix is to block-diagonal after its columns are sorted by owner.
+    """Returns how close a fusion matrix is to being block-diagonal after its columns are sorted by owner.
 
     `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean of this share over
     the columns, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for

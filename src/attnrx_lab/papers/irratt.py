@@ -147,10 +147,10 @@ class IrrattExperiment(sources.DatasetExperiment):
 
     As in the paper, scores, values and MLP are factored by their weights. `seed` seeds the initial terms for the
     scores. With `factors="data"`, values and MLP keep the directions that matter most on `calibration_images` training
-    images. `seed` also separates these images from the validation images. By default the models are not fine-tuned. On
-    data with only some of the model's classes, every method would gain from fine-tuning by forgetting the other
-    classes. A constrained CP SlimAtt is trained for `epochs` before its fine-tuning. `ema` is the decay of the weights'
-    moving average. Costs are always computed for the named model, even if a `tiny` model is measured.
+    images. `seed` also determines which training images are held out for validation. By default the models are not
+    fine-tuned. On data with only some of the model's classes, every method would gain from fine-tuning by forgetting
+    the other classes. A constrained CP SlimAtt is trained for `epochs` before its fine-tuning. `ema` is the decay of
+    the weights' moving average. Costs are always computed for the named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "irratt"

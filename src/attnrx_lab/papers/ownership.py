@@ -18,13 +18,13 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """Penalizes shared directions that several heads use, which replaces the constraint S S^T = I (IrrAtt, Eq. 7).
+    """Penalizes shared directions that several heads use, instead of the constraint S S^T = I (IrrAtt, Eq. 7).
 
     The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over its strengths s in all heads. The penalty is 0
     if and only if one head uses the direction, and heads - 1 if all heads use it equally. The loss is the mean over the
     directions of all layers. Its weight grows linearly over the training, from 0 to its full value, so that the heads
-    can first choose their directions. Train inside `nonnegative_fusion` to enforce the second half of the constraint, S
-    >= 0. After training, the rule `fusion_owner` assigns each direction to one head.
+    can first choose their directions. The constraint also requires S >= 0. To enforce this part, train inside
+    `nonnegative_fusion`. After training, the rule `fusion_owner` assigns each direction to one head.
     """
 
     weight: float = 1.0
@@ -40,8 +40,8 @@ class FusionOwnership(Loss):
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
     """Projects a model's fusion matrices onto the constraint set after every optimizer step inside the context.
 
-    So the training becomes projected gradient descent. A reparametrization (e.g. by squares) would also keep the values
-    nonnegative, but values at zero would receive no gradient.
+    Training inside the context is therefore projected gradient descent. A reparametrization (e.g. by squares) would
+    also keep the values nonnegative, but values at zero would receive no gradient.
 
     Raises:
         NotSupported: No heads of the model share directions.

@@ -1,4 +1,4 @@
-"""Estimates the trainings of a recipe before it runs: their FLOPs, and their time on one H100 GPU.
+"""Estimates the FLOPs of a recipe's trainings, and their time on one H100 GPU, before the recipe runs.
 
 A plan is computed from model shapes and published image counts, so it needs no data and no weights. Folders are read
 only to find the runs that are already done.
@@ -97,7 +97,7 @@ class RecipePlan:
 
     @property
     def hours(self) -> float:
-        """The total training time on one H100 in hours, without trainings with an unknown number of images."""
+        """The total training time on one H100, in hours. Trainings with an unknown number of images are not counted."""
         return sum(each.hours or 0.0 for each in self.trainings)
 
     def to_records(self) -> dict[str, Any]:

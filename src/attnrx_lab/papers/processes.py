@@ -42,7 +42,7 @@ def agreed(decision: T) -> T:
 
 
 def is_first() -> bool:
-    """Returns whether this process writes files, because it is the only process or the first of its launch."""
+    """Returns whether this process is the only one or the first of its launch. Only this process writes files."""
     return not _several() or connect_processes().is_main_process
 
 

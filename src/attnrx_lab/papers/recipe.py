@@ -17,7 +17,7 @@ _PRINTED = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: the results of one rule in one scenario. A row without a rule has only printed numbers.
+    """One line of a table, with the results of one rule in one scenario. A row without a rule has only printed numbers.
 
     `line` is the part of the label that this row shares with rows of other scenarios.
     """

@@ -13,7 +13,7 @@ from attnrx.vit.models import reduction_of
 
 @dataclass(frozen=True)
 class TokenSimilarity(TeacherLoss):
-    """One minus the mean cosine similarity to the teacher's last-layer tokens over the kept patches (SPOT, Eq. 14).
+    """One minus the mean cosine similarity of the kept patches' last-layer tokens to the teacher's (SPOT, Eq. 14).
 
     The teacher must have the same patches and width. SPOT uses this loss with weight 10 for LV-ViT, but not for DeiT.
     """

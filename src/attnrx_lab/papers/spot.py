@@ -1,4 +1,4 @@
-"""The SPOT experiment, which fine-tunes a model with a token policy by the paper's losses and measures the result."""
+"""The SPOT experiment, which fine-tunes a token-pruning model with the paper's losses and measures the result."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -51,9 +51,9 @@ QUARTERS = (1, 2, 3)  # a pruning stage follows each of these quarters of the de
 class TokenMethod:
     """A token reduction method with one keep ratio for all three stages. `reducer=None` keeps all tokens.
 
-    As in the paper, a stage runs after each of the first three quarters of the depth. So the stages run before layers
-    4, 7 and 10 of 12, or before layers 5, 9 and 13 of 16. If `trained` is false, the method is measured without
-    fine-tuning.
+    As in the paper, a stage runs after each of the first three quarters of the depth. In a model with 12 layers, the
+    stages run before layers 4, 7 and 10. With 16 layers, they run before layers 5, 9 and 13. If `trained` is false, the
+    method is measured without fine-tuning.
     """
 
     name: str
@@ -224,7 +224,7 @@ def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "imag
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Settings for fine-tuning a model that prunes tokens, by the loss of SPOT's Eq. 15 with the paper's weights.
+    """Settings for fine-tuning a model that prunes tokens. The loss is SPOT's Eq. 15 with the paper's loss weights.
 
     The optimizer is AdamW with a cosine schedule. With `task`, the loss also uses the labels. `similarity` is the
     weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT. Predictors learn at `predictor_factor` times the learning
@@ -391,7 +391,7 @@ class SpotExperiment(sources.DatasetExperiment):
         return self.made.trained(splits or self.splits(), place, log), str(place)
 
     def _evidence(self, original: nn.Module, teacher: str, splits: Splits, folder: Path) -> Evidence:
-        """Fine-tunes trained methods, and measures accuracy and fidelity against the original on the same images."""
+        """Fine-tunes the model if the method is trained, then measures accuracy and fidelity against the original."""
         adapted = adapt_preprocessing(splits, original)
         candidate = copy.deepcopy(original)  # the original stays the reference
         self.method.attach_(candidate, self.seed)

@@ -290,7 +290,7 @@ NOT_STATED = "what spot/table1 lists"
 
 
 def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
-    """Returns a recipe that draws which patches SPOT keeps in test images. Its table shows the share that remains."""
+    """Returns a recipe that draws the patches that SPOT keeps. Its table shows the share of patches that remain."""
     methods = lines_by_subject((("SPOT", SPOT),), subjects)
     lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
     left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))
