@@ -963,10 +963,8 @@ def output_sizes(adopted: Adopted) -> dict[str, int]:
         NotSupported: The module does not take images of this size.
     """
     height, width = adopted.input_shape[1:]
-    with (
-        evaluating((adopted,)),
-        user_code(f"{adopted.name} does not take images of {height} x {width}: it", NotSupported),
-    ):
+    refused = f"{adopted.name} does not take images of {height} x {width} (for another size give image_size=...): it"
+    with evaluating((adopted,)), user_code(refused, NotSupported):
         tensors = tensors_of(adopted(random_images(adopted, adopted.input_shape)[:1]))
     return {name: tensor[0].numel() for name, tensor in tensors.items()}
 
