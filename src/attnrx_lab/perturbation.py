@@ -141,13 +141,13 @@ class TargetRank(Loss):
 
 @dataclass(frozen=True)
 class PerturbationRobustness(Loss):
-    """The squared Frobenius norm of the change in attention maps if the images get Gaussian noise (SVDA, Eq. 34).
+    """The squared Frobenius norm of the change in attention maps when the images get Gaussian noise (SVDA, Eq. 34).
 
     The loss is averaged over images, heads and layers. `layers` restricts the loss to some layers, e.g. to layers that
     a diagnosis singled out. Layers are counted from 1. `scale` is the standard deviation of the noise, in the units of
     the normalized images. The loss runs an extra forward pass with eager attention on the images and their noisy
-    copies, so a training step takes about three times as long. If a token policy removes patches, `layers` must lie
-    before its first stage. From there on, an image and its noisy copy may keep different patches.
+    copies, so a training step takes about three times as long. If a token policy removes patches, all `layers` must
+    come before the policy's first stage. After this stage, an image and its noisy copy may keep different patches.
     """
 
     scale: float = 0.05

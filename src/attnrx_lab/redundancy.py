@@ -123,10 +123,10 @@ def sensitivity(
 def alignment(
     query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
 ) -> Float[Tensor, "heads"]:
-    """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
+    """Returns the cosine between a query row and a key row, averaged over all pairs of tokens and all images.
 
-    The function ignores the strengths and divides every row by its norm, so you can compare dense and compressed heads.
-    The cosine between a zero row and any other row is defined as zero.
+    The mean lies in [-1, 1]. The function ignores the strengths and divides every row by its norm, so you can compare
+    dense and compressed heads. The cosine between a zero row and any other row is defined as zero.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
     cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)

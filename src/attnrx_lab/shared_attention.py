@@ -48,7 +48,7 @@ class SharedForm(ScoreForm):
 
 
 class MixedForm(ScoreForm):
-    """IrrAtt's attention (Eq. 6): shared directions are divided into blocks, and every head mixes the score maps.
+    """IrrAtt's attention (Eq. 6): shared directions form blocks, and every head mixes the blocks' score maps.
 
     Mixed attention equals shared attention in which a head has the strength `mix[head, block]` for all directions of a
     block.
@@ -65,7 +65,7 @@ class MixedForm(ScoreForm):
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows with each head's weights, both per block and repeated for every direction."""
+        """Returns the shared rows and each head's weights. The weights are given per block and also per direction."""
         rows = self.rows(buckets)
         # Block weights and strengths describe the same scores. Fused kernels use the strengths per direction. Unfused
         # backends use the mixture of blocks.

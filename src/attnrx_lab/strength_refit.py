@@ -20,10 +20,11 @@ _NULL = 1e-6
 class StrengthFit:
     """Fits strengths s by least squares: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
-    T are the reference's scores, and a_i = softmax(T_i) is its attention for query i. To second order, the sum is twice
-    the KL divergence between the reference attention and the attention with strengths s. The reason is that softmax
-    ignores a constant per query, and that errors at keys with zero attention have no effect. The class stores only the
-    normal equations, one matrix [terms, terms] per head, so memory does not grow with the number of samples.
+    The matrix T contains the reference's scores, and a_i = softmax(T_i) is the reference attention of query i. To
+    second order, the sum is twice the KL divergence between the reference attention and the attention with strengths s.
+    The reason is that softmax ignores a constant per query, and that errors at keys with zero attention have no effect.
+    The class stores only the normal equations, one matrix [terms, terms] per head, so memory does not grow with the
+    number of samples.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -86,7 +87,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the squared error, relative to zero strengths (by definition 0 for a constant target)."""
+        """Returns the root of the squared error, divided by its value at zero strengths (0 for constant targets)."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

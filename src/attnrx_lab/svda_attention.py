@@ -67,7 +67,7 @@ class SvdaForm(ScoreForm):
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (SVDA, Eq. 4), and pads it with zeros to `width` if this is given.
+    """Divides every row by its Euclidean norm (SVDA, Eq. 4), and pads it with zeros to `width` if `width` is given.
 
     A zero row stays zero. Its gradient is zero, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.

@@ -169,7 +169,7 @@ class TransformerConfig(ABC):
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the model's costs without building the model, optionally for other attention specs or token counts.
 
-        Pass other specs to compute the costs of a prescription before it is realized.
+        To compute the costs of a prescription before you realize it, pass its specs.
 
         Raises:
             InvalidInput: `attention` does not have one spec per layer.

@@ -67,11 +67,11 @@ class SvdaExperiment(Experiment):
 
     Epochs, batch size and seeds are the paper's for 32x32 images (SVDA, Table 4). Training settings that the paper does
     not state are `TrainingConfig`'s defaults. `draws` (the number of random controls) and the numbers of images are our
-    choices. `strength_init` is the initial value of the strengths, and `strength_learning_rate` is a factor on their
+    choices. `strength_init` is the initial value of the strengths, and `strength_learning_rate` multiplies their
     learning rate. `train_images` limits the training images, and `test_images` limits the validation and the test
-    images. `control_images` limits the test images for the controls. None means the whole split. `dataset` is the
-    location of the images, if `load_data` does not find them by the subject's name. These images are resized and
-    normalized like the subject's images.
+    images. `control_images` limits the test images for the controls. With None, the whole split is used. `dataset` is
+    the location of the images. It is needed only if `load_data` cannot find the images by the subject's name. The
+    images in `dataset` are resized and normalized like the subject's images.
     """
 
     kind: ClassVar[str] = "svda"
@@ -107,7 +107,8 @@ class SvdaExperiment(Experiment):
         return replace(self, tiny=True, epochs=2, batch_size=16, draws=3, calibration_images=32)
 
     def splits(self) -> Splits:
-        """Loads the images of the subject, or the images of `dataset` with the subject's size and normalization.
+        """Loads the images of the subject. If `dataset` is set, loads the images in `dataset` instead. The images in
+        `dataset` get the subject's size and normalization.
 
         Raises:
             DataError: `dataset` has another number of classes.
@@ -204,20 +205,20 @@ class SvdaExperiment(Experiment):
 
 
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:
-    """Returns the names of the evidence files that contain one quantity of a realization."""
+    """Returns the names of the evidence files that are needed to compute `quantity` for the realization `kind`."""
     if quantity == RATIO:
         return kind, "renormalized"  # the numerator and the denominator of the ratio
     return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # findings of the check `controls` have "_than_"
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Builds the pruned model. `kind` is "exact" for the usual compression, or another realization of `realize`."""
+    """Builds the pruned model. `kind` is the argument `by` of `realize`, but with "exact" in place of "compress"."""
     return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 
 @dataclass(frozen=True, eq=False)
 class _Bench:
-    """A trained model and the data for measuring its pruned candidates. The comparison caches the predictions."""
+    """A trained model and the data for measuring its pruned candidates. `comparison` caches predictions."""
 
     experiment: SvdaExperiment
     model: nn.Module
@@ -258,7 +259,7 @@ class _Bench:
             yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
-        """Measures accuracy, fidelity and costs of one realization, and for the masked model the theorems' bounds."""
+        """Measures accuracy, fidelity and costs of one realization. Checks the theorems' bounds on the masked model."""
         candidate = masked() if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked(), prescription=prescription)
         bounds = [Bounds(images=16 if self.experiment.tiny else 256)] if kind == "mask" else []

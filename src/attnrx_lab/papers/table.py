@@ -203,7 +203,7 @@ def _sample_text(scenario: str, sample: Mapping[str, Any]) -> str:
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
-    """Returns the value of each seed and the t interval over seeds, or with one seed the measurement's own interval."""
+    """Returns each seed's value and an interval: the t interval over seeds, or the single measurement's interval."""
     measures = [measure for _, measure in _measures(runs, row, column)]
     values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:

@@ -30,13 +30,13 @@ from attnrx_lab.papers.spot import BATCH, ORIGINAL, TINY, DerivedExperiment, Spo
 
 @dataclass(frozen=True)
 class TransferExperiment(DerivedExperiment):
-    """Trains new heads for the original and one SPOT model on another dataset, `target` (SPOT, Section 6.2.2).
+    """Trains new heads for the original model and one SPOT model on the dataset `target` (SPOT, Section 6.2.2).
 
-    Each model gets a new head, and all other weights are frozen. `transfer` is the folder of the target dataset, if
-    `load_data` does not find the dataset by its name. The heads are also trained on the target's validation images,
-    because the paper has no validation images. `classes` is the published number of classes. The SPOT model is trained
-    for `epochs`, and the heads for `head_epochs`. With `tuned`, the folder of a fine-tuned SPOT model, the images for
-    training it are not needed.
+    Each model gets a new head, and all other weights are frozen. `transfer` is the folder of the target dataset. It is
+    needed only if `load_data` cannot find the dataset by its name. The heads are also trained on the target's
+    validation images, because the paper does not hold out a validation set. `classes` is the published number of
+    classes. The SPOT model is trained for `epochs`, and the heads for `head_epochs`. `tuned` is the folder of a SPOT
+    model that is already fine-tuned. If you pass it, the images for fine-tuning are not needed.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -85,7 +85,7 @@ class TransferExperiment(DerivedExperiment):
         return (*super().trainings(), Training(name, self.head_epochs, images, BATCH_SIZE, macs, "fp32"))
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains a head on each model's features of the target's images, and measures both models' accuracy."""
+        """Trains a new head on each frozen model with the target's images, and measures the accuracy of both models."""
         splits = self.transferred()  # loaded first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
@@ -116,7 +116,7 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns the training images together with the stored validation images, if there are any, as one dataset."""
+    """Returns one dataset of the training images and, if they are stored, the validation images."""
     first, second = splits.train, splits.validation
     assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):

@@ -30,14 +30,13 @@ def control_prescriptions(
     number of directions in each head and map ("uniform": in each layer and map). So every layer has exactly the same
     MACs and parameters. The token policy stays the same. If a map other than "heads" has a rule, the control removes
     the same heads as the prescription. If only "heads" has a rule, the control removes the same number of heads, but
-    selects them anew.
-    If the prescription has no rule but a token policy, the control keeps the same number of random patches at every
-    stage. If the policy adds a fused token, the control also adds one. Every layer then costs the same. Only the
-    policy's predictors are missing, because random selection does not need them.
+    selects other heads. If the prescription has no rule but a token policy, the control keeps the same number of random
+    patches at every stage. If the policy adds a fused token, the control also adds one. So every layer has the same
+    costs as with the prescription. The control has no predictors, because random selection does not need them.
 
-    The kinds "largest" and "uniform" do not exist for tokens, for directions that all heads share, and for strengths
-    that do not rank directions (dense attention in its own directions). By default, "uniform" is also omitted if it
-    equals the prescription, e.g. if only fc1 and fc2 have rules.
+    The kinds "largest" and "uniform" do not exist for tokens and for directions that all heads share. They also need
+    strengths that rank the directions. Dense attention has none unless the rule rewrites the scores. By default,
+    "uniform" is also omitted if it equals the prescription, e.g. if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.

@@ -54,8 +54,9 @@ def measure_divergence(
 ) -> Diagnosis:
     """Adds the reading divergence_METRIC [heads, directions + 1] to a diagnosis, in one more pass over the images.
 
-    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats.
-    The last column is zero up to rounding. The rule `DivergenceRank` minimizes the sum of these divergences.
+    Column r is the mean over queries of KL(attention || attention with only the first r directions), in nats. `metric`
+    orders the directions. The last column is zero up to rounding. The rule `DivergenceRank` minimizes the sum of these
+    divergences.
 
     Args:
         model: The model whose attention is measured.

@@ -1,4 +1,4 @@
-"""Controls for a rule, which keep as many directions per head or layer as the rule, chosen by another criterion."""
+"""Controls for a rule. They keep as many directions per head or layer as the rule, but choose other directions."""
 
 import hashlib
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws as many directions of all heads as `matched` shares. Each direction is used only by its own head."""
+        """Draws as many directions at random as `matched` shares. Each is used only by the head it came from."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
@@ -91,7 +91,7 @@ class LargestMatched(Rule):
 
 @dataclass(frozen=True)
 class UniformMatched(Rule):
-    """Keeps the same number of directions per layer as `rule` does, but the same rank in all heads.
+    """Keeps the same number of directions per layer as `rule` does, but gives all heads the same rank.
 
     Comparing `rule` with this control shows the benefit of choosing a rank per head. Each head keeps its strongest
     directions. If the total is not divisible by the number of heads, the heads whose next direction is strongest keep

@@ -32,8 +32,8 @@ def rank_among(value: int | float, total: int) -> int:
 class JointMoments(Diagnostic):
     """Returns query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
 
-    These moments are computed like query_gram and key_covariance, but for the concatenated rows of all heads. Rules for
-    shared directions need them for the metric "centered".
+    The joint moments are computed like query_gram and key_covariance, but for the concatenated rows of all heads. Rules
+    for shared directions need them for the metric "centered".
     """
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
@@ -110,12 +110,12 @@ class SharedRank(Rule):
 
     `rank` is an integer, or a share of all directions of the layer. `form` selects how the query-key tensor is
     decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size of
-    the terms (CPD-EPC). "cp" and "epc" start once from water-filling and once from random terms, which are drawn with
-    `seed`. The result with the smaller error is kept and realized in the shared form (CP SlimAtt). "literal" computes a
-    block-term decomposition, BTD-(L, L, 1), exactly as IrrAtt prints its Algorithms 1 to 3. The directions then form
-    blocks, and each block has one strength per head. Block terms are realized in the mixed form (IrrAtt). `joint` is
-    the metric (one of JOINT_METRICS). "centered" needs the diagnostic `JointMoments`. The rule keeps all `rank`
-    directions.
+    the terms (CPD-EPC). "cp" and "epc" first run least squares from two starts: water-filling, and random terms (drawn
+    with `seed`). They continue with the result with the smaller error. The terms are realized in the shared form (CP
+    SlimAtt). "literal" computes a block-term decomposition, BTD-(L, L, 1), exactly as IrrAtt prints its Algorithms 1 to
+    3. The directions then form blocks, and each block has one strength per head. Block terms are realized in the mixed
+    form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered" needs the diagnostic `JointMoments`. The
+    rule keeps all `rank` directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

@@ -102,12 +102,12 @@ class ContributionEnergy(Rule):
 
 @dataclass(frozen=True)
 class UniformHeads(Rule):
-    """Removes all score directions from heads with at most this `selectivity`. Such heads then average their values.
+    """Removes all score directions of heads whose selectivity is at most `selectivity`.
 
-    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. It is 0 for uniform attention.
-    By Pinsker's inequality, a head's attention rows differ from uniform rows on average by at most
-    sqrt(2 * selectivity * log(tokens)) in the 1-norm. So the error on the calibration images is bounded. The rule works
-    for every form of attention, including dense.
+    Heads without directions average their values. Selectivity is 1 - row entropy / log(tokens), averaged over the
+    calibration images. It is 0 for uniform attention. By Pinsker's inequality, a head's attention rows differ from
+    uniform rows on average by at most sqrt(2 * selectivity * log(tokens)) in the 1-norm. So the error on the
+    calibration images is bounded. The rule works for every form of attention, including dense attention.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

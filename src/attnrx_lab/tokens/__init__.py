@@ -1,7 +1,7 @@
 """Token reducers from papers, which prune by learned or published scores, and the random control.
 
-attnrx imports this package through the entry points of the group `attnrx.parts`. The import happens when you, or a file
-that you load, name a reducer.
+attnrx imports this package through the entry points of the group `attnrx.parts`. The import happens when you name a
+reducer, or load a file that names one.
 """
 
 from attnrx.vit.tokens import REDUCERS

@@ -77,7 +77,7 @@ class Soft(Reducer):
 
 @dataclass(frozen=True)
 class EViT(Soft):
-    """Keeps the patches with the highest class attention, and one fused token for all others (Liang et al., 2022).
+    """Keeps the patches with the highest class attention, and fuses the others into one token (Liang et al., 2022).
 
     EViT adds the fused token to the `count` kept patches, and later stages treat it as a patch. The fused token is the
     mean of the other patches, weighted by their class attention. The mean has the magnitude of a patch, which a model
@@ -121,8 +121,9 @@ class EViT(Soft):
 class SPViT(EViT):
     """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
-    `scores` is the paper's selector, SPOT's predictor (as in SPOT's Table 3), or any selecting reducer. The paper also
-    searches for the layers at which to prune, by latency. In attnrx, you choose these layers in the policy.
+    `scores` can be any selecting reducer, such as the paper's selector (the default), or SPOT's predictor (SPOT, Table
+    3). The paper also searches for the layers at which to prune, by latency. In attnrx, you choose these layers in the
+    policy.
     """
 
     name: ClassVar[str] = "spvit"
@@ -134,9 +135,9 @@ class DTPS(Soft):
     """Keeps the highest-scoring patches, and fuses all others into the most similar kept patch (Wei et al., 2023).
 
     Similarity is the cosine c of two tokens. A kept patch becomes a weighted mean of itself, with the weight exp(1),
-    and the patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` is
-    DynamicViT's predictor (dTPS), class attention (eTPS, but before a layer instead of inside it), SPOT's predictor, or
-    any selecting reducer.
+    and the patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` can be
+    any selecting reducer, such as DynamicViT's predictor (the paper's dTPS), class attention (its eTPS, but before a
+    layer instead of inside it), or SPOT's predictor.
     """
 
     scores: Selecting = field(default=DynamicViT())
@@ -175,7 +176,7 @@ def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
 
 
 def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:
-    """Returns the host patches after the pruned patches (1 in `pruned_mask`, otherwise 0) were fused into them.
+    """Returns the host patches after fusing the pruned patches (those with 1 in `pruned_mask`) into them.
 
     `hosts` is [batch, hosts, width]. `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
     """

@@ -12,7 +12,7 @@ from attnrx.vit.models import reduction_of
 
 @dataclass(frozen=True)
 class KeepRatio(Loss):
-    """The mean squared difference between the sampled and the policy's share of patches, over images and stages.
+    """The squared difference between the sampled and the requested keep ratio, averaged over images and stages.
 
     The loss is SPOT's Eq. 12.
     """

@@ -19,7 +19,7 @@ class Predicting(Selecting):
     learned = True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep, which order patches like log-probabilities but do not round to zero."""
+        """Returns each patch's log-odds of being kept, which rank like log-probabilities but do not round to 0."""
         # The log-probabilities of several almost certain patches round to 0. Then the index would decide their order.
         return odds(self.keep_scores(state, predictor))
 
@@ -43,7 +43,7 @@ class Predicting(Selecting):
 
 
 def odds(scores: KeepDrop) -> PerPatch:
-    """Returns the log-odds of keep from the log-probabilities of keep and drop."""
+    """Returns each patch's log-odds of being kept, from the log-probabilities of keep and drop."""
     return scores[..., 0] - scores[..., 1]
 
 
@@ -90,7 +90,7 @@ class TokenFeatures(nn.Module):
 
 
 class KeepScores(nn.Sequential):
-    """An MLP with three linear maps that maps features to the log-probabilities of keep and drop."""
+    """An MLP of three linear layers, which computes the log-probabilities of keep and drop from features."""
 
     def __init__(self, features: int):
         super().__init__(

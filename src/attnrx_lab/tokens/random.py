@@ -1,4 +1,4 @@
-"""The random control for token reducers, which keeps patches drawn from a hash of the image's pixels."""
+"""The random control for token reducers, which selects patches by a hash of the image's pixels."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,7 @@ class Random(Selecting):
     The score of a patch is a hash of the seed, the pixels of its image and its index. The score does not depend on
     batch, threads or device, and an exported model computes the same score. All stages use the same scores. A later
     stage still draws at random, because the best m of n patches in random order are a random choice. Identical images
-    keep the same patches. Images that differ, even by augmentation or by rounding to another precision, keep other
-    patches.
+    keep the same patches. If two images differ at all, e.g. by augmentation or rounding, they keep different patches.
     """
 
     seed: int = 0

@@ -90,8 +90,8 @@ class ATS(Reducer):
     in every head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
     (k = 1..K) selects the patches. Several points can hit the same patch if its significance is large. The paper keeps
     a patch only once, so the number of patches differs between images. This class always keeps K patches. If points hit
-    a patch repeatedly, the most significant patches that were not hit fill the remaining places. The paper removes
-    patches inside the attention of a layer, but this class removes them before the next layer.
+    a patch repeatedly, the class adds the most significant of the other patches. The paper removes patches inside the
+    attention of a layer, but this class removes them before the next layer.
     """
 
     needs = ("class_attention", "value_norms")
@@ -121,13 +121,14 @@ class ATS(Reducer):
 
 @dataclass(frozen=True)
 class HaltingScores(Selecting):
-    """Prunes the patches whose halting scores have the largest sum, by the rule of A-ViT (Yin et al., CVPR 2022).
+    """Prunes the patches with the largest sum of halting scores, as in A-ViT (Yin et al., CVPR 2022).
 
     After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. The model must
     be trained with A-ViT's ponder loss and prior. Otherwise x has no meaning, and the results are not A-ViT's. In
-    A-ViT, tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens differs between
-    images. In attnrx, the policy sets the number of kept tokens, and only the order of pruning follows A-ViT. A-ViT
-    averages the class token over the layers with halting probabilities, but in attnrx the class token does not halt.
+    A-ViT, a token halts as soon as the sum of its scores reaches 1 - epsilon, so the number of kept tokens differs
+    between images. In attnrx, the policy sets the number of kept tokens, and only the order of pruning follows A-ViT.
+    A-ViT averages the class token over the layers, weighted by halting probabilities. In attnrx, the class token does
+    not halt.
     """
 
     # The paper's values.
@@ -164,12 +165,12 @@ class HaltingScores(Selecting):
 
 @dataclass(frozen=True)
 class HeadSelector(Predicting):
-    """Keeps the patches that SPViT's selector chooses, a learned predictor of several heads (Kong et al., ECCV 2022).
+    """Keeps the patches that SPViT's learned multi-head selector chooses (Kong et al., ECCV 2022).
 
     The width is divided among the heads. Every head computes local and global features from its share of the width, and
     scores each patch. For every patch, another branch computes the weights of the heads from the mean of each share.
-    The final score is the weighted mean of the heads' probabilities. Two choices are ours. First, all heads share
-    DynamicViT's perceptrons for features and scores. Second, the branch's perceptron has two linear maps.
+    The final score is the weighted mean of the heads' probabilities. Two choices are our own. All heads share one
+    DynamicViT predictor, and the branch is an MLP of two linear layers.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:

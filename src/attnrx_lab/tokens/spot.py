@@ -93,11 +93,11 @@ class Spot(Predicting):
     The class implements SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to
     9). They come from the attention of the previous layer, from the `mean` over all previous layers, and from the
     `variance` over these layers. `projected` is the number of additional token features, half local and half global.
-    With None this number equals the model width, and with 0 there are no token features. With `head_averaged` the
-    scalars come from the mean over the heads. With `shared` all stages share one predictor. The paper's Table 2, Figure
-    5 and Table 8 vary these settings one at a time. `standardized` is not in the paper. It scales every attention
-    feature to mean 0 and variance 1 over the patches of an image. Without this scaling, attention features are 10 to
-    10^5 times smaller than token features.
+    None means the model width, and 0 means no token features. With `head_averaged`, the scalars come from the mean over
+    the heads. With `shared`, all stages share one predictor. The paper's Table 2, Figure 5 and Table 8 vary these
+    settings one at a time. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance
+    1 over the patches of an image. Without this scaling, attention features are 10 to 10^5 times smaller than token
+    features.
 
     In training, the gradient of a dropped patch's mask is bounded as in `DynamicViT`.
     """

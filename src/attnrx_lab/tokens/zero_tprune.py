@@ -12,13 +12,13 @@ from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, Token
 
 @dataclass(frozen=True)
 class ZeroTPrune(Reducer):
-    """Prunes patches that resemble more important ones, then the least important, untrained (Wang et al., 2024).
+    """Prunes patches that resemble more important ones, then the least important patches (Wang et al., 2024).
 
     Importance is computed from the attention of the previous layer, which is treated as a graph. PageRank runs
     `iterations` steps from uniform scores, and computes a score for every token in every head. A head is excluded if
-    its scores vary too little or too much: scaled to a mean of 1, their variance over the patches must lie between
-    `least` and `most`. If no head meets these limits, all heads are used. The importance is the quadratic mean over the
-    remaining heads, which emphasizes patches that some heads find informative.
+    its scores vary too little or too much. When the scores are scaled to a mean of 1, their variance over the patches
+    must lie between `least` and `most`. If no head meets these limits, all heads are used. The importance is the
+    quadratic mean over the remaining heads, which emphasizes patches that some heads find informative.
 
     A stage first ranks the patches, and divides them into a less important half and a more important half. From the
     less important half it prunes the patches that are most similar to a patch of the more important half. Similarity is
@@ -51,7 +51,7 @@ class ZeroTPrune(Reducer):
         present_mask: Float[Tensor, "batch tokens"],
         prefix: int,
     ) -> PerPatch:
-        """Returns the importance of the patches, for the tokens in `present_mask` (1 if present, otherwise 0)."""
+        """Returns every patch's importance, computed only from tokens that are 1 in `present_mask`."""
         # PageRank includes the class token and other prefix tokens, but the statistics of a head use only patches.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
