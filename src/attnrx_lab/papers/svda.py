@@ -107,8 +107,9 @@ class SvdaExperiment(Experiment):
         return replace(self, tiny=True, epochs=2, batch_size=16, draws=3, calibration_images=32)
 
     def splits(self) -> Splits:
-        """Loads the images of the subject. If `dataset` is set, loads the images in `dataset` instead. The images in
-        `dataset` get the subject's size and normalization.
+        """Loads the images of the subject. If `dataset` is set, loads the images in `dataset` instead.
+
+        The images in `dataset` get the subject's size and normalization.
 
         Raises:
             DataError: `dataset` has another number of classes.

@@ -111,7 +111,7 @@ class SharedRank(Rule):
     `rank` is an integer, or a share of all directions of the layer. `form` selects how the query-key tensor is
     decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size of
     the terms (CPD-EPC). "cp" and "epc" first run least squares from two starts: water-filling, and random terms (drawn
-    with `seed`). They continue with the result with the smaller error. The terms are realized in the shared form (CP
+    with `seed`). They continue from the result with the smaller error. The terms are realized in the shared form (CP
     SlimAtt). "literal" computes a block-term decomposition, BTD-(L, L, 1), exactly as printed in IrrAtt's Algorithms 1
     to 3. The directions then form blocks, and each block has one strength per head. Block terms are realized in the
     mixed form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered" needs the diagnostic `JointMoments`.
