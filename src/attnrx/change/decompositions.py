@@ -178,7 +178,7 @@ def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features featur
 
 
 def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
-    """Returns a Gram matrix in float64, exactly symmetric. Raises InvalidInput if it is not finite or not symmetric."""
+    """Returns the matrix in float64, made exactly symmetric. Raises InvalidInput if it is not finite and symmetric."""
     gram = gram.detach().double()
     limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
     if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):

@@ -56,7 +56,7 @@ class Predictions:
         return self.kind.correct(self.decisions(role), self.labels)
 
     def change(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the paired change of correctness: +1 if only `other` is correct, -1 if only `base` is, else 0.
+        """Returns the paired change in correctness: +1 if only `other` is correct, -1 if only `base` is, else 0.
 
         Raises:
             DataError: Some of the images have no label.

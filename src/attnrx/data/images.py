@@ -259,7 +259,7 @@ class ImageSet(ABC):
         """Returns `count` images, balanced over the classes if labels are known before reading, else evenly spaced.
 
         Raises:
-            DataError: The set has fewer images, or `count` is below 1.
+            DataError: The set has fewer than `count` images, or `count` is below 1.
         """
         if not 1 <= count <= len(self):
             raise DataError(

@@ -276,7 +276,7 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
         The splits for this model.
 
     Raises:
-        DataError: The images have another shape than the model's input and cannot be resized, or `label_map` does not
+        DataError: The images do not have the shape of the model's input and cannot be resized, or `label_map` does not
             fit.
         InvalidInput: `label_map` was passed for a model without classes.
 

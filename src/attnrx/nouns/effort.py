@@ -249,7 +249,7 @@ class PlanSettings:
 
 
 def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
-    """Returns the rounds of a final latency measurement, for a batch and a model with `macs` MACs per image.
+    """Returns the number of rounds in a final latency measurement, for a batch and a model's MACs per image.
 
     Small batches get more rounds, and large models get fewer. For files (`of_files`), only very large models get fewer
     rounds, because timing a file ends as soon as its speed is precise.

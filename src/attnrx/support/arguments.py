@@ -306,7 +306,7 @@ def either(expected: str, *kinds: Kind) -> Kind:
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
     """Returns a `Kind` for lists of `least` to `most` values of one kind. Arguments become tuples.
 
-    With `unique`, no value (a text or a number) may occur twice. `check` raises Invalid with the index of the first
+    With `unique`, no value (string or number) may occur twice. `check` raises Invalid with the index of the first
     wrong value.
     """
     length = f"{least} or more" if most == 2**31 else f"{least} to {most}"

@@ -1,4 +1,4 @@
-"""Imports optional libraries, which attnrx's extras install, and plug-ins of other packages."""
+"""Imports the optional libraries that attnrx's extras install, and plug-ins from other packages."""
 
 import importlib
 import importlib.metadata

@@ -262,7 +262,7 @@ def require_fingerprint(made_for: str, fingerprint: str, document: str, what: st
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
-    """Raises CheckpointError if a record from a file has another kind or schema version than expected."""
+    """Raises CheckpointError if the kind or the schema version of a file's record is not the expected one."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
         raise CheckpointError(f"{path} is not an {kind} (its kind is {described(found[0])}).")

@@ -318,7 +318,7 @@ def _busy_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    # If the labels number the classes in another order than the model, no error is raised, but the accuracy is near
+    # If the labels and the model number the classes in different orders, no error is raised, but the accuracy is near
     # chance. Embeddings need no such note, because nearest neighbours use the labels of the data themselves.
     of_reference = {"quantity": "accuracy", "model": "reference"}
     for finding in findings if isinstance(comparison.kind, Logits) else ():

@@ -181,7 +181,7 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
     """Runs the model and returns the inputs of its heads, concatenated if there are several."""
     with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
         model(images)
-    inputs = dict(calls)  # by head, because the heads may be called in another order than in `heads`
+    inputs = dict(calls)  # by head, because the heads may be called in a different order from `heads`
     return torch.cat([inputs[head] for head in heads], dim=-1)
 
 

@@ -86,7 +86,7 @@ class EvoViT(AttentionAverage):
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches and without learning.
 
-    The significance of a patch is its class attention times the norm of its value. Significance is scaled to a sum of 1
+    The significance of a patch is its class attention times the norm of its value. Significance is scaled to sum to 1
     in every head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
     (k = 1..K) selects the patches. Several points can hit the same patch if its significance is large. The paper keeps
     a patch only once, so the number of patches differs between images. This class always keeps K patches. If points hit

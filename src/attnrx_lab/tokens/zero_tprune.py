@@ -95,7 +95,7 @@ def page_rank(
 ) -> Float[Tensor, "batch heads tokens"]:
     """Returns the PageRank of every remaining token after `iterations` steps. The edge weights are the attention.
 
-    Attention to pruned tokens is set to zero, and every row is rescaled to a sum of 1. The scores sum to 1.
+    Attention to pruned tokens is set to zero, and every row is rescaled to sum to 1. The scores sum to 1.
     """
     steps = attention * present_mask[:, None, None, :]
     # A query that attends only to pruned tokens has a row of zeros, which stays zero.

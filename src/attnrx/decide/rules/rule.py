@@ -237,7 +237,7 @@ class EnergyRetention(Rule):
 
 @dataclass(frozen=True)
 class UniformRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or the share `rank` of them (IrrAtt's TruncAtt, Section 2.3).
+    """Keeps the strongest directions of each head (IrrAtt's TruncAtt, Section 2.3). A float `rank` is a share of them.
 
     With the metric "weights", the rule is the truncated singular value decomposition of each head's W_Q W_K^T.
     "weights" is the default for scores without norms. Otherwise, the default is the same as for TotalRank. The rank is
@@ -262,7 +262,7 @@ class UniformRank(Rule):
 
 @dataclass(frozen=True)
 class TotalRank(Rule):
-    """Keeps the strongest directions of all heads together: `rank` per layer, or the share `rank` of all directions.
+    """Keeps the strongest directions of all heads together: `rank` per layer. A float is a share of all.
 
     The method is water-filling. Of all selections of the same size, this selection removes the least energy, so heads
     get different ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of

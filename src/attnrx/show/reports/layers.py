@@ -213,7 +213,7 @@ def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
 
 
 def readings_per_head(diagnosis: Diagnosis) -> set[str]:
-    """Returns the names of readings that have one number per head in all layers, as a heat map needs them."""
+    """Returns the names of readings that have one number per head in every layer, as a heat map requires."""
     per_head = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers

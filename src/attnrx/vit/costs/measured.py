@@ -450,7 +450,7 @@ def compare_latencies(
     See `compare_latency` for the arguments. No model is changed.
 
     Returns:
-        A comparison with the reference for every candidate, by the candidate's name.
+        A comparison with the reference for every candidate, keyed by the candidate's name.
 
     Raises:
         InvalidInput: There are no candidates, a candidate has no name, or there are no images.

@@ -151,7 +151,7 @@ def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether a file belongs to a saved model, by its name and the marker that attnrx wrote into it."""
+    """Returns whether attnrx wrote a file for a saved model, judging by the file's name and its marker."""
     # A user's own file may have one of these names. Only files with the marker are replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:

@@ -53,7 +53,7 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """Raised if a module needs other inputs than images, or does not return one entry per image."""
+    """Raised if a module does not take only images, or does not return one entry per image."""
 
 
 def adopted_instance(
@@ -61,7 +61,7 @@ def adopted_instance(
 ) -> nn.Module:
     """Returns a working copy of a module of any class, or the module itself if it belongs to a known family.
 
-    `factory` is the function that creates the module again. If the module takes other inputs than images, `inputs` is
+    `factory` is the function that creates the module again. If the module takes more than images, or something else, `inputs` is
     an example of its inputs. `image_size` is passed to `adopt`.
 
     Raises:
@@ -399,7 +399,7 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the indices of blocks whose patch tokens are used by other parts than the next block, e.g. a decoder.
+    """Returns the indices of blocks whose patch tokens are used by the next block and by another part, e.g. a decoder.
 
     To test a block, its patch tokens are changed for all parts of the model except the next block. If the model's
     outputs change, another part uses these tokens.

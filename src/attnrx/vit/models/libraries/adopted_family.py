@@ -485,7 +485,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Resizes a created model's attention and MLPs as described, in place, and returns its working copy.
 
         Raises:
-            InvalidInput: The model has another depth than the description.
+            InvalidInput: The model's depth differs from the depth in the description.
         """
         origin = self.described_origin(description)
         adopted = self.model_type(created, origin, around, facts, places)

@@ -66,7 +66,7 @@ class AttentionConversion(ABC):
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
         """Writes attnrx attention into an attention module of the model `source`. The module may have more heads.
 
-        If the module can store the attention, `convert_attention` then reads the same attention from the module.
+        If the module can represent the attention, a later call of `convert_attention` returns the same attention.
 
         Raises:
             NotSupported: The module cannot store the weights.

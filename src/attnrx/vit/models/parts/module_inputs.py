@@ -135,7 +135,7 @@ class ModuleInputs:
         """Returns the model's input from an item of a dataset, or None if the item lacks an argument.
 
         Raises:
-            InvalidInput: The item's tensors have other shapes than the example's.
+            InvalidInput: The shapes of the item's tensors differ from the example's.
         """
         if any(field.path[0] not in fields for field in self.fields):
             return None

@@ -27,7 +27,7 @@ class Record:
         around: The parts around the Vision Transformer in a user's module (`Surroundings`), or None if the library or
             the reader recreates the whole model.
         facts: Other facts that the family stores, by name.
-        outputs: The kind of the outputs that the user passed to `load`, or None if the user passed none.
+        outputs: The output kind that the user passed to `load`, or None if the user passed no kind.
     """
 
     family: str

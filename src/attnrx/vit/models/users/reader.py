@@ -580,7 +580,7 @@ def _observed(
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
-    # A module that takes other inputs than images must be called as a whole, so its path is "".
+    # A module that does not take images must be called as a whole, so its path is "".
     path = next(containing([*blocks, patches[-1]])) if inputs is None else ""
     parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
