@@ -61,8 +61,8 @@ def adopted_instance(
 ) -> nn.Module:
     """Returns a working copy of a module of any class, or the module itself if it belongs to a known family.
 
-    `factory` is the function that creates the module again. If the module takes more than images, or something else, `inputs` is
-    an example of its inputs. `image_size` is passed to `adopt`.
+    `factory` is the function that creates the module again. If the module does not take only images, `inputs` is an
+    example of its inputs. `image_size` is passed to `adopt`.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
