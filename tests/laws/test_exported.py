@@ -7,8 +7,10 @@ import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -273,3 +275,40 @@ def test_onnx_is_written_at_exact_ranks(tmp_path: Path) -> None:
     rx.export(small, tmp_path / "small.onnx", batch=1)
     stored = sum(math.prod(each.dims) for each in onnx.load(tmp_path / "small.onnx").graph.initializer)
     assert stored <= 1.01 * sum(parameter.numel() for parameter in small.parameters())
+
+
+class Ranked(nn.Module):
+    """Returns which patch has the highest, the second highest, ... score. Equal patches have equal scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+        self.trunk = timm.create_model("vit_tiny_patch16_224", num_classes=0, **sizes)
+        nn.init.zeros_(self.trunk.pos_embed)
+        self.score = nn.Linear(24, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = self.score(self.trunk.forward_features(images)[:, 1:])[..., 0]
+        return scores.sort(dim=1, descending=True).indices.to(images.dtype)
+
+
+@pytest.mark.slow
+def test_what_rounding_changes_in_the_model_may_differ_in_its_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images = Ranked().eval().float(), torch.randn(32, 3, 32, 32, dtype=torch.float32)
+    images[:, :, :8, 8:16] = images[:, :, :8, :8]
+    loaded = rx.load(model, outputs="regression")
+    file = rx.export(loaded, tmp_path / "ranked.onnx", calibration=images)
+    differs = (file(images) != loaded(images)).any(1)
+    (found,) = file.facts["parity"]
+    assert differs.any() == ("rounding the images" in found["claim"]) and found["outcome"] == "holds"
+    form = parse_format("onnx")
+
+    class Wrong(type(form)):  # type: ignore[misc]
+        def write(self, program, path, images) -> None:  # type: ignore[no-untyped-def]
+            name = next(name for name in program.state_dict if name.endswith("score.weight"))
+            program.state_dict[name] = nn.Parameter(-program.state_dict[name])
+            super().write(program, path, images)
+
+    with pytest.raises(NotSupported, match="does not match the model"):
+        rx.export(loaded, tmp_path / "wrong.onnx", Wrong(**vars(form)), calibration=images)  # pyright: ignore

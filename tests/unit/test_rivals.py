@@ -20,7 +20,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import model_fingerprint
-from attnrx.workflows.rivals import RESULT, FileRun, MeasuredFile, measure_baseline, measure_files
+from attnrx.workflows.rivals import PLAN, RESULT, FileRun, MeasuredFile, measure_baseline, measure_files
 from support.pretrained import of_timm
 
 pytest.importorskip("onnxruntime")
@@ -84,8 +84,15 @@ def test_a_file_is_better_if_it_is_faster_and_no_farther() -> None:
     assert run.better() == [bits]
     assert run_of(vendor, unchanged, bits, replace(plan, divergence=Estimate(0.005, 0.005, 0.005))).better() == []
     assert run_of(vendor, unchanged, bits, replace(plan, speed=Estimate(1.0, 1.0, 1.0))).better() == [bits, unchanged]
-    about = run.added_to(rx.Evidence((), {"warnings": ["other"]}), Target("macs", 0.5), bits).about
-    assert about["warnings"][0] == "other" and "int8 alone is 1.50x as fast as vendor" in about["warnings"][1]
+    evidence = run.added_to(
+        rx.Evidence((), {"warnings": ["other"], "nothing_removed": True}), Target("macs", 0.5), bits
+    )
+    other, instead = evidence.warnings
+    assert other == "other" and instead.startswith("NOTHING WAS REMOVED: int8 alone is 1.50x as fast as vendor")
+    assert "The plan was 1.40x as fast" in instead and "give to='int8'" in instead
+    # The plan is measured, and is not the result. What is faster about the result is its 8 bits.
+    assert PLAN in [finding.details.get("title") for finding in evidence.findings]
+    assert summary_of(evidence).count("NOTHING WAS REMOVED") == 1 and RESULT not in str(evidence.findings)
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, *files: MeasuredFile) -> None:

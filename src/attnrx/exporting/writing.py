@@ -62,6 +62,10 @@ TIMED, ROUNDS = (1, 32), 20
 # equal scores, and rounding to bfloat16 or 8 bits swaps some tokens in most images. A wrong file differs in all images.
 # `verify` measures what a file loses.
 MAY_DIFFER, MAY_DIFFER_AT_LOW_PRECISION = 0.1, 0.5
+# Some models select by order. To emulate rounding, their images get relative noise, ROUNDED_BY times the allowed
+# difference, in ROUNDED_TIMES draws. In a file, MORE_DIFFER times as many numbers may differ as this noise changes, but
+# at most the share MOST_DIFFERENT.
+ROUNDED_BY, ROUNDED_TIMES, MORE_DIFFER, MOST_DIFFERENT = 0.1, 3, 3.0, 0.3
 PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
 
 
@@ -270,7 +274,9 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
-def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
+def subject_of(
+    model: nn.Module, form: Format, calibration: ImageSet | None, class_names: Sequence[str] = ()
+) -> ExportSubject:
     """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision that `precision_for` returns.
 
     If the model has no class names, the file gets `class_names`. If these are empty, it gets the names of the
@@ -301,16 +307,23 @@ def compare_with_original(
     size, precision = exported.images.batch, exported.images.precision
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
-    conditions = Conditions(exported.images.device, precision, threads)
+    with scratch_folder() as folder:
+        other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
+        return compare_files(exported, other, threads=threads, batches=batches, rounds=rounds)
+
+
+def compare_files(
+    exported: Exported, other: Exported, *, threads: int | None, batches: Sequence[int], rounds: int
+) -> tuple[LatencyComparison, ...]:
+    """Times a file against another file, as `compare_with_original` does, and adds the speeds to PATH.json."""
+    size, conditions = exported.images.batch, Conditions(exported.images.device, exported.images.precision, threads)
     # If passes are long, there are only a few rounds, and one round is enough to warm up.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
-    with scratch_folder() as folder:
-        other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
-        comparisons = tuple(
-            compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
-            for batch in (batches if size is None else (size,))
-        )
+    comparisons = tuple(
+        compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
+        for batch in (batches if size is None else (size,))
+    )
     exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
     write_json(facts_path(exported.path), exported.facts)
     return comparisons
@@ -558,7 +571,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     """
     exported = Exported(path, form, subject.images, {})
 
-    def outputs_of(model: nn.Module) -> Sequence[Tensor]:  # [images, numbers] each
+    def outputs_of(model: Callable[[Tensor], Any]) -> Sequence[Tensor]:  # [images, numbers] each
         tensors = (tensors_of(model(batch)).values() for batch in batches)
         return joined([[tensor.double().reshape(len(tensor), -1).cpu() for tensor in each] for each in tensors])
 
@@ -589,6 +602,8 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     if isinstance(kind, Logits | Multilabel):
         agreement = 100 * float(kind.agreement(kind.decisions(expected[0]), kind.decisions(actual[0])).mean())
     if parity.outcome == FAILS:
+        if (by_rounding := _by_rounding(subject, outputs_of, expected, actual, limit)) is not None:
+            return (by_rounding,)
         what = "labels" if isinstance(kind, Multilabel) else "class"
         kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
         raise NotSupported(
@@ -601,6 +616,49 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     if isinstance(kind, Multilabel):
         same_class = "labels that exported and eager give to the same images"
     return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
+
+
+def _by_rounding(
+    subject: ExportSubject,
+    outputs_of: Callable[[Callable[[Tensor], Any]], Sequence[Tensor]],
+    expected: Sequence[Tensor],
+    actual: Sequence[Tensor],
+    limit: float,
+) -> Finding | None:
+    """Explains a file's difference from the model by rounding, or returns None if rounding does not explain it.
+
+    Some models select by order, e.g. a detector that selects the proposals with the highest scores. If scores are
+    nearly equal, rounding selects others, and their outputs differ completely. For comparison, the model itself runs on
+    images with a relative noise of ROUNDED_BY times `limit`. The difference is explained if the share of numbers that
+    differ by more than `limit` is at most MORE_DIFFER times as large for the file as for the model on these images.
+    """
+    if limit >= ROUNDING[torch.bfloat16]:
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(images: Tensor) -> Any:
+        noise = torch.randn(images.shape, generator=generator).to(images)
+        return subject.model(images * (1 + ROUNDED_BY * limit * noise))
+
+    def share_of(others: Sequence[Tensor]) -> float:
+        """Returns the share of numbers that differ from the model's by more than `limit` of the largest number."""
+        differ = [
+            ((one - other).abs() > limit * one.abs().amax(-1, keepdim=True)) | other.isnan()
+            for one, other in zip(expected, others, strict=True)
+        ]
+        return float(torch.cat(differ, -1).double().mean())
+
+    with torch.no_grad():
+        by_file, by_noise = share_of(actual), max(share_of(outputs_of(rounded)) for _ in range(ROUNDED_TIMES))
+    if by_file > MORE_DIFFER * by_noise or by_file > MOST_DIFFERENT:
+        return None
+    claim = (
+        f"share of the {subject.noun}s that differ by more than {limit:g} of the largest, exported against eager: "
+        f"rounding the images changes {100 * by_noise:.2g} % in eager"
+    )
+    details = {"quantity": "parity", "by_rounding": by_noise}
+    verdict = against_limit(100 * by_file, 100 * MORE_DIFFER * by_noise, n=len(expected[0]), at_least=False)
+    return Finding("parity", claim, 100 * by_file, "%", **verdict, details=details)
 
 
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:

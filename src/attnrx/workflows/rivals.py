@@ -34,6 +34,7 @@ from attnrx.show.checks import Comparison, Latency
 from attnrx.show.checks.check import keeping_outputs
 from attnrx.show.checks.costs import described_speed
 from attnrx.show.checks.statistics import mean_estimate
+from attnrx.show.reports.results import NOTHING_REMOVED
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log
@@ -45,7 +46,7 @@ from attnrx.vit.outputs import output_kind_of
 
 # The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent.
 COMPARED_IMAGES = 500
-RESULT = "this result"
+RESULT, PLAN = "this result", "the plan, not saved"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,11 @@ class FileRun:
         if file.timing is None:
             return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
-        return described_speed(check, file.timing, self.baseline, runtime, least, gained_by="attnrx's file")
+        is_result = RESULT in self.files and file is self.result
+        change = str(file.form) if not is_result and file is not self.unchanged else None
+        return described_speed(
+            check, file.timing, self.baseline, runtime, least, gained_by="attnrx's file", change=change
+        )
 
     def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
         """Returns the evidence with the findings of this run.
@@ -148,9 +153,20 @@ class FileRun:
         if instead is not None:
             speed, loss = f"{instead.speed.value:.2f}x", f"{instead.divergence.value:.3f}"
             words = f"{instead.form} alone is {speed} as fast as {self.baseline}, at a divergence of {loss}"
-            of_plan = f"the plan {self.result.speed.value:.2f}x, at {self.result.divergence.value:.3f}"
-            about["warnings"] = [*about.get("warnings", ()), f"{words}; {of_plan}"]
-        elif RESULT in self.files and (better := self.better()):
+            of_plan = f"The plan was {self.result.speed.value:.2f}x as fast, at {self.result.divergence.value:.3f}"
+            text = f"{NOTHING_REMOVED}: {words}. {of_plan}"
+            if instead is not self.unchanged:
+                text += f". For a plan and {instead.form} together, give to={str(instead.form)!r}"
+            about["warnings"] = [*about.get("warnings", ()), text]
+            # The measured plan is not the result.
+            findings = tuple(
+                replace(each, claim=each.claim.replace(RESULT, PLAN), details={**each.details, "title": PLAN})
+                if each.details.get("title") == RESULT
+                else each
+                for each in self.findings
+            )
+            return Evidence((*headline, *evidence.findings, *findings), about)
+        if RESULT in self.files and (better := self.better()):
             words = f"{better[0].title} of the unchanged model is faster, and no farther from the original"
             about["warnings"] = [*about.get("warnings", ()), words]
         return Evidence((*headline, *evidence.findings, *self.findings), about)

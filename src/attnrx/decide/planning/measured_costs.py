@@ -150,11 +150,16 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
                 return table
         settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
     problem: str | None = None
-    for _ in range(ATTEMPTS):
+    nothing = Choices.nothing(space.depth)
+    for attempt in range(ATTEMPTS):
         load = Load()
         table = measure()
         taken = load.taken(settings.conditions.threads or torch.get_num_threads())
-        if (problem := table.problem()) is None:
+        problem = table.problem()
+        if problem is None and not attempt and (unchanged := table.total(nothing)) > SLOWEST:
+            # Usually, other processes delayed a thread for which the kernels waited.
+            problem = f"the unchanged model took {unchanged:.2f} of the time that it takes in its own library"
+        if problem is None:
             break
         settings.log(f"cost table: {problem}; measuring again")
     else:
@@ -165,7 +170,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     if is_busy(taken):
         settings.log(f"cost table: {busy_text(taken)}. The plan relies on it, and later plans measure again.")
         return table
-    unchanged = table.total(Choices.nothing(space.depth))
+    unchanged = table.total(nothing)
     if table.spread > STEADY or unchanged > SLOWEST:
         settings.log(
             f"cost table: the timings vary by {100 * table.spread:.0f} %, and the unchanged model took {unchanged:.2f} "

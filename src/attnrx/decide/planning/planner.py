@@ -363,7 +363,7 @@ class Planner:
             unchanged, title = self.cost_table.total(Choices.nothing(self.space.depth)), self.timer.baseline.title
             self.log(f"with nothing removed attnrx is {1 / unchanged:.2f}x as fast as {title}")
         least = require_reachable(self.space, self.cost_table, limit)
-        if is_speed:
+        if is_speed and least > 0:  # noise may make the cheapest plan's cost negative
             self.log(f"more than {1 / least:.1f}x is out of reach")
 
     def _explained(self, choices: Choices) -> tuple[str, ...]:

@@ -128,17 +128,18 @@ def described_speed(
     limit: float | None = None,
     promise: Mapping[str, Any] | None = None,
     gained_by: str | None = None,
+    change: str | None = None,
 ) -> tuple[Finding, ...]:
     """Returns a measured speed and, if the unchanged model was timed, its two factors as findings of `check`.
 
     `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster in this runtime
-    than the `baseline`, by default the runtime itself. `limit` and `promise` are the same as in `speed_findings`.
+    than the `baseline`, by default the runtime itself. `change` names what makes the candidate faster than the
+    unchanged model, by default the compression. `limit` and `promise` are the same as in `speed_findings`.
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
         record["runtime"] = runtime  # only for files, because the record of a module has torch's version
-    if gained_by is not None:
-        record["gained_by"] = gained_by
+    record |= {name: words for name, words in {"gained_by": gained_by, "change": change}.items() if words is not None}
 
     def found(quantity: str, claim: str, ratio: Estimate, details: Mapping[str, Any], least: float | None) -> Finding:
         return check.finding(quantity, claim, ratio, "x", n=times.rounds, limit=least, details=details)

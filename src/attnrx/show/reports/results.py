@@ -23,6 +23,7 @@ NAMES = {
     "mlp": "MLP",
 }
 UNITS = ("params", "macs")
+NOTHING_REMOVED = "NOTHING WAS REMOVED"
 
 
 class SummaryPart(NamedTuple):
@@ -51,7 +52,7 @@ class MeasuredSpeed:
         self.record, self.batch = record, record["batch"]
         self.value, self.low, self.high = faster["value"], known(faster.get("low")), known(faster.get("high"))
         self.baseline, self.runtime = record.get("baseline", "the original"), record.get("runtime", KERNELS)
-        self.gained_by = record.get("gained_by", self.runtime)
+        self.gained_by, self.change = record.get("gained_by", self.runtime), record.get("change", "compression")
         self.reference_seconds = (record.get("reference") or {}).get("median")
         self.by_runtime, self.by_compression = (
             (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
@@ -84,7 +85,7 @@ class MeasuredSpeed:
         """The speed's factors, e.g. "= 2.08x by attnrx's kernels x 1.06x by compression", or "" without factors."""
         if self.by_runtime is None or self.by_compression is None:
             return ""
-        return f"= {factors_text(self.by_runtime, self.by_compression, self.gained_by)}"
+        return f"= {factors_text(self.by_runtime, self.by_compression, self.gained_by, self.change)}"
 
 
 def summary_of(evidence: Evidence) -> str:
@@ -104,13 +105,13 @@ def nothing_removed(evidence: Evidence) -> bool:
 def statements(evidence: Evidence) -> list[str]:
     """Returns warnings that a reader must see before the numbers, e.g. that nothing was removed."""
     warnings = list(evidence.warnings)
-    if not nothing_removed(evidence):
+    if not nothing_removed(evidence) or any(NOTHING_REMOVED in each for each in warnings):
         return warnings
     measured = speeds(evidence)
     if not measured or evidence.of("files"):  # findings on files show the gain from the runtime themselves
-        return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
+        return [*warnings, f"{NOTHING_REMOVED}: this is the unchanged model"]
     runtime = measured[0].runtime
-    alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
+    alone = f"{NOTHING_REMOVED}: this is the unchanged model, and its speed is that of {runtime} alone"
     return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
 
 
@@ -411,7 +412,9 @@ def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, .
     rows = []
     for row in written_files(folder):
         measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
-        speed = "is the unchanged model's" if row["unchanged"] else measured
+        # A file in 8 bits has a speed of its own, even if nothing was removed.
+        is_own = row["unchanged"] and (row["faster"] is None or round(row["faster"], 2) == 1)
+        speed = "is the unchanged model's" if is_own else measured
         unknown = "not measured" if row["file"] == "model.safetensors" else "as the model"
         accuracy = unknown if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
         if row["problem"] is not None:

@@ -372,9 +372,11 @@ def speed_text(speed: float) -> str:
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
 
 
-def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels") -> str:
+def factors_text(
+    by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels", change: str = "compression"
+) -> str:
     """Returns the two factors of a speedup as text, e.g. "2.08x by attnrx's kernels x 1.06x by compression"."""
-    return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by compression"
+    return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by {change}"
 
 
 @dataclass(frozen=True)
