@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnrx.decide.planning import Target
 from attnrx.support import atomic_writes
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.subprocess_runner import FORKS, run_in_subprocess, run_side_by_side, shared_subprocess
+from attnrx.vit.kernels.compilation import kernel_threads
+from attnrx.vit.kernels.native_products import linear_map
 
 pytestmark = pytest.mark.slow
 SOURCES = Path(atomic_writes.__file__).parents[2]
@@ -86,6 +89,20 @@ def test_no_call_outlives_the_process_that_called_it(tmp_path: Path) -> None:
     caller.wait()
     require_ended(path)
     assert time.monotonic() - began < 20
+
+
+def test_kernels_use_as_many_threads_in_another_process_as_in_this_one() -> None:
+    """Otherwise another library's code, on several threads, is compared with kernels on one thread."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert run_in_subprocess(kernel_threads) == kernel_threads() == 2
+        # A kernel that needed threads that do not exist would wait forever.
+        tokens, weight = torch.randn(512, 256, dtype=torch.float32), torch.randn(128, 256, dtype=torch.float32)
+        expected = linear_map(tokens, weight, None)
+        torch.testing.assert_close(run_in_subprocess(linear_map, tokens, weight, None), expected, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_printed_is_heard() -> None:

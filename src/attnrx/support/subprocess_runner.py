@@ -52,6 +52,20 @@ ADVICE = "Measure in this process (in_subprocess=False), or define the classes a
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
+class _Fork:
+    """Records whether this process is a fork of a process that had not started any threads (see `serve`)."""
+
+    is_served = False
+
+
+def may_start_threads() -> bool:
+    """Returns whether this process, if it was forked, may run OpenMP code on several threads.
+
+    OpenMP threads do not survive a fork, so code that needs them would wait forever if the parent had started any.
+    """
+    return _Fork.is_served
+
+
 class Subprocess:
     """A separate Python process that runs function calls. On Linux, every call runs in its own fork of that process.
 
@@ -209,6 +223,7 @@ def serve() -> None:
         if FORKS:
             child = os.fork()
             if not child:
+                _Fork.is_served = True
                 _end_with_parent()
                 _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
