@@ -31,8 +31,8 @@ splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 # %% [markdown]
 # ## Smaller
 #
-# If you have a target, `rx.shrink(model, splits, macs=0.6)` chooses what to remove. On this page, you write the rules
-# yourself. Neither way uses labels.
+# If you have a target, call `rx.shrink(model, splits, faster=1.3, batch=32)`. It chooses what to remove, and the
+# result's `model` replaces the tower in your loop. On this page, you write the rules yourself. Neither way uses labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96), moments=True)
@@ -59,5 +59,7 @@ for finding in rx.verify(small, model, splits.test.take(256), checks).findings:
 # - Your index contains the original's vectors. The smaller model's vectors are near these vectors, but not equal. Embed
 #   the images again, or fit the smaller model to your index ([Search with an old index](old_index.md)).
 # - You want to compress both towers of a pair. Load each tower and verify it separately.
+# - A tower that `rx.load` reads from a folder computes in PyTorch's code. For float32 on a CPU, call
+#   `rx.accelerate(tower)`, which returns a copy for inference in attnrx's kernels. `shrink` returns such a copy.
 # - The loss is too large. `rx.repair(small, model, images)` and `rx.distill(...)` fit the smaller model's vectors to
 #   the original's, without labels.

@@ -283,7 +283,7 @@ class Ranked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
-        self.trunk = timm.create_model("vit_tiny_patch16_224", num_classes=0, **sizes)
+        self.trunk: Any = timm.create_model("vit_tiny_patch16_224", num_classes=0, **sizes)
         nn.init.zeros_(self.trunk.pos_embed)
         self.score = nn.Linear(24, 1)
 
