@@ -42,7 +42,8 @@ class Cache:
         return path
 
     def builds(self) -> int:
-        return len((self.root / "calls").read_text().splitlines())
+        written = (self.root / "calls").read_text().splitlines()
+        return sum(path.endswith(".so") for path in written)  # and an object file for every source
 
     def load(self) -> bool:
         """Loads the kernel as a new process would; whether there is one that computes attention."""

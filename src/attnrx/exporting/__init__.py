@@ -38,7 +38,6 @@ from attnrx.exporting.writing import (
     PatchFeatures,
     Runtime,
     bare_subject,
-    compare_files,
     compare_with_original,
     export,
     fitting_names,
@@ -49,7 +48,7 @@ from attnrx.exporting.writing import (
 
 __all__ = [
     "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported", "Format",
-    "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_files",
+    "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
     "compare_with_original", "copy_export", "dtype_name", "export", "few_images", "fitting_names", "is_exported",
     "library_subject", "load_exported", "parse_format", "precision_for", "present_exports", "present_script",
     "remove_export", "require_export_path", "require_replaceable_files", "result_path", "subject_of",

@@ -216,7 +216,7 @@ def without_8_bits(form: Format) -> Format:
     return replace(form, precision="bf16") if isinstance(form, OpenVINO) and form.calibrated else form
 
 
-def library_subject(model: nn.Module, form: Format, images: ImageSet | None) -> ExportSubject:
+def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
     """Returns an `ExportSubject` for a model in its own library's code, at the precision of the format."""
     # `Baseline.eager` times a different object: `family.library_model`, whose weights may differ from this model's.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))

@@ -274,9 +274,7 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
-def subject_of(
-    model: nn.Module, form: Format, calibration: ImageSet | None, class_names: Sequence[str] = ()
-) -> ExportSubject:
+def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
     """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision that `precision_for` returns.
 
     If the model has no class names, the file gets `class_names`. If these are empty, it gets the names of the
@@ -307,23 +305,16 @@ def compare_with_original(
     size, precision = exported.images.batch, exported.images.precision
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
-    with scratch_folder() as folder:
-        other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
-        return compare_files(exported, other, threads=threads, batches=batches, rounds=rounds)
-
-
-def compare_files(
-    exported: Exported, other: Exported, *, threads: int | None, batches: Sequence[int], rounds: int
-) -> tuple[LatencyComparison, ...]:
-    """Times a file against another file, as `compare_with_original` does, and adds the speeds to PATH.json."""
-    size, conditions = exported.images.batch, Conditions(exported.images.device, exported.images.precision, threads)
+    conditions = Conditions(exported.images.device, precision, threads)
     # If passes are long, there are only a few rounds, and one round is enough to warm up.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
-    comparisons = tuple(
-        compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
-        for batch in (batches if size is None else (size,))
-    )
+    with scratch_folder() as folder:
+        other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
+        comparisons = tuple(
+            compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
+            for batch in (batches if size is None else (size,))
+        )
     exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
     write_json(facts_path(exported.path), exported.facts)
     return comparisons

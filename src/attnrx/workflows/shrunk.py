@@ -17,7 +17,7 @@ from attnrx.data import ImageParts, ImageSet
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes
 from attnrx.decide.planning.measured_costs import final_protocol
-from attnrx.exporting import Draft, Format, Onnx, parse_format, result_path
+from attnrx.exporting import Format, Onnx, parse_format, result_path
 from attnrx.exporting.exported import KIND as EXPORTED
 from attnrx.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.nouns.diagnosis import Diagnosis
@@ -217,9 +217,6 @@ class Shrunk:
         if self.file is not None and self.file.form == form and self.file.facts["parity"]:
             exporting.copy_export(self.file, path)
             return
-        if not is_of_format and original is not None and self.prescription is not None:
-            self._write_compared(path, form, original, threads)
-            return
         calibration = images.planned if is_of_format and images is not None else None
         settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
         names = exporting.fitting_names(self.model, self.class_names)
@@ -227,6 +224,10 @@ class Shrunk:
         if to is not None and is_of_format and self.has_evidence_of(to):
             return
         if not is_of_format:
+            if original is not None and self.prescription is not None:
+                timed = int(self.evidence.about.get("batch", 32))
+                rounds = final_rounds(timed, family_of(original).costs(original).macs)
+                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
             return
         assert original is not None and images is not None  # `save` required the original, `shrink` returned images
         conditions = Conditions(file.images.device, file.images.precision, threads)
@@ -241,23 +242,6 @@ class Shrunk:
             exporting.remove_export(path)  # a file without evidence must not remain
             raise
         evidence.save(evidence_of(path))
-
-    def _write_compared(self, path: Path, form: Format, original: nn.Module, threads: int | None) -> None:
-        """Writes model.onnx, and times it against the original's ONNX file. Two processes write the two files."""
-        drafts = {
-            path.name: Draft(exporting.subject_of(self.model, form, None, self.class_names), form, is_compared=True),
-            "original": Draft(exporting.library_subject(original, form, None), form),
-        }
-        file, others = exporting.temporary_files(drafts, in_subprocess=True).values()
-        if isinstance(file, AttnrxError):
-            raise file
-        exporting.copy_export(file, path)
-        if isinstance(others, AttnrxError):
-            raise others
-        batch = int(self.evidence.about.get("batch", 32))
-        rounds = final_rounds(batch, family_of(original).costs(original).macs)
-        written = exporting.load_exported(path)
-        exporting.compare_files(written, others, threads=threads, batches=(batch,), rounds=rounds)
 
     def has_evidence_of(self, to: str) -> bool:
         """Returns whether the evidence was measured on the file of this format."""

@@ -379,6 +379,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     - `bytes` is the size of the file together with the files that belong to it, e.g. external weights.
     - `faster` is the file's speed relative to the unchanged model's file in the same runtime and precision, or None if
       it was not measured.
+    - `is_quantized` is true if the file computes in 8 bits.
     - `accuracy` is the file's accuracy in %, or None if it was not measured. The accuracy of model.onnx is never
       measured, because this file returns the same logits as the model.
     - `unchanged` is true if nothing was removed.
@@ -412,8 +413,8 @@ def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, .
     rows = []
     for row in written_files(folder):
         measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
-        # A file in 8 bits has a speed of its own, even if nothing was removed.
-        is_own = row["unchanged"] and (row["faster"] is None or round(row["faster"], 2) == 1)
+        # An 8-bit file has another speed than the unchanged model's file, even if nothing was removed.
+        is_own = row["unchanged"] and (row["faster"] is None or not row["is_quantized"])
         speed = "is the unchanged model's" if is_own else measured
         unknown = "not measured" if row["file"] == "model.safetensors" else "as the model"
         accuracy = unknown if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
@@ -446,6 +447,7 @@ def _record(
     return {
         "file": name,
         "bytes": size,
+        "is_quantized": "int8" in str(facts.get("format", "")).lower(),
         "faster": faster,
         "batch": batch,
         "accuracy": None if accuracy is None else accuracy.value,
