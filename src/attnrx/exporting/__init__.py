@@ -34,6 +34,7 @@ from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
 from attnrx.exporting.writing import (
     DYNAMIC,
+    ROUNDS,
     ExportSubject,
     PatchFeatures,
     Runtime,
@@ -47,8 +48,8 @@ from attnrx.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported", "Format",
-    "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
+    "DYNAMIC", "FORMATS", "ROUNDS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported",
+    "Format", "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
     "compare_with_original", "copy_export", "dtype_name", "export", "few_images", "fitting_names", "is_exported",
     "library_subject", "load_exported", "parse_format", "precision_for", "present_exports", "present_script",
     "remove_export", "require_export_path", "require_replaceable_files", "result_path", "subject_of",

@@ -32,6 +32,7 @@ from attnrx.exporting.exported import (
 )
 from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
 from attnrx.exporting.runtime_formats import parse_format
+from attnrx.nouns.effort import PRECISE
 from attnrx.nouns.evidence import FAILS, Finding, against_limit
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, full_disk, scratch_folder, temporary_folder
@@ -307,7 +308,7 @@ def compare_with_original(
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
     # If passes are long, there are only a few rounds, and one round is enough to warm up.
-    protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
+    protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5), enough=PRECISE)
     noise = torch.Generator().manual_seed(0)
     with scratch_folder() as folder:
         other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)

@@ -86,8 +86,8 @@ FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
 MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # Warm-up rounds, whose times do not count.
 WARMUP = 2
-# Files are timed until the error of their speeds is below this share, but at most for the rounds of the settings. While
-# plans are adjusted, the larger share is used.
+# A timing ends early once the error of its speeds is below a share: PRECISE for files, and NEARLY_PRECISE while plans
+# are adjusted to their latency. In PyTorch, the other timings run all their rounds.
 PRECISE, NEARLY_PRECISE = 0.02, 0.03
 # Plans for small batches are timed in more rounds. For files, this factor limits the additional rounds.
 MOST_OF_FILES = 4
@@ -221,7 +221,7 @@ class PlanSettings:
     @property
     def protocol(self) -> LatencyProtocol:
         """The protocol for timing blocks. Whole models are timed in the same way, in `whole_rounds` rounds."""
-        enough = None if self.to is None else NEARLY_PRECISE if self.adjusts else PRECISE
+        enough = NEARLY_PRECISE if self.adjusts else None if self.to is None else PRECISE
         return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, enough=enough)
 
     def noise(self, model: nn.Module) -> torch.Tensor:

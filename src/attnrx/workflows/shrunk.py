@@ -226,7 +226,7 @@ class Shrunk:
         if not is_of_format:
             if original is not None and self.prescription is not None:
                 timed = int(self.evidence.about.get("batch", 32))
-                rounds = final_rounds(timed, family_of(original).costs(original).macs)
+                rounds = min(final_rounds(timed, family_of(original).costs(original).macs), exporting.ROUNDS)
                 exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
             return
         assert original is not None and images is not None  # `save` required the original, `shrink` returned images
