@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -43,6 +44,7 @@ from attnrx.support.progress import track
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
+from attnrx.support.subprocess_runner import run_side_by_side
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
@@ -416,18 +418,39 @@ class Runtime:
         Raises:
             NotSupported: The module cannot be written in the format.
         """
-        if self.form is None:
-            return self.conditions.prepare(module)
+        return self.prepare_all([(module, example)])[0]
+
+    def prepare_all(
+        self, parts: Sequence[tuple[nn.Module, Float[Tensor, "batch *sizes"]]], in_subprocess: bool = False
+    ) -> list[Callable[[Tensor], Any]]:
+        """Returns a function for every module and its example, as `prepare` does.
+
+        With `in_subprocess`, every second file is written in another process at the same time.
+
+        Raises:
+            NotSupported: A module cannot be written in the format.
+        """
         form = self.form
-        ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
+        if form is None:
+            return [self.conditions.prepare(module) for module, _ in parts]
         threads = self.conditions.threads or torch.get_num_threads()
-        # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size would
-        # raise an error.
-        with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
-            program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
-            path = folder / f"part{form.suffix}"
-            form.write(program, path, [example])
-            return form.open(path, self.conditions.device, threads)
+        with ExitStack() as folders:
+            paths = [folders.enter_context(scratch_folder()) / f"part{form.suffix}" for _ in parts]
+            calls = [partial(self._write, form, *part, path) for part, path in zip(parts, paths, strict=True)]
+            run_side_by_side(calls, in_subprocess)
+            with raising(_cannot_be_timed(form)):
+                return [form.open(path, self.conditions.device, threads) for path in paths]
+
+    def _write(self, form: Format, module: nn.Module, example: Tensor, path: Path) -> None:
+        ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
+        with raising(_cannot_be_timed(form)):
+            # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size
+            # would raise an error.
+            form.write(captured(ready, example, ({1: torch.export.Dim.AUTO},)), path, [example])
+
+
+def _cannot_be_timed(form: Format) -> str:
+    return f"a part of this model cannot be timed as {form.name}"
 
 
 class _FourAxes(TorchFunctionMode):

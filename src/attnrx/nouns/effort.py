@@ -57,10 +57,11 @@ AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOK
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
-# For a model with more than LARGE multiply-accumulates per image, a quick call diagnoses on half of the images. It
-# measures sensitivities on half of the usual images, but on at least MIN_SENSITIVITY_IMAGES. For a model with more than
-# HUGE (a ViT-L has 6e10), it plans on half of the images and diagnoses on a quarter. It measures sensitivities in half
-# of the layers. In both cases, plans are compared and repaired in bfloat16 if it is faster (docs/results/plan.md).
+# For a model with more than LARGE multiply-accumulates per image, a quick call diagnoses, plans and measures
+# sensitivities on half of the images, but on at least MIN_SENSITIVITY_IMAGES. If the outputs are maps, the images for
+# plans are not halved, because maps need few. For a model with more than HUGE (a ViT-L has 6e10), it diagnoses on a
+# quarter of the images, and measures sensitivities in half of the layers. In both cases, plans are compared and
+# repaired in bfloat16 if it is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A quick call verifies on as many images as VERIFICATION_MACS multiply-accumulates of the original allow, but on at
 # least MIN_VERIFICATION_IMAGES. That is 4,800 images for a ViT-Tiny, and 340 for a ViT-B.
@@ -371,6 +372,8 @@ class Effort:
         settings = replace(self.settings.on_share(share), bfloat16=is_large)
         if is_huge:
             settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
+        elif is_large and not is_map:
+            settings = settings.on_share(0.5)
         elif is_large:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))

@@ -1,7 +1,8 @@
 """Shows the progress of long calls, which consist of phases and loops.
 
-On a terminal, all progress is shown in one line that overwrites itself. In a log, a loop writes a line every minute. A
-phase writes a line when it begins, unless another phase did so less than BETWEEN_PHASES seconds before.
+On a terminal, all progress is shown in one line that overwrites itself. In a log, a phase writes a line when it
+begins, unless the last line is less than BETWEEN_PHASES seconds old. A loop writes a line if the last one is a minute
+old.
 """
 
 import errno
@@ -18,8 +19,7 @@ from typing import TypeVar
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
-# Seconds before a loop is first shown, between two lines of a loop in a log, and between two updates on a terminal.
-# Without a terminal, a loop is first shown after EVERY seconds.
+# Seconds before a loop is first shown on a terminal, between two lines in a log, and between two updates on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
 BETWEEN_PHASES = 20.0  # the least number of seconds between the lines of two phases in a log
 # The environment variable for progress: "0" shows nothing, "1" phases and loops, and "2" also every trial of a plan.
@@ -58,7 +58,7 @@ class Phases:
         self.steps, self.log = tuple(shares), log
         self.position, self.skipped = -1, 0.0
         self.start, self.wholes = time.monotonic(), list[float]()
-        self.shown: float | None = None  # the time of the last line for a phase
+        self.shown: float | None = None  # the time of the last line
 
     def begin(self, name: str) -> None:
         """Begins the next phase of this name. Phases before it are skipped, e.g. a diagnosis that exists already."""
@@ -74,13 +74,13 @@ class Phases:
         line = f"{self}{self.left}"
         # A user's own callback gets every phase. Otherwise phases are shown like loops. `checked` and the command line
         # wrap callbacks, so the log is unwrapped here.
-        if inspect.unwrap(self.log) in (no_log, say):
-            now = time.monotonic()
-            if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
-                self.shown = now
-                _show(line)
-        else:
+        now = time.monotonic()
+        if inspect.unwrap(self.log) not in (no_log, say):
+            self.shown = now
             self.log(line)
+        elif _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
+            self.shown = now
+            _show(line)
 
     @property
     def left(self) -> str:
@@ -152,15 +152,15 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     phase = current if current is not None and current.position >= 0 else None
     every = EVERY_LIVE if _on_terminal() else EVERY
     start = time.monotonic()
-    # On a terminal, the loop is first shown after DELAY seconds. In a log, it is first shown after EVERY seconds.
-    shown = start + DELAY - EVERY_LIVE if _on_terminal() else start
+    # In a log, the time since the last line counts, because a phase may consist of many short loops.
+    shown = start + DELAY - EVERY_LIVE if _on_terminal() else start if phase is None else phase.shown or start
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         if now - shown >= every and done != total:  # a loop that has ended needs no line
             shown, count, left = now, f"{done}" if total is None else f"{done} of {total}", ""
             if phase is not None:
-                left = phase.left
+                phase.shown, left = now, phase.left
             elif total is not None:
                 left = f", about {duration((now - start) / done * (total - done))} left"
             name = what if phase is None else str(phase)

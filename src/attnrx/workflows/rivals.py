@@ -5,6 +5,8 @@ The runtime vendor's own tool writes the unchanged model as a float file and, wi
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.change.predictions import Predictions
 from attnrx.data import ImageSet
 from attnrx.exporting import (
     UNCHANGED,
@@ -40,7 +43,7 @@ from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch
-from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import output_kind_of
 
@@ -259,12 +262,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
     log(f"timing {len(files)} files in turns")
     speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
-    measured, device = dict[str, MeasuredFile](), next(original.parameters()).device
-    with keeping_outputs():
-        found = {
-            name: Comparison(file, original, tested, batch_size=32, device=device).outputs
-            for name, file in files.items()
-        }
+    measured, found = dict[str, MeasuredFile](), _outputs_of(files, original, tested)
     for name, file in files.items():
         answers, agreement = found[name], None
         if answers.kind.has_decisions:
@@ -279,6 +277,20 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     unit = output_kind_of(original).unit
     findings = [file.finding(first, protocol, len(noise), unit) for file in measured.values()]
     return FileRun(measured, first, tuple(findings))
+
+
+def _outputs_of(files: Mapping[str, Exported], original: nn.Module, images: ImageSet) -> dict[str, Predictions]:
+    """Runs the original and all files on the images. Several files run at once, each on one CPU thread."""
+    about: dict[str, Any] = {"batch_size": 32, "device": next(original.parameters()).device}
+
+    def outputs(file: nn.Module) -> Predictions:
+        with Conditions(threads=1).held():
+            return Comparison(file, original, images, **about).outputs
+
+    with keeping_outputs(), ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        _ = Comparison(original, original, images, **about).outputs  # kept for the comparisons below
+        running = {name: pool.submit(copy_context().run, outputs, file) for name, file in files.items()}
+        return {name: each.result() for name, each in running.items()}
 
 
 def _line(file: MeasuredFile, baseline: str, noun: str) -> str:

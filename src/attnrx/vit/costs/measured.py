@@ -392,8 +392,9 @@ class LatencyProtocol:
         processes: The number of new processes among which the rounds are divided. With more than one process, the
             intervals cover differences between processes. Models that cannot be pickled are measured in this process
             instead, and `LatencyComparison.processes` is then 1.
-        enough: A precision at which the measurement ends early, as a fraction of the speed. The measurement ends once
-            every speed differs from both ends of its interval by at most this fraction. None means that all rounds run.
+        enough: A precision at which the measurement ends early, as a fraction of the highest speed. The measurement
+            ends once every speed differs from both ends of its interval by at most this fraction. None means that all
+            rounds run.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -530,9 +531,11 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
 
 
 def _are_precise(enough: float, seconds: Mapping[str, Float[Tensor, "runs"]]) -> bool:
-    """Whether every speed differs from both ends of its interval by at most the fraction `enough` of the speed."""
-    speeds = (ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE)
-    return all(max(each.high - each.value, each.value - each.low) <= enough * each.value for each in speeds)
+    """Whether every speed differs from both ends of its interval by at most the fraction `enough` of the top speed."""
+    speeds = [ratio_of(seconds[REFERENCE], own) for name, own in seconds.items() if name != REFERENCE]
+    # A slow model's speed varies most, and matters least.
+    most = enough * max(each.value for each in speeds)
+    return all(max(each.high - each.value, each.value - each.low) <= most for each in speeds)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
