@@ -126,7 +126,7 @@ def objects_found(outputs, batch):
 # %%
 data = torch.utils.data.DataLoader(scenes(digits.test, 600), batch_size=64)
 small = rx.shrink(model, data, macs=0.7, divergence=detection_divergence, metric=objects_found)
-print(small.summary)
+print(small.summary())
 for finding in small.evidence.findings:
     if finding.check == "metric":
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")

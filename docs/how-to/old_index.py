@@ -47,7 +47,7 @@ print(f"{len(index):,} vectors of {index.shape[1]} numbers")
 
 # %%
 small = rx.shrink(tower, splits, macs=0.6, keep_index=True)
-print(small.summary)
+print(small.summary())
 
 # %% [markdown]
 # ## What new queries find
@@ -72,7 +72,7 @@ for name, each in {"keep_index=True": small, "without": without}.items():
 
 # %%
 small = rx.shrink(tower, splits, recall=0.95)
-print(small.summary)
+print(small.summary())
 
 # %% [markdown]
 # ## What can go wrong

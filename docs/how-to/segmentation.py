@@ -87,7 +87,7 @@ def mean_iou(outputs, batch):
 # %%
 data = torch.utils.data.DataLoader(mosaics(digits.test, 900), batch_size=64)
 small = rx.shrink(model, data, macs=0.7, divergence=pixel_divergence, metric=mean_iou)
-print(small.summary)
+print(small.summary())
 for finding in small.evidence.findings:
     if finding.check == "metric":
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")

@@ -26,7 +26,7 @@ def make_pages() -> None:
     rx.shrink(model, splits, macs=0.4, folder=OUT).save(OUT, onnx=False)
     diagnosis = rx.diagnose(model, splits.train.take(256))
     images = next(iter(splits.test.take(1).batches(1))).images
-    merged = rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2,3,4,5"))
+    merged = rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.5@2,3"))
     tokens = rx.reports.sample_tokens(merged, images)
     rx.write_report(OUT / "tokens.html", rx.reports.ReportContent("Tokens", tokens=tokens))
 

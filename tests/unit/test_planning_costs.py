@@ -15,9 +15,11 @@ import attnrx as rx
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.cost_table import (
     JOINT,
+    PER_MAC,
     STAGES,
     CostTable,
     _some_at,
+    bounded,
     corrected,
     exact_cost_table,
     never_slower,
@@ -189,6 +191,24 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
     saved = -0.03 * levels[:, None] + 0.005 * random.standard_normal((len(levels), 1))
     mlp = never_slower(saved[:, None], space.available("mlp"), from_zero=True)[:, 0]
     assert mlp[0] == 0 and (np.diff(mlp, axis=0) <= 1e-12).all() and np.abs(mlp - saved).max() < 0.02
+
+
+def test_no_block_costs_less_than_half_its_share_of_the_macs(space: Space) -> None:
+    macs = exact_cost_table(space, "macs")
+    same = bounded(macs, macs)
+    assert_close((same.attention, same.mlp), (macs.attention, macs.mlp))
+    noisy = with_savings(macs, {"qk": 3.0, "vo": 3.0, "mlp": 3.0})
+    few = macs.attention.shape[-1] // 4
+    noisy.attention[..., few] -= macs.attention[:, 0, 0, few, None, None]
+    found, work, ranks = bounded(noisy, macs), macs.attention[:, 0, 0] + macs.mlp[:, 0], slice(1, None)
+    smallest = (found.attention.min((1, 2)) + found.mlp.min(1)) / work
+    of_macs = (macs.attention.min((1, 2)) + macs.mlp.min(1)) / work
+    assert (noisy.attention.min((1, 2)) + noisy.mlp.min(1))[:, -1].min() < 0
+    assert_close(smallest[:, -1], PER_MAC * of_macs[:, -1])
+    assert (smallest[:, ranks] >= PER_MAC * PER_MAC * of_macs[:, ranks] - 1e-12).all()
+    full = found.attention[:, 0, 0] + found.mlp[:, 0]
+    assert_close(full[:, few], PER_MAC * work[:, few])
+    assert_close(np.delete(full, few, 1), np.delete(work, few, 1))
 
 
 def test_a_nonnegative_fit_is_that_of_scipy() -> None:

@@ -16,11 +16,14 @@ from attnrx.vit.spec import compression_of
 
 # The parts of a layer's cost that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
-# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Slightly
-# negative costs are possible, because the savings of attention and MLP are added up. High costs are possible, too. In
-# one case, a block of a small model ran as one kernel call. After a merging stage, its parts were called separately,
-# which took seven times as long.
-BELOW, ABOVE = 0.1, 10.0
+# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Negative
+# costs are possible, because the savings of attention and MLP are added up, and the timings of several threads are
+# noisy. High costs are possible, too. In one case, a block of a small model ran as one kernel call. After a merging
+# stage, its parts were called separately, which took seven times as long.
+BELOW, ABOVE = 0.5, 10.0
+# The least cost of a compressed block, as a part of its share of the multiply-accumulates. Smaller products are not
+# more efficient, so a lower cost is noise.
+PER_MAC = 0.5
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
@@ -250,6 +253,31 @@ def corrected(
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     """Reduces the savings from fewer tokens by the share `missed`, in a table of costs [..., tokens]."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
+
+
+def bounded(cost_table: CostTable, macs: CostTable) -> CostTable:
+    """Returns the table with less savings where a block costs less than PER_MAC times its share of `macs`.
+
+    Of few tokens, a block gets at least this cost. Then the savings of all ranks and hidden units are scaled by one
+    factor per layer and number of tokens, so that even the smallest block costs as much.
+    """
+    full, work = (table.attention[:, 0, 0] + table.mlp[:, 0] for table in (cost_table, macs))  # [layer, tokens]
+    share = np.divide(work, work[:, -1:], out=np.zeros_like(work), where=work[:, -1:] > 0)
+    missing = np.maximum(PER_MAC * share * full[:, -1:] - full, 0.0)
+    full = full + missing
+    # [layer, tokens]: the multiply-accumulates of the smallest block, and what its time saves of the whole block's.
+    smallest = macs.attention.min(axis=(1, 2)) + macs.mlp.min(axis=1)
+    saved = cost_table.attention[:, 0, 0] - cost_table.attention.min(axis=(1, 2))
+    saved = saved + cost_table.mlp[:, 0] - cost_table.mlp.min(axis=1)
+    kept = np.divide(smallest, work, out=np.zeros_like(work), where=work > 0)
+    factor = np.divide((1 - PER_MAC * kept) * full, saved, out=np.ones_like(full), where=saved > 0).clip(0.0, 1.0)
+    none = cost_table.attention[:, :1, :1]
+    attention = none + missing[:, None, None] + factor[:, None, None] * (cost_table.attention - none)
+    return replace(
+        cost_table,
+        attention=attention,
+        mlp=cost_table.mlp[:, :1] + factor[:, None] * (cost_table.mlp - cost_table.mlp[:, :1]),
+    )
 
 
 def saving_factor(measured: float, predicted: float) -> float:

@@ -25,6 +25,7 @@ from attnrx.decide.planning.cost_table import (
     STAGES,
     STAGES_OF_FILES,
     CostTable,
+    bounded,
     corrected,
     exact_cost_table,
     never_slower,
@@ -76,7 +77,7 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # block is timed at every multiple of FINE tokens. A format's runtime may compile for each number of tokens, so it is
 # timed only at every FINE_IN_FILES tokens. For long passes, the steps are not timed. In PyTorch, a pass is long from
 # LONG_PASS multiply-accumulates on, and in a format's runtime from LONG_PASS_IN_FILES on.
-FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 16, 1e11
+FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 8, 16, 1e11
 # The timed stage is before layer STAGE_LAYER (counted from 1), and keeps STAGE_KEEP of the patches. The timed block is
 # the next layer, or STAGE_LAYER itself if it is the last.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
@@ -609,7 +610,7 @@ class PlanTimer:
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), axes, stages)
 
-        return cached_cost_table(self.space, self.settings, measure)
+        return bounded(cached_cost_table(self.space, self.settings, measure), exact_cost_table(self.space, "macs"))
 
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         """Times models or their files in turns with the baseline.
