@@ -34,10 +34,10 @@ REPAIRS = {"quick": (100, 2, 3.5e12), "normal": (300, 4, 1e14), "thorough": (500
 # distillation; steps of the fits of a decoder.
 TABLE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("quick", "ViT-Tiny", "logits"): (256, 96, 128, 192, 4762, 32, 96, 2, 32, False, None, 0, 60, 200),
-    ("quick", "ViT-S", "logits"): (256, 96, 64, 96, 1304, 16, 48, 2, 32, True, None, 0, 60, 200),
-    ("quick", "ViT-B", "logits"): (256, 96, 64, 96, 341, 16, 48, 2, 32, True, None, 0, 27, 91),
-    ("quick", "ViT-B", "embedding"): (256, 96, 64, 96, 341, 16, 48, 2, 32, True, None, 0, 27, 91),
-    ("quick", "ViT-L", "logits"): (256, 96, 32, 96, 256, 16, 48, 4, 32, True, None, 0, 8, 26),
+    ("quick", "ViT-S", "logits"): (256, 96, 64, 96, 1304, 16, 48, 2, 16, True, None, 0, 60, 200),
+    ("quick", "ViT-B", "logits"): (256, 96, 64, 96, 341, 16, 48, 2, 16, True, None, 0, 27, 91),
+    ("quick", "ViT-B", "embedding"): (256, 96, 64, 96, 341, 16, 48, 2, 16, True, None, 0, 27, 91),
+    ("quick", "ViT-L", "logits"): (256, 96, 32, 96, 256, 16, 48, 4, 16, True, None, 0, 8, 26),
     ("quick", "ViT-S, decoder", "map"): (128, 48, 32, 48, 94, 8, 24, 2, 8, True, 1.0, 0, 60, 200),
     ("quick", "ViT-B, decoder", "map"): (128, 48, 11, 17, 64, 3, 9, 2, 8, True, (4 / 11) ** 0.5, 0, 22, 73),
     ("quick", "ViT-L, decoder", "map"): (128, 48, 1, 2, 64, 1, 1, 4, 8, True, 0.08**0.5, 0, 5, 16),

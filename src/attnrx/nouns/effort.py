@@ -371,8 +371,10 @@ class Effort:
         share = map_share(macs) if is_map else 1.0
         settings = replace(self.settings.on_share(share), bfloat16=is_large)
         if is_huge:
-            settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
-        elif is_large and not is_map:
+            settings = replace(settings, layer_stride=2 * settings.layer_stride)
+        if is_large and not is_map:  # poor plans are measured on one batch, so it is small
+            settings = replace(settings.on_share(0.5), batch_size=settings.batch_size // 2)
+        elif is_huge:
             settings = settings.on_share(0.5)
         elif is_large:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)

@@ -19,7 +19,7 @@ from typing import TypeVar
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
-# Seconds before a loop is first shown on a terminal, between two lines in a log, and between two updates on a terminal.
+# Seconds before a loop is first shown, between two lines in a log, and between two updates on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
 BETWEEN_PHASES = 20.0  # the least number of seconds between the lines of two phases in a log
 # The environment variable for progress: "0" shows nothing, "1" phases and loops, and "2" also every trial of a plan.
@@ -152,8 +152,9 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     phase = current if current is not None and current.position >= 0 else None
     every = EVERY_LIVE if _on_terminal() else EVERY
     start = time.monotonic()
-    # In a log, the time since the last line counts, because a phase may consist of many short loops.
-    shown = start + DELAY - EVERY_LIVE if _on_terminal() else start if phase is None else phase.shown or start
+    shown = start + DELAY - every
+    if not _on_terminal():  # the time since the last line counts, because a phase may consist of many loops
+        shown = start if phase is None else max(phase.shown or start, shown)
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()

@@ -41,6 +41,7 @@ class OutputKind(ABC):
         noun: The word for an output in findings.
         distance: The word for the divergence in findings.
         decision: The word for a decision in findings.
+        answers: The word for decisions in summaries.
         accuracy: The word for the share of correct decisions in findings.
         columns: The table headings for accuracy and divergence.
         returns: A description of such outputs for error messages.
@@ -53,6 +54,7 @@ class OutputKind(ABC):
     noun: ClassVar[str]
     distance: ClassVar[str]
     decision: ClassVar[str]
+    answers: ClassVar[str] = "answers"
     accuracy: ClassVar[str]
     columns: ClassVar[tuple[str, str]]
     returns: ClassVar[str]
@@ -306,7 +308,7 @@ class Embeddings(OutputKind):
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
-    distance, decision = "cosine distance", "nearest neighbour"
+    distance, decision, answers = "cosine distance", "nearest neighbour", "nearest neighbours"
     accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
     returns = "embeddings"
 

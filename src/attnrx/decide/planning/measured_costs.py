@@ -663,7 +663,7 @@ class PlanTimer:
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Times models or their files in turns with the baseline. Returns each latency divided by the baseline's."""
-        protocol = replace(self.settings.protocol, rounds=rounds)
+        protocol = replace(self.settings.protocol, rounds=rounds, warmup=1)  # whole models take longer than blocks
         speeds = self._compared(models, self.settings.noise(self.space.model), protocol)
         return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}
 

@@ -139,14 +139,14 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
         saved = 100 * (before - after) / before if before else 0.0
         if abs(saved) >= 0.5:  # a smaller number would be rounded to 0 %
             parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
-    agreement = finding_of(evidence, "agreement")
+    agreement, divergence = finding_of(evidence, "agreement"), finding_of(evidence, "divergence")
+    in_nats = divergence is not None and divergence.unit == "nats"
+    kind = KINDS.get(str(evidence.about.get("outputs", "logits" if in_nats else "embedding")), KINDS["logits"])
     if agreement is not None and agreement.n and known(agreement.value) is not None:
         unchanged = round(agreement.n * agreement.value / 100)
-        parts.append(SummaryPart(f"{unchanged:,} of {agreement.n:,} answers unchanged"))
-    divergence = finding_of(evidence, "divergence")
+        parts.append(SummaryPart(f"{unchanged:,} of {agreement.n:,} {kind.answers} unchanged"))
     if divergence is not None and known(divergence.value) is not None:
-        outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
-        name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
+        name = evidence.about.get("divergence") or kind.columns[1]
         decimals = ".3g" if "divergence" in evidence.about else ".3f"  # a user's divergence has no known scale
         parts.append(SummaryPart(f"{name} {divergence.value:{decimals}}"))
     recalls = [each for each in evidence.of("index") if each.details.get("quantity") == "index recall"]
