@@ -217,7 +217,7 @@ def without_8_bits(form: Format) -> Format:
 
 
 def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
-    """Returns an `ExportSubject` for a model in its own library's code, at the precision of the format."""
+    """Returns an `ExportSubject` for a model that runs its original library's code, at the format's precision."""
     # `Baseline.eager` times a different object: `family.library_model`, whose weights may differ from this model's.
     return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
 

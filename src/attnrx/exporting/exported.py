@@ -331,7 +331,7 @@ def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Returns an export's facts file, its other files, and its script, unless the script was edited."""
+    """Returns an export's facts file, its other files and, if it was not edited, its script."""
     script = present_script(path)
     return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
 

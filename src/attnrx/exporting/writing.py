@@ -280,8 +280,8 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
 def subject_of(model: nn.Module, form: Format, calibration: ImageSet, class_names: Sequence[str] = ()) -> ExportSubject:
     """Returns an `ExportSubject` for a file with a dynamic batch size, at the precision that `precision_for` returns.
 
-    If the model has no class names, the file gets `class_names`. If these are empty, it gets the names of the
-    calibration dataset.
+    If the model has no class names, `class_names` are written to the file. If `class_names` is empty, the calibration
+    dataset's class names are used.
     """
     subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
     names = fitting_names(model, class_names or dataset_classes(calibration))

@@ -20,7 +20,7 @@ PART = 8
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime and a device, and what a plan for them may choose.
+    """A runtime and a device, and the options of a plan for them.
 
     Attributes:
         title: The name of the runtime in messages and reports.

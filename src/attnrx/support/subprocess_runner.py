@@ -211,8 +211,8 @@ def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
 def serve() -> None:
     """Runs function calls in the separate process.
 
-    The first line of stdin names the modules to import. Every other line is the folder of a call, which contains the
-    pickled function and arguments. The result is written to the same folder.
+    The first line of stdin names the modules to import. Each further line is the path of one
+    call's folder, which contains the pickled function and arguments. The result is written to the same folder.
     """
     _end_with_parent()
     for name in sys.stdin.readline().split():

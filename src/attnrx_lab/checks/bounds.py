@@ -50,7 +50,7 @@ class Bounds(Check):
     without strengths, it skips Theorem 1 and Propositions 1 and 3. It also skips heads that pruning did not change. The
     check tests Eq. 13 only on heads that lost just their weakest directions. The threshold is the smallest kept
     strength. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a matrix
-    decomposition, so it uses only one image in every BATCH. Proposition 4 adds Gaussian noise with the standard
+    decomposition, so it uses only one of every BATCH images. Proposition 4 adds Gaussian noise with the standard
     deviation NOISE to the images. Proposition 5 is tested on heads with exactly equal weights. Training does not
     produce such heads, so the check usually skips this proposition.
     """

@@ -247,7 +247,7 @@ def diagnosed(
 class MethodBench:
     """A model with its diagnosis, the calibration images that methods are fitted to, and the test images.
 
-    `prepare` converts a trained model to the form of `model`, e.g. a classifier to an image tower.
+    `prepare` converts a trained model to the kind that `model` names, e.g. a classifier to an image tower.
     """
 
     model: nn.Module

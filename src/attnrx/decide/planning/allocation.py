@@ -193,9 +193,10 @@ class Frontier:
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
-        """Returns the lowest sensitivity [gone, saved] after all layers, and the backpointers of every layer.
+        """Returns the lowest sensitivities after all layers, and the backpointers of every layer.
 
-        Index MAX_DEFICIT of `saved` means no savings.
+        The sensitivities are indexed by the number of pruned patches (gone) and by the saved cost. Index MAX_DEFICIT of
+        `saved` means no savings.
         """
         # [gone, saved]. Infinity marks a state that no plan reaches. Before the first layer, only one state is reached,
         # in which nothing is pruned or saved.

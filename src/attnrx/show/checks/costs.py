@@ -211,7 +211,7 @@ class Promises(Check):
     twice the promised loss.
 
     The promised loss is the predicted divergence, the predicted share of images with changed decisions, or the
-    predicted loss of accuracy. For shares, the doubled loss is at least `MIN_LOSS` above the promised loss. If the
+    predicted loss of accuracy. For shares, the limit is at least `MIN_LOSS` above the promised loss. If the
     predicted interval reaches the end of the quantity's range, every model meets the prediction, and the mean is
     reported without a limit.
 

@@ -52,8 +52,8 @@ def observing_calls(
     """Inside the context, calls `observe` after every call of one of the modules.
 
     Args:
-        modules: Modules that get a tensor as their first argument.
-        observe: A function that gets every call, in the order in which the calls end.
+        modules: Modules that take a tensor as their first argument.
+        observe: A function that is called with a record of every module call, in the order in which the calls end.
         by_image: Whether the model may run a batch in chunks. If False, the model runs the whole batch at once, and its
             last block receives all tokens.
     """

@@ -44,7 +44,7 @@ class LibraryModels(ABC):
         """Returns the `Origin` of a model that is part of a user's module."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any model of the library from saved arguments (of `origin` or `creation`), without trained weights.
+        """Creates any of the library's models, without trained weights, from arguments of `origin` or `creation`.
 
         attnrx may not support the class of the created model.
 

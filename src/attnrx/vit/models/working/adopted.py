@@ -396,7 +396,7 @@ class PairBias(nn.Module):
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all token pairs, and ignores all arguments, such as the window size."""
+        """Returns the bias of all token pairs, and ignores all arguments, including the window size."""
         return of_weights(self, None, self.compute)
 
 
