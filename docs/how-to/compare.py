@@ -59,8 +59,11 @@ print(trials.to_markdown())
 
 # %% [markdown]
 # If a method cannot reach the target, the table lists it with its smallest cost. `comparison.json` contains all
-# numbers. To compare at equal shares instead of equal MACs, pass `shares=[0.5]`. To include a trained model, write the
-# name of its folder as the method: `spot=runs/spot`.
+# numbers. To compare at equal shares instead of equal MACs, pass `shares=[0.5]`.
+#
+# To include a trained model, write the name of its folder as the method: `spot=runs/spot`. Its cost is fixed. Pass its
+# share of the MACs as `macs`, e.g. 0.64, to measure the other methods at the same cost. Methods whose MACs differ by at
+# most 2 % are compared image by image.
 #
 # ## Figures
 #

@@ -155,7 +155,7 @@ def test_p_values_are_corrected_for_the_number_of_differences() -> None:
     noise = torch.rand(40, generator=generator)
     correct = torch.ones(40, dtype=torch.bool)
     results = [
-        ImageResults(name, (0.5, None), noise + offset, correct)
+        ImageResults(name, (0.5, None), noise + offset, correct, 1e9)
         for name, offset in (("a", 0.0), ("b", 0.1), ("c", 0.1 + 1e-3 * torch.randn(40, generator=generator)))
     ]
     alone = paired_differences(results[:2], 0)
@@ -164,6 +164,15 @@ def test_p_values_are_corrected_for_the_number_of_differences() -> None:
     assert all_three[0].divergence_p == pytest.approx(3e-4)
     assert all_three[2].divergence_p > 0.05  # b and c differ by noise
     assert [each.accuracy_p for each in all_three] == [1.0, 1.0, 1.0]
+
+
+def test_a_method_with_a_fixed_cost_is_compared_with_methods_of_the_same_macs() -> None:
+    noise, correct = torch.rand(40, generator=torch.Generator().manual_seed(0)), torch.ones(40, dtype=torch.bool)
+    budgets = {"near": (None, 0.6, 6.0e9), "far": (None, 0.5, 5.0e9), "trained": (None, None, 6.1e9)}
+    results = [ImageResults(name, (a, b), noise, correct, macs) for name, (a, b, macs) in budgets.items()]
+    for order in (results, results[::-1]):
+        (found,) = paired_differences(order, 0)
+        assert {found.first, found.second} == {"near", "trained"} and found.target == 0.6
 
 
 def test_a_share_that_keeps_everything_is_a_row_and_rules_without_effect_are_refused() -> None:

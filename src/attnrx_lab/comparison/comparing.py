@@ -37,18 +37,34 @@ from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTri
 FLIPS = 9999  # random draws in a permutation test
 
 
+# A method with a fixed cost, e.g. a trained model, is compared with methods whose MACs differ from its own by at most
+# this share.
+NEARLY_EQUAL = 0.02
+
+
 @dataclass(frozen=True)
 class ImageResults:
     """One method's results for every image: the KL divergence in nats, and whether the predicted class is correct.
 
     `budget` contains the requested share and the target share of the MACs, at most one of which is set. Both are None
-    if the method has no adjustable share.
+    if the method has no adjustable share. `macs` is the model's number of multiply-accumulates.
     """
 
     method: str
     budget: tuple[float | None, float | None]
     divergence: Float[Tensor, "images"]
     correct: Bool[Tensor, "images"]
+    macs: float
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.budget == (None, None)
+
+    def is_comparable(self, other: "ImageResults") -> bool:
+        """Whether both have the same budget. For a method with a fixed cost, the MACs decide instead."""
+        if self.is_fixed != other.is_fixed:
+            return abs(self.macs / other.macs - 1) <= NEARLY_EQUAL
+        return self.budget == other.budget
 
 
 def compare_methods(
@@ -196,7 +212,7 @@ class _Original:
         )
         # Methods with the same MACs target have different shares. So the budget is only the target.
         budget = (requested_share if target is None else None, target)
-        return trial, ImageResults(method.name, budget, divergence, correct)
+        return trial, ImageResults(method.name, budget, divergence, correct, macs)
 
 
 def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
@@ -204,10 +220,10 @@ def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
-    """Compares every pair of methods that were measured at the same budget, in the order of the results."""
+    """Compares every pair of methods that were measured at the same cost, in the order of the results."""
     differences = []
     for first, second in combinations(results, 2):
-        if first.budget != second.budget:  # only methods at the same budget are compared
+        if not first.is_comparable(second):
             continue
         change = second.divergence - first.divergence
         lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
@@ -215,7 +231,7 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
             Difference(
                 first.method,
                 second.method,
-                *first.budget,
+                *(second if first.is_fixed else first).budget,
                 divergence=mean_estimate(change, seed),
                 divergence_p=sign_flip_test(change, seed),
                 accuracy=paired_change(first.correct, second.correct, seed).scaled(100.0),

@@ -145,8 +145,9 @@ class Difference:
 class MethodComparison:
     """All trials for one model, with the original model's accuracy in % and the measurement settings.
 
-    `differences` compares every pair of methods at the same budget. Methods without {share} have no budget, so they are
-    compared only with each other. `unreached` lists the methods that cannot reach a MACs target.
+    `differences` compares every pair of methods at the same budget. Methods without {share} have no budget. They are
+    compared with each other, and with methods of nearly the same MACs. `unreached` lists the methods that cannot reach
+    a MACs target.
     """
 
     trials: tuple[MethodTrial, ...]
