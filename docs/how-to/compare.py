@@ -68,7 +68,9 @@ print(trials.to_markdown())
 # ## Figures
 #
 # `rx.figures` draws the trade-off between cost and quality with its intervals, and the spectra of the diagnosis. It
-# writes SVG and PDF files, and CSV files from which you can draw your own figures. You need `attnrx[figures]`.
+# writes SVG and PDF files, and CSV files from which you can draw your own figures. You need `attnrx[figures]`. To draw
+# which patches of some images stay, pass `rx.reports.sample_tokens(small, images)`. Here, `small` is a model with a
+# token policy, and `images` are e.g. `next(iter(splits.test.take(4).batches(4))).images`.
 
 # %%
 drawn = rx.figures(["comparison.json", bench.diagnosis], "figures", formats=["svg", "csv"])

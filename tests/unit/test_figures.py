@@ -116,9 +116,9 @@ def test_kept_patches_are_pictures_with_their_numbers(reducer: str, model: nn.Mo
     (figure,) = figures_of(samples)
     assert [panel.title for panel in figure.panels] == [
         "image 1, cat & dog",
-        "image 1, layer 2: 2 of 4",
+        "image 1, layer 2: 2 of 4 left",
         "image 2, b",
-        "image 2, layer 2: 2 of 4",
+        "image 2, layer 2: 2 of 4 left",
     ]
     written = {path.suffix: path for path in rx.figures(samples, tmp_path)}
     kept = [float(row["y"]) for row in rows_of(written[".csv"]) if row["panel"].startswith("image 1")]

@@ -38,6 +38,8 @@ COLUMNS = ("panel", "series", "x", "y", "low", "high")
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
 PICTURE = (1.5, 1.7)  # inches of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
+# A strength below FLOOR times the largest is a rounding error, so the axis ends there.
+FLOOR = 1e-6
 MOST_LABELS = 12  # the most series for which a legend is drawn
 # Text is stored as text, so readers can search it. Fonts are embedded, because conferences require it.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "attnrx", "pdf.fonttype": 42, "font.size": 8, "axes.grid": True}
@@ -108,7 +110,7 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
     What the figures show depends on the result:
 
-    - A diagnosis: spectra, kept energy and the readings of heads.
+    - A diagnosis: spectra, kept energy, and the readings in which heads differ.
     - A prescription: the kept ranks and tokens.
     - An elastic model, or a comparison of methods: the trade-off between cost and divergence.
     - A result of `shrink`: its diagnosis and its prescription.
@@ -275,6 +277,7 @@ def _draw_panel(figure: Figure, panel: Panel, axis: Any, sheet: Any) -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
     if figure.logarithmic:
         axis.set_yscale("log")
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], FLOOR))
     else:
         axis.set_ylim(bottom=0)
     if 1 < len(panel.series) <= MOST_LABELS and (len(figure.panels) == 1 or panel is figure.panels[0]):
@@ -299,10 +302,14 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
             kept.append(Series(f"head {head + 1}", directions, tuple(energy.tolist())))
         panels.append(Panel(tuple(lines), f"layer {index}"))
         energies.append(Panel(tuple(kept), f"layer {index}"))
-    yield Figure("spectra", "direction", f"strength ({metric})", tuple(panels), logarithmic=True)
+    yield Figure("spectra", "direction", f"strength / largest ({metric})", tuple(panels), logarithmic=True)
     yield Figure("energy", "kept directions", f"kept energy ({metric})", tuple(energies))
     for name in sorted(readings_per_head(diagnosis)):
-        yield _grid(name, name.replace("_", " "), diagnosis, name)
+        grid = _grid(name, name.replace("_", " "), diagnosis, name)
+        values = [value for row in grid.panels[0].series for value in row.y if not math.isnan(value)]
+        # In dense attention, all directions have the same strength, so some readings are equal in all heads.
+        if not math.isclose(min(values), max(values), rel_tol=1e-6, abs_tol=1e-6):
+            yield grid
 
 
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
@@ -372,7 +379,7 @@ def kept_patches(samples: TokenSamples) -> Figure:
         for layer, left, picture in zip(samples.policy.layers, samples.left[index], stages, strict=True):
             lines = enumerate(left.view(rows, columns).double().tolist(), 1)
             series = tuple(Series(f"row {row}", across, tuple(line)) for row, line in lines)
-            title = f"{name}, layer {layer}: {int(left.sum())} of {left.numel()}"
+            title = f"{name}, layer {layer}: {int(left.sum())} of {left.numel()} left"
             panels.append(Panel(series, title, picture))
     in_a_row = 1 + len(samples.policy.layers)
     return Figure("kept-patches", "column", "patch is left", tuple(panels), marks="pictures", in_a_row=in_a_row)

@@ -13,6 +13,7 @@ from attnrx.support.tables import markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
+WIDE = 20  # if the largest divergence in a figure is more than WIDE times the smallest, the axis is logarithmic
 
 NUMBER = kinds.finite()
 SHARE = kinds.optional(kinds.finite(0.0, 1.0))
@@ -214,6 +215,9 @@ def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
 def _figures(comparison: MethodComparison) -> Iterator[Figure]:
     """Yields two figures, which plot each method's divergence and accuracy against the share of the MACs."""
     quality, divergence = comparison.outputs.columns
+    unit, images = comparison.outputs.unit, comparison.about.get("images")
+    about = "bars: 95 % intervals" if images is None else f"{images:,} images, bars: 95 % intervals"
+    quality, divergence = f"{quality}, % ({about})", f"{divergence}{f', {unit}' if unit else ''} ({about})"
     methods = list(dict.fromkeys(trial.method for trial in comparison.trials))
     for name, label, field in (("trade-off", divergence, "divergence"), ("quality", quality, "accuracy")):
         lines = list[Series]()
@@ -223,7 +227,11 @@ def _figures(comparison: MethodComparison) -> Iterator[Figure]:
             ends = tuple(each.low for each in points), tuple(each.high for each in points)
             shares, values = tuple(each.macs_share for each in trials), tuple(each.value for each in points)
             lines.append(Series(method, shares, values, *ends))
-        yield Figure(name, "MACs, share of the original", label, (Panel(tuple(lines)),), marks="points")
+        # Small divergences would not be visible beside large ones.
+        lowest = [value for line in lines for value in (*line.y, *line.low)]
+        is_wide = field == "divergence" and 0 < min(lowest, default=0.0) < max(lowest, default=0.0) / WIDE
+        panel = (Panel(tuple(lines)),)
+        yield Figure(name, "MACs, share of the original", label, panel, marks="points", logarithmic=is_wide)
 
 
 DRAWN.register(Drawing(KIND, MethodComparison, MethodComparison.load, _figures))
