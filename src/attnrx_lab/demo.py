@@ -35,9 +35,10 @@ from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 # The target is GAIN times the speed of the unchanged model in attnrx's kernels. The evidence makes two claims.
 # Compression makes the model at least LEAST times as fast, and the model loses at most MOST_DROP points of accuracy. If
 # no plan is fast enough, the target is SHARE of the MACs instead.
-GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
+GAIN, LEAST, MOST_DROP, SHARE = 1.4, 1.2, 1.0, 0.4
 MIN_SPEED = 1.05  # the lowest target, even if attnrx's kernels are slower than timm's
-BATCH, THREADS, ROUNDS = 32, 1, 8  # of the latency measurements
+# The first latency measurement. In the process that trained the model, a short measurement may err by a quarter.
+BATCH, THREADS, ROUNDS, PROCESSES = 32, 1, 12, 3
 TRAINED, TESTED = 5_000, 2_000  # the images of cluttered-digits that are used
 EPOCHS = 2
 SHAPE = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0, "class_token": False, "global_pool": "avg"}
@@ -101,7 +102,7 @@ def _shrunk(
     original: nn.Module, splits: Splits, folder: Path, seed: int, stage: Log, log: Log
 ) -> tuple[Shrunk, Evidence]:
     """Makes the model GAIN times as fast by compression. Returns the result, and evidence with the demo's claims."""
-    timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
+    timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, 2, processes=PROCESSES), library=True)
     # Measures how much faster attnrx's kernels are without compression.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)
