@@ -106,7 +106,7 @@ def sparsity(
 def active_directions(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the number of a head's directions that reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
+    """Returns how many of a head's directions reach the threshold that `sparsity` uses (C_epsilon, SVDA, Eq. 30)."""
     magnitude = magnitude_of(strength, used)
     # Zero is inactive even if the head's largest strength is zero, which makes the threshold zero.
     active = (magnitude >= INACTIVE_BELOW * largest_of(magnitude)[..., None]) & (magnitude > 0)

@@ -89,7 +89,7 @@ def generator(*parts: int) -> torch.Generator:
 
 
 class Draws(NamedTuple):
-    """The random numbers that augment one batch. They are drawn on the CPU, so they are equal on all devices."""
+    """The random numbers for augmenting one batch, drawn on the CPU, so that they are the same on all devices."""
 
     shift: Int[Tensor, "batch 2"]
     mirror: Bool[Tensor, "batch"]

@@ -108,7 +108,7 @@ class Format(ABC):
         del path, facts
 
     def example(self, path: Path) -> str | None:
-        """Returns a script that classifies an image with only the file, or None if the format has no script."""
+        """Returns a script that classifies an image using only the exported file, or None if the format has none."""
         return None
 
     def runtime_at(self, precision: str) -> str:

@@ -602,7 +602,7 @@ class OpenVINO(Format):
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for each input shape. It runs up to a third faster than with a dynamic batch size."""
+        """Compiles the file for each input shape, which makes it up to a third faster than a dynamic batch size."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,

@@ -216,8 +216,8 @@ def export(
     the class names.
 
     To classify an image, run the script run_NAME.py, which is written beside an ONNX or OpenVINO file. It only needs
-    the runtime, NumPy and Pillow, and preprocesses like the model's library. If there is an earlier export at the path,
-    it is replaced, together with its script. Your other files are never overwritten.
+    the runtime, NumPy and Pillow, and preprocesses images like the model's library. If there is an earlier export at
+    the path, it is replaced, together with its script. Your other files are never overwritten.
 
     Args:
         model: The model. If it has no classifier, the file returns its embeddings and has no class names.

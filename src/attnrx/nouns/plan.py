@@ -101,7 +101,7 @@ class Plan(Displayed):
 
     @property
     def outputs(self) -> OutputKind:
-        """The kind of the model's outputs, or logits if the plan does not record it."""
+        """The kind of the model's outputs. If the plan does not record a kind, it is "logits"."""
         return KINDS[self.about.get("outputs", "logits")]
 
     @property

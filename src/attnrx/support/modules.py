@@ -234,7 +234,7 @@ def containing(paths: Sequence[str]) -> Iterator[str]:
 def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:
     """Returns normally distributed images, the same in every call, in the parameters' dtype and on their device.
 
-    The images are drawn on the CPU in float64. So they are equal on all devices, and equal up to rounding in all
+    The images are sampled on the CPU in float64. So they are equal on all devices, and equal up to rounding in all
     dtypes. For a model on the meta device, the images have no values.
     """
     parameter = next(model.parameters())

@@ -165,7 +165,7 @@ class TextReader:
         return name, registry[name.text]
 
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
-        """Parses the options (knobs) of a class in brackets and, with `is_short`, after a colon. Both are optional.
+        """Parses a class's options (knobs), in brackets or, with `is_short`, after a colon. Either may be left out.
 
         Options in `filled` already have a value, so values without a name are assigned to the other options.
 

@@ -166,7 +166,7 @@ def _no_model(value: object) -> str:
 
 
 def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tuple[Elastic, Size] | None:
-    """Returns an elastic model and its size for the budget, or None if the source is not an elastic model.
+    """Returns an elastic model and the size that fits the budget, or None if the source is not an elastic model.
 
     Raises:
         InvalidInput: The source is an elastic model without a budget, or another source with a budget.

@@ -227,7 +227,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     class_names: Sequence[str] = (),
     in_subprocess: bool = False,
 ) -> FileRun:
-    """Writes files of the original and of the `result`, and measures them in the format's runtime.
+    """Exports the original and the `result` to files, and measures these in the format's runtime.
 
     The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`

@@ -343,8 +343,8 @@ class ShrinkRun:
         """Divides the images and diagnoses the model. If the target is a file's speed, also times the vendor's file.
 
         Raises:
-            NotSupported: The target's speed is out of reach, even if all blocks were removed.
-            InvalidInput: There are too few images to verify the search in an index.
+            NotSupported: The target's speed would be out of reach even if all blocks were removed.
+            InvalidInput: There are too few images to measure how well the index is searched.
         """
         log, seed = settings.log, settings.seed
         begin("reading the images")

@@ -49,8 +49,8 @@ def control_prescriptions(
         The controls by kind.
 
     Raises:
-        InvalidInput: A kind is unknown, or `draws` is not between 1 and 1000.
-        NotSupported: A requested kind does not exist.
+        InvalidInput: The name of a kind is unknown, or `draws` is not between 1 and 1000.
+        NotSupported: A requested kind does not exist for this prescription.
 
     Examples:
         >>> from attnrx_lab.rules import control_prescriptions

@@ -94,7 +94,7 @@ class Frontier:
         """Returns plans within the budget that only prune tokens, in one to FEW stages.
 
         For every set of layers, the best token counts are found. For every number of stages, the `count` sets with the
-        lowest predicted divergence are returned. `limit` is the largest cost, as a share of the original's cost.
+        lowest predicted divergence are returned. `limit` is the largest allowed cost, as a share of the original's.
         """
         # Costs and sensitivities add up over the stages. A stage's contribution depends only on the numbers of tokens
         # before and after it, so all plans can be compared at once.

@@ -564,7 +564,7 @@ def timing_conditions(
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
-    """Returns the protocol for timing final results: whole batches, by wall clock, in several processes."""
+    """Returns the timing protocol for final results: whole batches, by wall clock, in several processes."""
     rounds = final_rounds(batch, family_of(model).costs(model).macs)
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 

@@ -36,9 +36,9 @@ def proportion(successes: int, n: int) -> Estimate:
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
     """Returns the change of a share, after minus before, with a bootstrap interval over images.
 
-    An image changes by -1, 0 or +1, so resampling images is the same as drawing from a trinomial. The trinomial's
-    weights include pseudo-counts of 0.5 losses, 0.5 gains and 1 unchanged image (Agresti and Min, 2005). The
-    pseudo-counts give the interval nonzero width even if no image of a small set changes.
+    The result on an image changes by -1, 0 or +1, so resampling images is the same as drawing from a trinomial. The
+    trinomial's weights include pseudo-counts of 0.5 losses, 0.5 gains and 1 unchanged result (Agresti and Min, 2005).
+    The pseudo-counts give the interval nonzero width even if no result on a small set changes.
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
@@ -124,7 +124,7 @@ def studentized(
     Args:
         values: One row per image.
         function: A differentiable function that maps column means to the quantity.
-        seed: The seed of the resamples.
+        seed: The seed for the resamples.
         minimum: The smallest possible value of the quantity.
 
     Returns:

@@ -43,7 +43,7 @@ class MeasuredSpeed:
 
     `record` is the record of a `LatencyComparison`. `by_runtime` and `by_compression` are the two factors of the speed,
     or None if the unchanged model was not timed in the same `runtime`. `reference_seconds` is the baseline's median
-    time, or None if it was not recorded. `where` is a text for the summary sentence, with the number of CPU threads or
+    time, or None if it was not recorded. `where` is a phrase for the summary sentence with the number of CPU threads or
     the name of the GPU.
     """
 

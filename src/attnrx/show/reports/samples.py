@@ -67,9 +67,9 @@ def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images ch
 class MapSamples:
     """Sample images with values in [0, 1], and the map that every model returns for them, e.g. a depth map.
 
-    `maps` contains the maps [images, height, width] by the model's name, with the original model first. If a model
-    returns several numbers per position, e.g. class scores, its map is the index of the largest number. `labels` are
-    the class names of the images.
+    `maps` contains each model's maps [images, height, width], keyed by the model's name, with the original model first.
+    If a model returns several numbers per position, e.g. class scores, its map is the index of the largest number.
+    `labels` are the class names of the images.
     """
 
     images: Float[Tensor, "images channels height width"]

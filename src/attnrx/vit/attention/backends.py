@@ -253,7 +253,7 @@ class Backend(ABC):
         """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
-        """Returns the backend that computes calls in this context, e.g. the backend that `Auto` chooses.
+        """Returns the backend that runs calls in this context, e.g. the backend that `Auto` chooses.
 
         Most backends return themselves.
         """

@@ -311,7 +311,7 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
     """Checks that kernels can process these tensors (of any shape).
 
     Raises:
-        InvalidInput: A tensor requires gradients, which kernels do not record, or its layout is not strided.
+        InvalidInput: A tensor requires gradients, which the kernels do not compute, or its layout is not strided.
     """
     for tensor in tensors:
         if tensor is None:
