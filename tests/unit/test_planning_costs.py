@@ -27,7 +27,7 @@ from attnrx.decide.planning.cost_table import (
     with_savings,
 )
 from attnrx.decide.planning.measured_costs import _Timer, file_cost_table
-from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.exporting import Baseline, parse_format
 from attnrx.nouns.target import Target
 from attnrx.vit.costs import Conditions
@@ -85,7 +85,7 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
     own = planned.spanned()
     if name is not None:  # biases, or rotations, of all patches
         model = rx.load(pretrained.of_timm(name, depth=3)).float()
-        own = replace(own, model=model, axes=(TOKENS,), _pieces={})  # ranks need a diagnosis of this model
+        own = replace(own, model=model, _pieces={})
     protocol = replace(SETTINGS.protocol, conditions=Conditions(threads=1))
     noise = replace(SETTINGS, batch=7).noise(own.model)  # no number of tokens: torch.export takes equal sizes for one
     timer, eager = _Timer(own, protocol, noise, parse_format(form)), _Timer(own, protocol, noise)

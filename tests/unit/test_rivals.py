@@ -22,6 +22,7 @@ from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import model_fingerprint
 from attnrx.workflows.rivals import PLAN, RESULT, FileRun, MeasuredFile, measure_baseline, measure_files
 from support.pretrained import of_timm
+from support.report_content import latency
 
 pytest.importorskip("onnxruntime")
 
@@ -36,13 +37,12 @@ def model() -> Any:
 
 def measured(title: str, speed: float, divergence: float, to: str = "onnx", is_own: bool = True) -> MeasuredFile:
     one, other = Estimate(speed, speed, speed), Estimate(divergence, divergence, divergence)
-    return MeasuredFile(title, parse_format(to), is_own, one, speed, other, None, 1)
+    timing = replace(latency(), faster=one)
+    return MeasuredFile(title, parse_format(to), is_own, one, speed, other, "nats", None, 1, timing)
 
 
 def run_of(*files: MeasuredFile) -> FileRun:
-    protocol = LatencyProtocol(Conditions(threads=1), rounds=2)
-    findings = tuple(file.finding(files[0].title, protocol, 1, "nats") for file in files)
-    return FileRun({file.title: file for file in files}, files[0].title, findings)
+    return FileRun({file.title: file for file in files}, files[0].title)
 
 
 @pytest.mark.slow

@@ -37,14 +37,29 @@ def test_every_call_has_a_process_without_the_memory_of_another() -> None:
 
 
 @pytest.mark.parametrize("in_subprocess", [True, False])
-def test_every_second_call_is_made_in_another_process(in_subprocess: bool) -> None:
-    values = run_side_by_side([os.getpid, partial(divmod, 7, 2), partial(divmod, 9, 2), os.getpid], in_subprocess)
-    assert values[:3] == [os.getpid(), (3, 1), (4, 1)]
-    assert (values[3] != os.getpid()) == in_subprocess
+def test_two_processes_share_the_calls(in_subprocess: bool, tmp_path: Path) -> None:
+    # The first call waits for the second one, so another process must take the second.
+    first = partial(wait_for, str(tmp_path / "done")) if in_subprocess else os.getpid
+    values = run_side_by_side([first, partial(finish, str(tmp_path / "done")), partial(divmod, 7, 2)], in_subprocess)
+    assert values[0] == os.getpid() and values[2] == (3, 1)
+    assert (values[1] != os.getpid()) == in_subprocess
     # What cannot be sent to another process is called in this one.
-    assert run_side_by_side([lambda: 1, lambda: 2], in_subprocess) == [1, 2]
+    lock = threading.Lock()
+    assert run_side_by_side([lambda: lock.locked(), lambda: lock.locked()], in_subprocess) == [False, False]
     with pytest.raises(InvalidInput, match="give one of latency"):
         run_side_by_side([os.getpid, partial(Target.parse, "speed=2x")], in_subprocess)
+
+
+def wait_for(path: str) -> int:
+    ends = time.monotonic() + 60
+    while not Path(path).exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return os.getpid()
+
+
+def finish(path: str) -> int:
+    Path(path).touch()
+    return os.getpid()
 
 
 def slow(path: str) -> None:

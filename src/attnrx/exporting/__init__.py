@@ -34,7 +34,6 @@ from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
 from attnrx.exporting.writing import (
     DYNAMIC,
-    ROUNDS,
     ExportSubject,
     PatchFeatures,
     Runtime,
@@ -48,7 +47,7 @@ from attnrx.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC", "FORMATS", "ROUNDS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported",
+    "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported",
     "Format", "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
     "compare_with_original", "copy_export", "dtype_name", "export", "few_images", "fitting_names", "is_exported",
     "library_subject", "load_exported", "parse_format", "precision_for", "present_exports", "present_script",

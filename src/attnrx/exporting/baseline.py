@@ -19,7 +19,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.exporting.exported import Exported, result_path
 from attnrx.exporting.formats import INPUT, AOTInductor, Format, library, raising, to_numpy
-from attnrx.exporting.quantizing import quantized, silent, single_images
+from attnrx.exporting.quantizing import quantized, silent
 from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO, converted_by_openvino
 from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
 from attnrx.support.atomic_writes import scratch_folder
@@ -149,8 +149,8 @@ class Draft:
 def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[str, Exported | AttnrxError]:
     """Writes files to temporary folders. If a file cannot be written, the error is returned in its place.
 
-    A folder is deleted once its file is no longer in use. With `in_subprocess`, every second file is written in another
-    process, because writing a file uses only one core.
+    A folder is deleted once its file is no longer in use. With `in_subprocess`, another process writes some of the
+    files at the same time, because writing a file uses only one core.
     """
     with ExitStack() as opened:
         folders = {name: opened.enter_context(ExitStack()) for name in drafts}
@@ -258,7 +258,8 @@ def _write_openvino(model: nn.Module, path: Path, example: Tensor, images: Seque
     converted = converted_by_openvino(model, example_input=example)
     converted.reshape([-1, *example.shape[1:]])
     if images:
-        single = single_images(map(to_numpy, images), is_free=True)
+        # By NNCF's defaults, the range of an activation is the mean over single images.
+        single = (to_numpy(image) for batch in images for image in batch.split(1))
         converted = quantized(converted, single, by_defaults=True)
     openvino.save_model(converted, str(path), compress_to_fp16=False)
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-import numpy as np
-
 from attnrx.support.optional import required_module
 
 
@@ -37,12 +35,6 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
             ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
             advanced_parameters=None if by_defaults else parameters,
         )
-
-
-def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:
-    """Yields the inputs for calibration calls: single images if the graph takes any batch size, else whole batches."""
-    for batch in batches:
-        yield from np.split(batch, len(batch)) if is_free else [batch]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Program, Run, library, run_script, to_numpy
-from attnrx.exporting.quantizing import quantized, silent, single_images
+from attnrx.exporting.quantizing import quantized, silent
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
 from attnrx.support.foreign_files import open_graph, open_openvino, open_session
 from attnrx.support.optional import unreported
@@ -317,9 +317,7 @@ class Int8(Onnx):
         graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
         # Attention is one operation, so all remaining products of two activations compare tokens.
         floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
-        is_free = not graph.input[0].type.tensor_type.shape.dim[0].dim_value
-        batches = single_images(map(to_numpy, images), is_free)
-        made = quantized(model, ({graph.input[0].name: batch} for batch in batches), floats)
+        made = quantized(model, ({graph.input[0].name: to_numpy(batch)} for batch in images), floats)
         use_unsigned_activations(made)
         keep_biases_apart(made)
         for file in path.parent.glob(f"{path.name}*"):
@@ -414,16 +412,6 @@ def converted_by_openvino(source: Any, **options: Any) -> Any:
     openvino = library("openvino", "openvino")
     with unreported():
         return openvino.convert_model(source, **options)
-
-
-def _has_free_batch(program: torch.export.ExportedProgram) -> bool:
-    """Returns whether a program takes any number of images.
-
-    OpenVINO's graph does not show whether the batch size is fixed, because the conversion makes fixed sizes dynamic.
-    """
-    (name,) = program.graph_signature.user_inputs
-    (given,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
-    return not isinstance(given.meta["val"].shape[0], int)
 
 
 def fold_norms_(model: Any) -> None:
@@ -585,8 +573,7 @@ class OpenVINO(Format):
         model = converted_by_openvino(program)
         fold_norms_(model)
         if self.calibrated:
-            batches = single_images(map(to_numpy, images), is_free=_has_free_batch(program))
-            model = quantized(model, batches, comparisons(model))
+            model = quantized(model, map(to_numpy, images), comparisons(model))
         divide_attention_(model)
         # By default, OpenVINO would store the weights in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)

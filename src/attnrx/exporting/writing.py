@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -33,7 +32,7 @@ from attnrx.exporting.exported import (
 )
 from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
 from attnrx.exporting.runtime_formats import parse_format
-from attnrx.nouns.effort import PRECISE
+from attnrx.nouns.effort import PRECISE, final_rounds
 from attnrx.nouns.evidence import FAILS, Finding, against_limit
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, full_disk, scratch_folder, temporary_folder
@@ -44,7 +43,6 @@ from attnrx.support.progress import track
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
-from attnrx.support.subprocess_runner import run_side_by_side
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
@@ -302,6 +300,7 @@ def compare_with_original(
 
     The original is exported with its own library's attention. Both files run alternately in the same runtime, with
     `threads` CPU threads. Both are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
+    Timing takes at most `rounds` rounds, and fewer if passes are long or if the speed is precise earlier.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -309,18 +308,19 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    # If passes are long, there are only a few rounds, and one round is enough to warm up.
-    protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5), enough=PRECISE)
-    noise = torch.Generator().manual_seed(0)
+    noise, macs = torch.Generator().manual_seed(0), family_of(original).costs(original).macs
+    comparisons = list[LatencyComparison]()
     with scratch_folder() as folder:
         other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
-        comparisons = tuple(
-            compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
-            for batch in (batches if size is None else (size,))
-        )
+        for batch in batches if size is None else (size,):
+            most = min(rounds, final_rounds(batch, macs, of_files=True))
+            # If passes are long, there are only a few rounds, and one round is enough to warm up.
+            protocol = LatencyProtocol(conditions, most, warmup=min(max(most // 6, 1), 5), enough=PRECISE)
+            images = torch.randn(batch, *exported.images.shape, generator=noise)
+            comparisons.append(compare_latency(exported, other, images, protocol))
     exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
     write_json(facts_path(exported.path), exported.facts)
-    return comparisons
+    return tuple(comparisons)
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_compared: bool = True) -> Exported:
@@ -418,39 +418,18 @@ class Runtime:
         Raises:
             NotSupported: The module cannot be written in the format.
         """
-        return self.prepare_all([(module, example)])[0]
-
-    def prepare_all(
-        self, parts: Sequence[tuple[nn.Module, Float[Tensor, "batch *sizes"]]], in_subprocess: bool = False
-    ) -> list[Callable[[Tensor], Any]]:
-        """Returns a function for every module and its example, as `prepare` does.
-
-        With `in_subprocess`, every second file is written in another process at the same time.
-
-        Raises:
-            NotSupported: A module cannot be written in the format.
-        """
+        if self.form is None:
+            return self.conditions.prepare(module)
         form = self.form
-        if form is None:
-            return [self.conditions.prepare(module) for module, _ in parts]
-        threads = self.conditions.threads or torch.get_num_threads()
-        with ExitStack() as folders:
-            paths = [folders.enter_context(scratch_folder()) / f"part{form.suffix}" for _ in parts]
-            calls = [partial(self._write, form, *part, path) for part, path in zip(parts, paths, strict=True)]
-            run_side_by_side(calls, in_subprocess)
-            with raising(_cannot_be_timed(form)):
-                return [form.open(path, self.conditions.device, threads) for path in paths]
-
-    def _write(self, form: Format, module: nn.Module, example: Tensor, path: Path) -> None:
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
-        with raising(_cannot_be_timed(form)):
-            # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size
-            # would raise an error.
-            form.write(captured(ready, example, ({1: torch.export.Dim.AUTO},)), path, [example])
-
-
-def _cannot_be_timed(form: Format) -> str:
-    return f"a part of this model cannot be timed as {form.name}"
+        threads = self.conditions.threads or torch.get_num_threads()
+        # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size would
+        # raise an error.
+        with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
+            program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
+            path = folder / f"part{form.suffix}"
+            form.write(program, path, [example])
+            return form.open(path, self.conditions.device, threads)
 
 
 class _FourAxes(TorchFunctionMode):

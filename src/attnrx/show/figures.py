@@ -73,7 +73,8 @@ class Figure:
     """One figure: its name (also the name of its files), the labels of its axes, and its panels.
 
     `marks` is "lines", "steps", "points", "grid" or "pictures". A grid has one row per series, and the colour of a cell
-    shows its `y`. `in_a_row` is the number of panels in a row.
+    shows its `y`. `in_a_row` is the number of panels in a row. If `log_floor` is set, the y-axis is logarithmic and
+    ends at this value, or above it if no value is so small.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Figure:
     y: str
     panels: tuple[Panel, ...]
     marks: str = "lines"
-    logarithmic: bool = False
+    log_floor: float | None = None
     in_a_row: int = IN_A_ROW
 
     @property
@@ -275,11 +276,11 @@ def _draw_panel(figure: Figure, panel: Panel, axis: Any, sheet: Any) -> None:
             axis.errorbar(each.x, each.y, error, fmt="none", color=lines[0].get_color(), linewidth=0.8, capsize=2)
     if figure.x == LAYER:
         axis.xaxis.get_major_locator().set_params(integer=True)
-    if figure.logarithmic:
-        axis.set_yscale("log")
-        axis.set_ylim(bottom=max(axis.get_ylim()[0], FLOOR))
-    else:
+    if figure.log_floor is None:
         axis.set_ylim(bottom=0)
+    else:
+        axis.set_yscale("log")
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], figure.log_floor))
     if 1 < len(panel.series) <= MOST_LABELS and (len(figure.panels) == 1 or panel is figure.panels[0]):
         axis.legend(fontsize="small")
 
@@ -302,13 +303,14 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
             kept.append(Series(f"head {head + 1}", directions, tuple(energy.tolist())))
         panels.append(Panel(tuple(lines), f"layer {index}"))
         energies.append(Panel(tuple(kept), f"layer {index}"))
-    yield Figure("spectra", "direction", f"strength / largest ({metric})", tuple(panels), logarithmic=True)
+    yield Figure("spectra", "direction", f"strength / largest ({metric})", tuple(panels), log_floor=FLOOR)
     yield Figure("energy", "kept directions", f"kept energy ({metric})", tuple(energies))
     for name in sorted(readings_per_head(diagnosis)):
         grid = _grid(name, name.replace("_", " "), diagnosis, name)
+        # A head that was pruned has no reading. In dense attention, all directions have the same strength, so some
+        # readings are equal in all heads.
         values = [value for row in grid.panels[0].series for value in row.y if not math.isnan(value)]
-        # In dense attention, all directions have the same strength, so some readings are equal in all heads.
-        if not math.isclose(min(values), max(values), rel_tol=1e-6, abs_tol=1e-6):
+        if values and not math.isclose(min(values), max(values), rel_tol=1e-6, abs_tol=1e-6):
             yield grid
 
 

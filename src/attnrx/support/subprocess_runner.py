@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,10 +60,11 @@ class _Fork:
     is_served = False
 
 
-def may_start_threads() -> bool:
-    """Returns whether this process, if it was forked, may run OpenMP code on several threads.
+def is_served_fork() -> bool:
+    """Returns whether this process is a fork of a process that had not started any threads.
 
-    OpenMP threads do not survive a fork, so code that needs them would wait forever if the parent had started any.
+    Only such a fork may run OpenMP code on several threads. OpenMP threads do not survive a fork, so code that needs
+    them would wait forever if the parent had started any.
     """
     return _Fork.is_served
 
@@ -179,33 +182,42 @@ def run_in_subprocess(
 
 
 def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool = True) -> list[Value]:
-    """Runs independent calls at the same time in two processes, and returns their values in order.
+    """Runs independent calls in two processes at the same time, and returns their values in order.
 
-    Every second call runs in another process. If the other process cannot run its calls, this process runs them. With
-    `in_subprocess=False`, this process runs all calls.
+    As soon as a process has finished a call, it takes the next one. If the other process cannot run a call, this
+    process runs it. With `in_subprocess=False`, this process runs all calls.
     """
-    there = list(calls[1::2]) if in_subprocess else []
-    values = dict[int, Value]()
+    waiting, values = deque(range(len(calls))), dict[int, Value]()
 
-    def call_there() -> None:
-        # If the other process fails, its calls run again in this process below. A call that cannot succeed then raises
+    def run_waiting(run: Callable[..., Value]) -> None:
+        while True:
+            try:
+                index = waiting.popleft()
+            except IndexError:
+                return
+            values[index] = run(calls[index])
+
+    def run_there() -> None:
+        # If the other process fails, the call runs again in this process below. A call that cannot succeed then raises
         # its own error.
-        with suppress(NotSupported):
-            found: list[Any] = run_in_subprocess(_called, there)
-            values.update({2 * index + 1: value for index, value in enumerate(found)})
+        with suppress(NotSupported), shared_subprocess():
+            run_waiting(partial(run_in_subprocess, _called))
 
     # The thread is a daemon, so that it does not keep this process running if a call is interrupted.
-    worker = threading.Thread(target=call_there, daemon=True)
-    if there:
+    worker = threading.Thread(target=run_there, daemon=True)
+    if in_subprocess and len(calls) > 1:
         worker.start()
-    values |= {index: call() for index, call in enumerate(calls) if not there or index % 2 == 0}
-    if there:
+    try:
+        run_waiting(_called)
+    finally:
+        waiting.clear()  # if a call has failed, the other process takes no further ones
+    if worker.ident is not None:
         worker.join()
     return [values[index] if index in values else call() for index, call in enumerate(calls)]
 
 
-def _called(calls: Sequence[Callable[[], Value]]) -> list[Value]:
-    return [call() for call in calls]
+def _called(call: Callable[[], Value]) -> Value:
+    return call()
 
 
 def serve() -> None:

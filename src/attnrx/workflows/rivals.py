@@ -47,8 +47,9 @@ from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, com
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import output_kind_of
 
-# The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent.
-COMPARED_IMAGES = 500
+# The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent. The
+# batch size divides this number, because OpenVINO would compile a file again for a smaller last batch.
+COMPARED_IMAGES, COMPARED_BATCH = 500, 25
 RESULT, PLAN = "this result", "the plan, not saved"
 
 
@@ -64,6 +65,7 @@ class MeasuredFile:
             in the requested precision, or attnrx's file if the vendor's tool failed.
         gain: The file's speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of the file's outputs from the original's.
+        unit: The unit of the divergence, e.g. "nats".
         agreement: The share of decisions that equal the original's, in %. None for outputs without decisions.
         bytes: The size of the file in bytes.
         timing: The timings from which both speeds are computed.
@@ -76,44 +78,40 @@ class MeasuredFile:
     speed: Estimate
     gain: float
     divergence: Estimate
+    unit: str
     agreement: Estimate | None
     bytes: int
-    timing: LatencyComparison | None = None
+    timing: LatencyComparison
     file: Exported | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
         """Returns whether this file is faster than another one, and its outputs are no farther from the original's."""
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
-    def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
+    def finding(self, baseline: str) -> Finding:
         """Returns the file's speed as a finding, with the other measurements in its details."""
         details: dict[str, Any] = {
             "quantity": "file",
             "title": self.title,
             "format": to_dict(self.form),
-            "divergence": to_dict(self.divergence, typed=False) | {"unit": unit},
+            "divergence": to_dict(self.divergence, typed=False) | {"unit": self.unit},
             "agreement": None if self.agreement is None else to_dict(self.agreement, typed=False),
             "bytes": self.bytes,
-            "batch": batch,
-            "threads": protocol.conditions.threads or torch.get_num_threads(),
-            "hardware": protocol.conditions.hardware,
+            "batch": self.timing.batch,
+            "threads": self.timing.threads,
+            "hardware": self.timing.hardware,
         }
         low, high = self.speed.low, self.speed.high
         claim = f"speed of {self.title} relative to {baseline}"
-        rounds = protocol.rounds if self.timing is None else self.timing.rounds  # it may have ended earlier
-        return Finding("files", claim, self.speed.value, "x", low=low, high=high, n=rounds, details=details)
+        return Finding("files", claim, self.speed.value, "x", low=low, high=high, n=self.timing.rounds, details=details)
 
 
 @dataclass(frozen=True)
 class FileRun:
-    """The files that were measured in one run, by title, and their findings.
-
-    Speeds are relative to the file with the title `baseline`.
-    """
+    """The files that were measured in one run, by title. Speeds are relative to the file with the title `baseline`."""
 
     files: Mapping[str, MeasuredFile]
     baseline: str
-    findings: tuple[Finding, ...]
 
     @property
     def result(self) -> MeasuredFile:
@@ -136,8 +134,6 @@ class FileRun:
 
         If `least` is not None, the finding about the speed checks that it is at least this value.
         """
-        if file.timing is None:
-            return ()
         check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
         is_result = RESULT in self.files and file is self.result
         change = str(file.form) if not is_result and file is not self.unchanged else None
@@ -152,7 +148,7 @@ class FileRun:
         (`instead`).
         """
         headline = self.headline(self.chosen(instead), 1 / target.limit if target.quantity == "latency" else None)
-        about = dict(evidence.about)
+        about, files = dict(evidence.about), list(self.files.values())
         if instead is not None:
             speed, loss = f"{instead.speed.value:.2f}x", f"{instead.divergence.value:.3f}"
             words = f"{instead.form} alone is {speed} as fast as {self.baseline}, at a divergence of {loss}"
@@ -162,17 +158,12 @@ class FileRun:
                 text += f". For a plan and {instead.form} together, give to={str(instead.form)!r}"
             about["warnings"] = [*about.get("warnings", ()), text]
             # The measured plan is not the result.
-            findings = tuple(
-                replace(each, claim=each.claim.replace(RESULT, PLAN), details={**each.details, "title": PLAN})
-                if each.details.get("title") == RESULT
-                else each
-                for each in self.findings
-            )
-            return Evidence((*headline, *evidence.findings, *findings), about)
-        if RESULT in self.files and (better := self.better()):
+            files = [replace(file, title=PLAN) if file is self.result else file for file in files]
+        elif RESULT in self.files and (better := self.better()):
             words = f"{better[0].title} of the unchanged model is faster, and no farther from the original"
             about["warnings"] = [*about.get("warnings", ()), words]
-        return Evidence((*headline, *evidence.findings, *self.findings), about)
+        findings = [file.finding(self.baseline) for file in files]
+        return Evidence((*headline, *evidence.findings, *findings), about)
 
     def better(self) -> list[MeasuredFile]:
         """Returns the files that dominate the result, the fastest first."""
@@ -263,6 +254,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     log(f"timing {len(files)} files in turns")
     speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
     measured, found = dict[str, MeasuredFile](), _outputs_of(files, original, tested)
+    unit = output_kind_of(original).unit
     for name, file in files.items():
         answers, agreement = found[name], None
         if answers.kind.has_decisions:
@@ -271,17 +263,15 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
         assert gain is not None
         divergence = mean_estimate(answers.divergence("reference", "candidate").double(), 0)
         speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-        about = speed, gain.value, divergence, agreement, file.bytes, speeds[name], file
+        about = speed, gain.value, divergence, unit, agreement, file.bytes, speeds[name], file
         measured[name] = MeasuredFile(name, file.form, not drafts[name].by_vendor, *about)
         log(_line(measured[name], first, answers.kind.columns[1]))
-    unit = output_kind_of(original).unit
-    findings = [file.finding(first, protocol, len(noise), unit) for file in measured.values()]
-    return FileRun(measured, first, tuple(findings))
+    return FileRun(measured, first)
 
 
 def _outputs_of(files: Mapping[str, Exported], original: nn.Module, images: ImageSet) -> dict[str, Predictions]:
     """Runs the original and all files on the images. Several files run at once, each on one CPU thread."""
-    about: dict[str, Any] = {"batch_size": 32, "device": next(original.parameters()).device}
+    about: dict[str, Any] = {"batch_size": COMPARED_BATCH, "device": next(original.parameters()).device}
 
     def outputs(file: nn.Module) -> Predictions:
         with Conditions(threads=1).held():

@@ -37,7 +37,7 @@ from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
 from attnrx.exporting import Baseline, Onnx, parse_format, subject_of, write_exported
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import EFFORTS, PRECISE, Effort, PlanSettings, final_rounds
+from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DIVERGENCE, DROP, RECALL, Target, target_of
@@ -572,7 +572,7 @@ class ShrinkRun:
             return None
         begin("measuring speed")
         rounds = final_rounds(settings.batch, family_of(self.original).costs(self.original).macs, of_files=True)
-        protocol = replace(settings.protocol, rounds=rounds, enough=PRECISE)
+        protocol = replace(settings.protocol, rounds=rounds)
         images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
         about = *images, protocol, noise, settings.log, self.baseline
         shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}

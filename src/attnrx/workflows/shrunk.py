@@ -21,7 +21,6 @@ from attnrx.exporting import Format, Onnx, parse_format, result_path
 from attnrx.exporting.exported import KIND as EXPORTED
 from attnrx.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import final_rounds
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
@@ -226,8 +225,7 @@ class Shrunk:
         if not is_of_format:
             if original is not None and self.prescription is not None:
                 timed = int(self.evidence.about.get("batch", 32))
-                rounds = min(final_rounds(timed, family_of(original).costs(original).macs), exporting.ROUNDS)
-                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
+                exporting.compare_with_original(file, original, threads=threads, batches=(timed,))
             return
         assert original is not None and images is not None  # `save` required the original, `shrink` returned images
         conditions = Conditions(file.images.device, file.images.precision, threads)

@@ -35,8 +35,6 @@ from attnrx_lab.comparison.methods import (
 from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
 FLIPS = 9999  # random draws in a permutation test
-
-
 # A method with a fixed cost, e.g. a trained model, is compared with methods whose MACs differ from its own by at most
 # this share.
 NEARLY_EQUAL = 0.02

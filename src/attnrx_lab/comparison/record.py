@@ -228,10 +228,12 @@ def _figures(comparison: MethodComparison) -> Iterator[Figure]:
             shares, values = tuple(each.macs_share for each in trials), tuple(each.value for each in points)
             lines.append(Series(method, shares, values, *ends))
         # Small divergences would not be visible beside large ones.
-        lowest = [value for line in lines for value in (*line.y, *line.low)]
-        is_wide = field == "divergence" and 0 < min(lowest, default=0.0) < max(lowest, default=0.0) / WIDE
+        drawn = [value for line in lines for value in (*line.y, *line.low)]
+        is_wide = field == "divergence" and 0 < min(drawn, default=0.0) < max(drawn, default=0.0) / WIDE
         panel = (Panel(tuple(lines)),)
-        yield Figure(name, "MACs, share of the original", label, panel, marks="points", logarithmic=is_wide)
+        yield Figure(
+            name, "MACs, share of the original", label, panel, marks="points", log_floor=0.0 if is_wide else None
+        )
 
 
 DRAWN.register(Drawing(KIND, MethodComparison, MethodComparison.load, _figures))

@@ -16,11 +16,11 @@ from attnrx.vit.spec import compression_of
 
 # The parts of a layer's cost that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
-# A table is implausible if a compressed block costs less than -BELOW or more than ABOVE times the whole block. Negative
-# costs are possible, because the savings of attention and MLP are added up, and the timings of several threads are
-# noisy. High costs are possible, too. In one case, a block of a small model ran as one kernel call. After a merging
-# stage, its parts were called separately, which took seven times as long.
-BELOW, ABOVE = 0.5, 10.0
+# A table is implausible if a compressed block costs more than ABOVE times the whole block. It may cost more than the
+# whole block. In one case, a block of a small model ran as one kernel call. After a merging stage, its parts were
+# called separately, which took seven times as long.
+ABOVE = 10.0
+LEAST = 1e-6  # smaller shares of the latency are rounding errors
 # The least cost of a compressed block, as a part of its share of the multiply-accumulates. Smaller products are not
 # more efficient, so a lower cost is noise.
 PER_MAC = 0.5
@@ -83,21 +83,21 @@ class CostTable:
     def problem(self) -> str | None:
         """Returns why the table's costs are implausible, or None if they are plausible.
 
-        If other processes disturb the timings, measured costs may be negative, or may rise although less is computed.
+        If other processes disturb the timings, costs of whole blocks may be negative, or costs may rise although less
+        is computed.
         """
         numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
         if not all(np.isfinite(each).all() for each in numbers):
             return "a cost is not finite"
-        # `full` is the attention's cost with full ranks. `least` and `largest` are block costs over all levels. `least`
-        # uses only numbers of tokens that are timed.
-        full, timed = self.attention[:, 0, 0, -1], (self.prefix + self.patches) // 4
-        least = (self.attention + self.mlp.min(axis=1)[:, None, None])[..., timed:].min(axis=(1, 2, 3))
+        # `full` is the attention's cost with full ranks. `least` and `largest` are block costs over all levels.
+        full = self.attention[:, 0, 0, -1]
+        least = (self.attention + self.mlp.min(axis=1)[:, None, None]).min(axis=(1, 2, 3))
         largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
         share = (self.outside + full.sum() + self.mlp[:, 0, -1].sum()) / self.whole if self.whole > 0 else -1.0
         if min(self.whole, share) <= 0 or self.outside < 0 or (full + self.mlp[:, 0, -1] <= 0).any():
             return "the cost of the model, of a block or of what is outside the blocks is not positive"
         layers = full + self.mlp[:, 0, -1]
-        if (least < -BELOW * layers).any():
+        if (least < -LEAST * layers).any():
             return f"a compressed block costs {float((least / layers).min()):.2g} of the block"
         if (largest > ABOVE * layers).any() or (self.stages < 0).any():
             return f"a compressed block costs {float((largest / layers).max()):.2g} of the block"
@@ -165,16 +165,14 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
 
 
 # Models with these numbers of stages are timed to find the cost of a stage. None means one stage before every layer but
-# the first. Files get at most three stages, because a file with twelve takes as long to write as three other files.
-STAGES, STAGES_OF_FILES = (1, 3, None), (1, 2, 3)
+# the first. Only two files are timed, because each takes as long to write as all files of blocks together.
+STAGES, STAGES_OF_FILES = (1, 3, None), (1, 3)
 # The largest factor between an axis's savings in a whole model and in its timed blocks. Larger factors are cut to MOST,
 # because timings of whole models are noisy.
 MOST = 1.5
 # The most that a whole model may save by fewer tokens in addition to its blocks, as a share. Timed blocks include the
 # operations for token sizes.
 MORE = 0.15
-# Predicted savings below this share of the latency are rounding errors.
-LEAST = 1e-6
 OWN, JOINT = "own", "qk+vo"
 
 
@@ -257,6 +255,9 @@ def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
 
 def bounded(cost_table: CostTable, macs: CostTable) -> CostTable:
     """Returns the table with less savings where a block costs less than PER_MAC times its share of `macs`.
+
+    Measured savings of attention and MLP are added up, and timings of several threads are noisy, so the cost of a
+    compressed block may even be negative.
 
     Of few tokens, a block gets at least this cost. Then the savings of all ranks and hidden units are scaled by one
     factor per layer and number of tokens, so that even the smallest block costs as much.

@@ -234,18 +234,16 @@ def file_cost_table(
     images: Float[Tensor, "batch channels height width"],
     form: Format,
     baseline: Baseline,
-    in_subprocess: bool = False,
 ) -> CostTable:
     """Times unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
 
     Lower ranks are not timed one by one. A rank is assumed to save the same share of a block's time as of the block's
-    multiply-accumulates, times a factor. Each axis has its own factor, which is measured at one rank. With
-    `in_subprocess`, some blocks are written as files in another process at the same time.
+    multiply-accumulates, times a factor. Each axis has its own factor, which is measured at one rank.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
     """
-    timer, counts = _Timer(space, protocol, images, form, in_subprocess), np.arange(space.shape.layout.tokens + 1)
+    timer, counts = _Timer(space, protocol, images, form), np.arange(space.shape.layout.tokens + 1)
     times = timer.steps(counts) * _interpolated(counts, timer.grid, timer.block({}))
     exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
@@ -313,10 +311,6 @@ class _Called(nn.Module):
         return tokens if self.blocks else 2 * tokens
 
 
-# Some blocks of a model: the model, the layers, whether the last layer is shortened, and whether they follow a stage.
-_Part = tuple[nn.Module, range, bool, bool]
-
-
 class _Timer:
     """Times blocks and models in one runtime, at the numbers of tokens in `grid`.
 
@@ -327,14 +321,7 @@ class _Timer:
         NotSupported: The layers do not all have the same shape.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        protocol: LatencyProtocol,
-        images: Tensor,
-        form: Format | None = None,
-        in_subprocess: bool = False,
-    ):
+    def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, form: Format | None = None):
         if len(set(family_of(space.model).specs(space.model))) > 1:
             raise NotSupported(
                 "the layers of this model do not all have the same shape, so one block does not represent the others."
@@ -368,16 +355,7 @@ class _Timer:
         # The model may run a batch in chunks. `whole` then divides by the number of calls per block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
-        self._ready: dict[_Part, Callable[[torch.Tensor], Any]] = {}  # cached runs
-        if form is not None:
-            # All files of blocks are written here, because two processes are faster than one.
-            models = [space.model, *(model for _, model in self.middle.values())]
-            parts: list[_Part] = [(model, self.layers, False, False) for model in models]
-            parts.append((space.model, range(0), False, False))
-            if self.prunes_tokens:
-                parts.append((space.model, self.layers, False, True))
-            runs = self.runtime.prepare_all([self._part(*part) for part in parts], in_subprocess)
-            self._ready = dict(zip(parts, runs, strict=True))
+        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # cached runs
         self.original = self._prepared(space.model, self.layers)
         # The time of a call without blocks, in units of the original block. A model is called only once, so this is
         # subtracted from the times of blocks.
@@ -391,18 +369,9 @@ class _Timer:
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
         """Returns a function that runs these blocks in the runtime, either before any stage or after one."""
-        part = model, layers, shortened, after_stage
-        if part in self._ready:
-            return self._ready[part]
-        run = self.runtime.prepare(*self._part(*part))
-        if model is self.space.model:
-            self._ready[part] = run
-        return run
-
-    def _part(
-        self, model: nn.Module, layers: range, shortened: bool, after_stage: bool
-    ) -> tuple[nn.Module, torch.Tensor]:
-        """Returns a module of these blocks, and an example of its input."""
+        key = layers, shortened, after_stage
+        if model is self.space.model and key in self._ready:
+            return self._ready[key]
         # After a stage, the example has fewer tokens. The full number could equal the size of a position table, and the
         # export would then treat it as fixed.
         rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
@@ -414,7 +383,11 @@ class _Timer:
             # The caller passes tokens as they are after a stage, so a stage inside the block must keep all of them.
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(staged, self.family)[layers.start : layers.stop]
-        return _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction), rows
+        called = _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction)
+        run = self.runtime.prepare(called, rows)
+        if model is self.space.model:
+            self._ready[key] = run
+        return run
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Times a block with these levels of the axes, after a token stage, at every number of tokens in the grid.
@@ -429,24 +402,16 @@ class _Timer:
             model = realize(model, self.space.prescription(choices))
         return self._times(model, self.layers, False) / len(self.layers)
 
-    @cached_property
-    def middle(self) -> dict[str, tuple[int, nn.Module]]:
-        """A middle level for each axis, and the model with this level in all layers."""
-        space, models = self.space, dict[str, tuple[int, nn.Module]]()
-        for axis in RANKS:
-            if available := space.available(axis):
-                level = available[len(available) // 2]
-                models[axis] = level, realize(space.model, space.prescription(space.uniform(axis, level)))
-        return models
-
     def saved(self) -> dict[str, tuple[int, float]]:
         """Returns a middle level for each axis, and the time that this level saves in a block with all tokens."""
-        runs: dict[str, Callable[[], object]] = {
-            axis: partial(self._prepared(model, self.layers), self.all_tokens)
-            for axis, (_, model) in self.middle.items()
-        }
+        space, levels, runs = self.space, dict[str, int](), dict[str, Callable[[], object]]()
+        for axis in RANKS:
+            if available := space.available(axis):
+                levels[axis] = available[len(available) // 2]
+                model = realize(space.model, space.prescription(space.uniform(axis, levels[axis])))
+                runs[axis] = partial(self._prepared(model, self.layers), self.all_tokens)
         seconds = self._turns(runs) if runs else {}
-        return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, (level, _) in self.middle.items()}
+        return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, level in levels.items()}
 
     def last(self) -> np.ndarray:
         """Returns the last block's times. If the model supports it, the last block computes only the class token."""
@@ -605,12 +570,14 @@ class PlanTimer:
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
-                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline, settings.in_subprocess)
+                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
             # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
-            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds), axes, stages)
+            latency_shares = partial(self.latency_shares, rounds=settings.whole_rounds)
+            table = corrected(blocks, space, latency_shares, axes, stages)
+            return bounded(table, exact_cost_table(space, "macs"))
 
-        return bounded(cached_cost_table(self.space, self.settings, measure), exact_cost_table(self.space, "macs"))
+        return cached_cost_table(self.space, self.settings, measure)
 
     def timings(self, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         """Times models or their files in turns with the baseline.

@@ -29,7 +29,7 @@ from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.subprocess_runner import find_program, may_start_threads, run_program
+from attnrx.support.subprocess_runner import find_program, is_served_fork, run_program
 from attnrx.vit.kernels.flags import FLAGS, HEADERS, SOURCES, THREADS, shipped_library
 
 BUILD = "ATTNRX_BUILD"
@@ -107,7 +107,7 @@ class _Threads:
 
 def kernel_threads() -> int:
     """Returns how many threads a kernel uses: PyTorch's number, or 1 in a fork that must not start threads."""
-    threads = 1 if _Threads.is_forked and not may_start_threads() else torch.get_num_threads()
+    threads = 1 if _Threads.is_forked and not is_served_fork() else torch.get_num_threads()
     _Threads.were_used |= threads > 1
     return threads
 
