@@ -15,7 +15,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,7 +188,7 @@ def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool =
     """
     waiting, values = deque(range(len(calls))), dict[int, Value]()
 
-    def run_waiting(run: Callable[..., Value]) -> None:
+    def run_waiting(run: Callable[[Callable[[], Any]], Any]) -> None:
         while True:
             try:
                 index = waiting.popleft()
@@ -201,14 +200,14 @@ def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool =
         # If the other process fails, the call runs again in this process below. A call that cannot succeed then raises
         # its own error.
         with suppress(NotSupported), shared_subprocess():
-            run_waiting(partial(run_in_subprocess, _called))
+            run_waiting(lambda call: run_in_subprocess(_called, call))
 
     # The thread is a daemon, so that it does not keep this process running if a call is interrupted.
     worker = threading.Thread(target=run_there, daemon=True)
     if in_subprocess and len(calls) > 1:
         worker.start()
     try:
-        run_waiting(_called)
+        run_waiting(lambda call: call())
     finally:
         waiting.clear()  # if a call has failed, the other process takes no further ones
     if worker.ident is not None:
