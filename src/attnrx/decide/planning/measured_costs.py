@@ -573,8 +573,9 @@ class PlanTimer:
                 blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
             # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
-            latency_shares = partial(self.latency_shares, rounds=settings.whole_rounds)
-            table = corrected(blocks, space, latency_shares, axes, stages)
+            # All costs follow from the timing of a few files, so it takes more rounds.
+            rounds = settings.whole_rounds * (1 if form is None else ROUND_FACTOR)
+            table = corrected(blocks, space, partial(self.latency_shares, rounds=rounds), axes, stages)
             return bounded(table, exact_cost_table(space, "macs"))
 
         return cached_cost_table(self.space, self.settings, measure)

@@ -34,7 +34,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 PARTS = 4
 # A measurement that ends once speeds are precise checks them every LOOK_EVERY rounds. The first check is in round
 # FIRST_LOOK, or after an eighth of all rounds if that is later.
-LOOK_EVERY, FIRST_LOOK = 4, 12
+LOOK_EVERY, FIRST_LOOK = 4, 16
 # How many processes measure the latency for evidence. Times differ more between processes than between the rounds of
 # one process, and the rounds of one process are correlated. With only four processes, the intervals of 32 rounds are
 # 1.3 to 1.7 times as wide (benchmarks/coverage.py).
