@@ -239,6 +239,19 @@ def test_smaller_images_stand_beside_prescriptions(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
+def test_a_pruned_model_stands_beside_a_smaller_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["digits", "--blocks", "2", "1", "--train", "128", "--test", "64", "--epochs", "1", "--seeds", "0", "1"]
+    main = runpy.run_path(str(BENCHMARKS / "smaller_model.py"))["main"]
+    main([*words, "--batch-size", "64", "--effort", "quick", "--out", str(tmp_path)])
+    *_, first, second, mean = capsys.readouterr().out.splitlines()
+    assert first.startswith("| 0 |") and second.startswith("| 1 |") and mean.startswith("| mean of 2 |")
+    small, pruned = (float(share) for share in re.findall(r"([0-9.]+) %", first))
+    assert 30 < pruned <= small < 70
+    main([*words, "--out", str(tmp_path)])  # trains nothing anew
+    assert capsys.readouterr().out.splitlines()[2:] == [first, second, mean]
+
+
+@pytest.mark.slow
 def test_preprocessing_compares_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     model = build_model("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=32, patch_size=16)

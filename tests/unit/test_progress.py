@@ -83,6 +83,17 @@ def test_a_loop_in_a_log_is_a_line_a_minute(clock: Clock, capsys: pytest.Capture
     assert lines_of(8) == ["blocks: 5 of 8, about 36 s left"]
 
 
+def test_a_phase_of_many_short_loops_is_a_line_a_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    clock.now = 1.0
+    with phases(SHARES, [].append):
+        begin("measuring")
+        for _ in range(24):  # 10 s each, so no loop would be shown on its own
+            for _ in track(range(2), "files"):
+                clock.now += 5.0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) in (3, 4) and set(lines) == {"[2 of 4] measuring, files: 1 of 2"}
+
+
 @pytest.mark.parametrize("log", [say, wraps(say)(lambda _: None), wraps(log)(lambda _: None)])
 def test_short_phases_are_no_lines_of_a_log(log: Log, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with phases(SHARES, log):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import attnrx as rx
 from attnrx.data.model_data import images_for
@@ -15,6 +16,7 @@ from attnrx.decide.planning.space import Space
 from attnrx.exporting import UNCHANGED, Baseline, Exported, parse_format
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.target import Target
+from attnrx.show.checks import Comparison
 from attnrx.show.reports.results import measured_files, summary_of
 from attnrx.support.errors import NotSupported
 from attnrx.support.estimate import Estimate
@@ -68,6 +70,11 @@ def test_all_files_are_measured_in_one_run(to: str) -> None:
     # Of the model itself, whose files differ by rounding.
     assert vendors[0].divergence.value < 1e-4 > run.unchanged.divergence.value or "int8" in to
     assert all(title in " ".join(lines) for title in run.files)
+    for name, file in run.files.items():  # all files run at once, and give what each of them gives on its own
+        assert file.file is not None
+        outputs = Comparison(file.file, original, data).outputs
+        expected = outputs.divergence("reference", "candidate").double().mean()
+        assert_close(torch.tensor(file.divergence.value), expected.cpu(), atol=1e-6, rtol=1e-3, msg=name)
     evidence = run.added_to(rx.Evidence((), {}), Target("latency", 0.5), None)
     # The headline is the speed of the result in this run.
     assert evidence.findings[0].value == run.result.speed.value and evidence.findings[0].limit == 2.0

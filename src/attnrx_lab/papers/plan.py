@@ -4,17 +4,12 @@ A plan is computed from model shapes and published image counts, so it needs no 
 only to find the runs that are already done.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from attnrx.data.loading import catalogue_name
 from attnrx.support.tables import aligned_table
 from attnrx_lab.cluttered_digits import CLUTTERED, canvases
-
-if TYPE_CHECKING:
-    from attnrx_lab.papers.experiment import Experiment
 
 # The number of training images in the published datasets, by their names in the catalogue.
 TRAINING_IMAGES = {
@@ -152,15 +147,6 @@ def training_images(dataset: str, held_out: float) -> int | None:
 def fewer(images: int | None, most: int | None) -> int | None:
     """Returns the smaller of `images` and `most`. `images=None` means unknown, and `most=None` means no limit."""
     return images if most is None else min(most, most if images is None else images)
-
-
-def planned_runs(experiments: Sequence["Experiment"], folder: Path) -> tuple[PlannedRun, ...]:
-    """Returns the runs of the experiments, in order and without duplicates."""
-    runs = (
-        PlannedRun(each.name, each.place.as_posix(), each.trainings(), (folder / each.place / "result.json").exists())
-        for each in experiments
-    )
-    return tuple({run.place: run for run in runs}.values())
 
 
 def _whole(number: int | None) -> str:

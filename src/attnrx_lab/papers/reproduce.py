@@ -11,7 +11,7 @@ from attnrx.support.errors import UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
 from attnrx_lab.papers.experiment import Experiment
-from attnrx_lab.papers.plan import RecipePlan, planned_runs
+from attnrx_lab.papers.plan import PlannedRun, RecipePlan
 from attnrx_lab.papers.processes import is_first
 from attnrx_lab.papers.recipe import Expected, Recipe
 from attnrx_lab.papers.table import ReproducedTable, make_table
@@ -113,7 +113,7 @@ def plan_recipes(
         planned, deviations = _planned(recipe, requested, seeds, tiny, changes)
         experiments += planned
         texts += chain.from_iterable(deviations.values())
-    runs = planned_runs(experiments, Path(folder))
+    runs = _planned_runs(experiments, Path(folder))
     return RecipePlan(tuple(recipe.name for recipe in recipes), runs, tuple(dict.fromkeys(texts)))
 
 
@@ -153,3 +153,12 @@ def _planned(
             texts = [", ".join(map(str, each)) for each in (sorted(drawn), recipe.seeds)]
             deviations[scenario].append(f"{scenario}: seeds {texts[0]} instead of {texts[1]}")
     return experiments, deviations
+
+
+def _planned_runs(experiments: Sequence[Experiment], folder: Path) -> tuple[PlannedRun, ...]:
+    """Returns the runs of the experiments, in order and without duplicates."""
+    runs = (
+        PlannedRun(each.name, each.place.as_posix(), each.trainings(), (folder / each.place / "result.json").exists())
+        for each in experiments
+    )
+    return tuple({run.place: run for run in runs}.values())
